@@ -1,0 +1,65 @@
+"""The read bandwidth of this machine: what a decode step, which must read all weights once, cannot beat."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.report import cores, table
+
+SIZE = 256 * 2**20  # bytes, far more than any cache level
+
+
+def read_bandwidth(repeats: int = 5, threads: int | None = None) -> float:
+    """Bytes per second that this machine reads from memory: the best of several plain reductions over a large array."""
+    return max(measure(repeats, threads).values())
+
+
+def measure(repeats: int = 5, threads: int | None = None) -> dict[str, float]:
+    """Bytes per second of each way to read a large float32 array once; every figure is the best of `repeats`."""
+    host = np.ones(SIZE // 4, np.float32)
+    parts = np.array_split(host, threads or cores())
+    device = jnp.asarray(host)
+    matrix = device.reshape(-1, 1024)
+    one = jnp.ones((1, matrix.shape[0]), jnp.float32)
+    total = jax.jit(jnp.sum)
+    product = jax.jit(jnp.matmul)
+    ways: dict[str, Callable[[], object]] = {
+        "numpy max, all threads": lambda: _together(np.max, parts),
+        "numpy sum, all threads": lambda: _together(np.sum, parts),
+        "jax sum": lambda: total(device).block_until_ready(),
+        "jax vector times matrix": lambda: product(one, matrix).block_until_ready(),
+    }
+    return {name: SIZE / _best(way, repeats) for name, way in ways.items()}
+
+
+def _together(function: Callable, parts: list[np.ndarray]) -> None:
+    workers = [threading.Thread(target=function, args=(part,)) for part in parts]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+
+
+def _best(function: Callable[[], object], repeats: int) -> float:
+    function()
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def main() -> None:
+    """Print the table."""
+    ways = measure()
+    rows = [(name, value / 1e9) for name, value in ways.items()]
+    print(table(f"read bandwidth, {cores()} cores", ("way", "GB/s"), [*rows, ("best", max(ways.values()) / 1e9)]))
+
+
+if __name__ == "__main__":
+    main()

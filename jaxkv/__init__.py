@@ -1,0 +1,18 @@
+"""jaxkv: bounded-memory generation for pretrained language models in JAX."""
+
+from jaxkv import errors as errors
+from jaxkv import policies as policies
+from jaxkv.cache import KVCache as KVCache
+from jaxkv.cache import LayerCache as LayerCache
+from jaxkv.checkpoint import restore as restore
+from jaxkv.checkpoint import save as save
+from jaxkv.errors import JaxkvError as JaxkvError
+from jaxkv.generate import Generation as Generation
+from jaxkv.generate import generate as generate
+from jaxkv.generate import prefill as prefill
+from jaxkv.generate import stream as stream
+from jaxkv.policies import Policy as Policy
+from jaxkv.policies import policy as policy
+from jaxkv.weights import load as load
+
+__version__ = "0.1.0"

@@ -1,0 +1,238 @@
+"""Where model, cache and policy meet: the attention of one layer, over a block of the prompt or for one new token.
+
+Both functions have the form that `models.Decoder` calls: they get query, key and value before RoPE and the layer's
+cache, and give back the context and the new cache.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv import cache as slots_of
+from jaxkv.cache import EMPTY, LayerCache
+from jaxkv.models import AttentionSpec
+from jaxkv.models.rope import rotate
+from jaxkv.policies.policy import Phase, Policy, alive, priority
+from pallas_kernels.decode_attend_score import decode_attend_score
+from pallas_kernels.prefill_attend import prefill_attend
+from pallas_kernels.prefill_attend_mass import prefill_attend_mass
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerState:
+    """One layer's cache, the slots it shall have after the block, each row's budget there, and whether anybody looks."""
+
+    cache: LayerCache
+    slots: int
+    limits: Int[Array, "B"]
+    look: bool = True
+
+
+def prefill_layer(
+    policy: Policy,
+    positions: Int[Array, "B T"],
+    now: Int[Array, "B"],
+    implementation: str | None,
+    spec: AttentionSpec,
+    query: Float[Array, "B T Hq D"],
+    key: Float[Array, "B T Hk D"],
+    value: Float[Array, "B T Hk D"],
+    state: LayerState,
+) -> tuple[Float[Array, "B T Hq D"], LayerState]:
+    """Attend from a block over cache + block, score every entry, and cut the cache back to its slots.
+
+    If anybody looks, the last `policy.extra` of the T tokens are pseudo tokens, whose keys and values are not kept.
+    Padding has position -1. `now [B]` is the position after the block's last prompt token.
+    """
+    query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))  # [B, H, T, D]
+    each_head = jnp.broadcast_to(positions[:, None, :], key.shape[:3])
+    if policy.rope == "text":
+        query = rotate(query, positions[:, None, :], spec.rope)
+        key = rotate(key, positions[:, None, :], spec.rope)
+    joined = slots_of.append(state.cache, key, value, each_head, policy.enter(key, value))
+
+    read = joined.keys
+    if policy.rope == "cache":
+        place = slots_of.ranks(joined.positions)
+        read = rotate(joined.keys, place, spec.rope)
+        group = query.shape[1] // key.shape[1]
+        query = rotate(query, jnp.repeat(place[:, :, -positions.shape[1] :], group, axis=1), spec.rope)
+
+    softmax = {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap, "implementation": implementation}
+    context = prefill_attend(query, read, joined.values, positions, joined.positions, **softmax)
+
+    mass = None
+    if policy.prefill is not None and policy.prefill.score.looks and state.look:
+        mass = _prompt_mass(policy.prefill, query, read, positions, joined.positions, now, state.limits, softmax)
+    if policy.extra and state.look:  # the pseudo tokens have looked: empty their slots
+        joined = dataclasses.replace(joined, positions=joined.positions.at[:, :, -policy.extra :].set(EMPTY))
+    cut = _cut_prompt(policy, joined, mass, now, spec.window, state)
+    return jnp.swapaxes(context, 1, 2), cut
+
+
+def _prompt_mass(
+    phase: Phase,
+    query: Float[Array, "B Hq T D"],
+    keys: Float[Array, "B Hk S D"],
+    query_positions: Int[Array, "B T"],
+    key_positions: Int[Array, "B Hk S"],
+    now: Int[Array, "B"],
+    limits: Int[Array, "B"],
+    softmax: dict,
+) -> Float[Array, "B Hk S"]:
+    """The attention mass of every entry from the phase's observing queries, pooled and reduced over the group."""
+    observe, aggregate = phase.observe, phase.aggregate
+    last = observe.extra or observe.window or query.shape[2]
+    query, at = query[:, :, -last:], query_positions[:, -last:]
+    if not getattr(observe, "own_keys", True):
+        key_positions = key_positions.at[:, :, -last:].set(EMPTY)
+    mass = prefill_attend_mass(query, keys, at, key_positions, reduce=aggregate.queries, **softmax)
+    apart = phase.protects.recent_entries(key_positions, now, limits)
+    mass = aggregate.along_text(mass, key_positions, apart)
+    return aggregate.over_group(mass, keys.shape[1])
+
+
+def _cut_prompt(
+    policy: Policy,
+    joined: LayerCache,
+    mass: Float[Array, "B Hk S"] | None,
+    now: Int[Array, "B"],
+    window: int | None,
+    state: LayerState,
+) -> LayerState:
+    """The cache cut back to its slots, with the slot of the next token chosen."""
+    live = alive(joined.positions, now, window)
+    joined = dataclasses.replace(joined, positions=jnp.where(live, joined.positions, EMPTY))
+    if policy.prefill is None or not state.look:
+        rank = joined.positions.astype(jnp.float32)
+        kept = slots_of.keep(joined, rank, state.slots, state.limits)
+        return dataclasses.replace(state, cache=_aim(policy, kept, None, now, window, state.limits))
+
+    stats = policy.observe(joined.stats, mass)
+    worth = priority(policy.prefill, stats, joined.positions, mass, now, state.limits)
+    carried = stats if mass is None else {**stats, "mass": mass}  # the mass moves with its entries, then goes
+    kept = slots_of.keep(
+        dataclasses.replace(joined, stats=carried), worth, state.slots, state.limits - policy.prefill.reserve
+    )
+    mass = kept.stats.get("mass")
+    kept = dataclasses.replace(kept, stats={name: kept.stats[name] for name in policy.stats})
+    return dataclasses.replace(state, cache=_aim(policy, kept, mass, now, window, state.limits))
+
+
+def _aim(
+    policy: Policy,
+    layer: LayerCache,
+    mass: Float[Array, "B Hk C"] | None,
+    now: Int[Array, "B"],
+    window: int | None,
+    limits: Int[Array, "B"],
+) -> LayerCache:
+    """The layer with `next_slot` set: an empty or expired slot, else the one that the decode phase values least."""
+    live = alive(layer.positions, now, window)
+    phase = policy.decode
+    if phase is None or phase.every > 1:  # there always is an empty or expired slot
+        return dataclasses.replace(layer, next_slot=jnp.argmin(live, axis=-1).astype(jnp.int32))
+    if mass is None:  # nobody looked: all alike, so the oldest goes
+        mass = jnp.zeros(layer.positions.shape, jnp.float32)
+    worth = priority(phase, layer.stats, layer.positions, mass, now, limits)
+    return dataclasses.replace(layer, next_slot=slots_of.victim(worth, layer.positions, live, limits))
+
+
+def decode_layer(
+    policy: Policy,
+    position: Int[Array, "B"],
+    implementation: str | None,
+    spec: AttentionSpec,
+    query: Float[Array, "B 1 Hq D"],
+    key: Float[Array, "B 1 Hk D"],
+    value: Float[Array, "B 1 Hk D"],
+    state: LayerState,
+) -> tuple[Float[Array, "B 1 Hq D"], LayerState]:
+    """Write one token into the next slot, attend over all slots, and choose the slot after it.
+
+    A row whose position is -1 has finished: its cache stays as it is.
+    """
+    query, key, value = query[:, 0], key[:, 0], value[:, 0]  # [B, H, D]
+    layer, phase, limits = state.cache, policy.decode, state.limits
+    active, now = position >= 0, position + 1
+    stats = _write_stats(layer, policy.enter(key[:, :, None], value[:, :, None]), active)
+
+    turn = None
+    if policy.rope == "text":
+        at = jnp.broadcast_to(position[:, None], key.shape[:2])
+        query = rotate(query[:, :, None], position[:, None, None], spec.rope)[:, :, 0]
+        key = rotate(key[:, :, None], at[..., None], spec.rope)[:, :, 0]
+    else:
+        turn = _turn_by_place(spec, position)
+
+    result = decode_attend_score(
+        query,
+        key,
+        value,
+        position,
+        layer.next_slot,
+        layer.keys,
+        layer.values,
+        layer.positions,
+        scale=spec.scale,
+        window=spec.window,
+        softcap=spec.softcap,
+        group=phase.aggregate.group if phase else "sum",
+        rotate=turn,
+        implementation=implementation,
+    )
+    stats = policy.observe(stats, result.mass) if phase else stats
+    stats = {name: jnp.where(active[:, None, None], stat, layer.stats[name]) for name, stat in stats.items()}
+    written = dataclasses.replace(
+        layer, keys=result.keys, values=result.values, positions=result.positions, stats=stats
+    )
+    aimed = _aim(policy, written, result.mass, now, spec.window, limits)
+    if phase is not None and phase.every > 1:
+        aimed = _cut_when_full(policy, phase, aimed, result.mass, now, spec.window, state)
+    next_slot = jnp.where(active[:, None], aimed.next_slot, layer.next_slot)
+    aimed = dataclasses.replace(aimed, next_slot=next_slot)
+    return result.output[:, None], dataclasses.replace(state, cache=aimed)
+
+
+def _write_stats(layer: LayerCache, entered: dict, active: Bool[Array, "B"]) -> dict:
+    """The layer's statistics with those of the new token in its slot."""
+    batch, heads = layer.next_slot.shape
+    slot = jnp.where(active[:, None], layer.next_slot, layer.slots)
+    at = (jnp.arange(batch)[:, None], jnp.arange(heads)[None, :], slot)
+    return {name: stat.at[at].set(entered[name][..., 0], mode="drop") for name, stat in layer.stats.items()}
+
+
+def _turn_by_place(spec: AttentionSpec, position: Int[Array, "B"]):
+    """Rotation of query and keys by their place in the cache instead of the text."""
+
+    def turn(queries, keys, positions):
+        place = slots_of.ranks(positions)
+        newest = jnp.max(jnp.where(positions == position[:, None, None], place, 0), axis=-1)
+        return rotate(queries, newest[..., None], spec.rope), rotate(keys, place, spec.rope)
+
+    return turn
+
+
+def _cut_when_full(
+    policy: Policy,
+    phase: Phase,
+    layer: LayerCache,
+    mass: Float[Array, "B Hk C"],
+    now: Int[Array, "B"],
+    window: int | None,
+    state: LayerState,
+) -> LayerCache:
+    """Rows that have run `every` tokens over their budget are cut back to it, the others stay whole."""
+    live = alive(layer.positions, now, window)
+    held = jnp.max(jnp.sum(live, axis=-1, dtype=jnp.int32), axis=-1)
+    full = held >= state.limits + phase.every
+
+    def cut(layer: LayerCache) -> LayerCache:
+        worth = priority(phase, layer.stats, layer.positions, mass, now, state.limits)
+        layer = dataclasses.replace(layer, positions=jnp.where(live, layer.positions, EMPTY))
+        kept = slots_of.keep(layer, worth, layer.slots, jnp.where(full, state.limits, layer.slots))
+        return _aim(policy, kept, None, now, window, state.limits)
+
+    return jax.lax.cond(jnp.any(full), cut, lambda layer: layer, layer)

@@ -1,0 +1,176 @@
+"""The KV cache: fixed-shape slots per layer, and the few pure operations on them.
+
+A slot is empty exactly when its position is -1. Slots need no order for attention; a gather (`keep`) leaves the kept
+entries in time order behind the empty ones, an overwrite (`write`) leaves them where they are.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+EMPTY = -1
+NEVER = -jnp.inf  # priority of an empty slot: below every entry
+ALWAYS = jnp.inf  # priority of a protected entry
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """Keys and values of one layer in C slots per KV head, with the text position of each slot (-1: empty).
+
+    `stats` holds the policy's float32 statistics per slot; `next_slot` is the slot that the next token will fill
+    (an empty one while there is one, then the policy's victim).
+    """
+
+    keys: Float[Array, "B Hk C D"]
+    values: Float[Array, "B Hk C D"]
+    positions: Int[Array, "B Hk C"]
+    next_slot: Int[Array, "B Hk"]
+    stats: dict[str, Float[Array, "B Hk C"]]
+
+    @property
+    def slots(self) -> int:
+        """C, the number of slots per KV head."""
+        return self.positions.shape[-1]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """The bounded cache of a batch: one `LayerCache` per layer, and where each row stands in its text.
+
+    `lengths [B]` counts the tokens seen, so it is the position of the next token; `limits [L, B]` is each row's budget per layer;
+    `pending [B]` is a token already sampled but not yet run through the model (-1: none). `policy` and `model` say
+    under what the cache was made: another policy's statistics or another model's keys would be meaningless here.
+    """
+
+    layers: tuple[LayerCache, ...]
+    lengths: Int[Array, "B"]
+    limits: Int[Array, "L B"]
+    pending: Int[Array, "B"]
+    policy: Any = dataclasses.field(default=None, metadata={"static": True})
+    model: str = dataclasses.field(default="", metadata={"static": True})
+
+    @property
+    def batch(self) -> int:
+        """B, the number of rows."""
+        return self.lengths.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values, positions and statistics held."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.layers))
+
+    def held(self) -> Int[Array, "L B Hk"]:
+        """Entries held per layer, row and KV head."""
+        return jnp.stack([jnp.sum(layer.positions >= 0, axis=-1, dtype=jnp.int32) for layer in self.layers])
+
+
+def empty(batch: int, heads: int, slots: int, head_dim: int, dtype, stats: tuple[str, ...] = ()) -> LayerCache:
+    """A layer with `slots` empty slots per KV head and zeroed statistics of the given names."""
+    shape = (batch, heads, slots)
+    return LayerCache(
+        keys=jnp.zeros((*shape, head_dim), dtype),
+        values=jnp.zeros((*shape, head_dim), dtype),
+        positions=jnp.full(shape, EMPTY, jnp.int32),
+        next_slot=jnp.zeros((batch, heads), jnp.int32),
+        stats={name: jnp.zeros(shape, jnp.float32) for name in stats},
+    )
+
+
+def append(
+    layer: LayerCache,
+    keys: Float[Array, "B Hk T D"],
+    values: Float[Array, "B Hk T D"],
+    positions: Int[Array, "B Hk T"],
+    stats: Mapping[str, Float[Array, "B Hk T"]],
+) -> LayerCache:
+    """The layer with T more slots behind its own; `stats` has one array per statistic of the layer."""
+    return dataclasses.replace(
+        layer,
+        keys=jnp.concatenate([layer.keys, keys], axis=2),
+        values=jnp.concatenate([layer.values, values], axis=2),
+        positions=jnp.concatenate([layer.positions, positions], axis=2),
+        stats={name: jnp.concatenate([old, stats[name]], axis=2) for name, old in layer.stats.items()},
+    )
+
+
+def resize(layer: LayerCache, slots: int) -> LayerCache:
+    """The layer with empty slots added behind its own, up to `slots` (never fewer than it has)."""
+    batch, heads, held, dim = layer.keys.shape
+    if slots <= held:
+        return layer
+    more = empty(batch, heads, slots - held, dim, layer.keys.dtype, tuple(layer.stats))
+    return append(layer, more.keys, more.values, more.positions, more.stats)
+
+
+def time_order(positions: Int[Array, "B Hk S"]) -> Int[Array, "B Hk S"]:
+    """Indices that put the slots in time order, the empty ones first."""
+    return jnp.argsort(positions, axis=-1, stable=True)
+
+
+def ranks(positions: Int[Array, "B Hk S"]) -> Int[Array, "B Hk S"]:
+    """Each entry's place among the entries held, counted from 0 in time order; -1 for an empty slot."""
+    order = jnp.argsort(time_order(positions), axis=-1)
+    empties = jnp.sum(positions < 0, axis=-1, keepdims=True, dtype=order.dtype)
+    return jnp.where(positions < 0, EMPTY, order - empties).astype(jnp.int32)
+
+
+def keep(
+    layer: LayerCache, priority: Float[Array, "B Hk S"], slots: int, limits: Int[Array, "B"]
+) -> LayerCache:
+    """The `limits[b]` entries of highest priority of each head in `slots` slots, in time order behind the empty ones.
+
+    Ties go to the older token. Empty slots are never kept, whatever their priority; every entry counts as at least
+    the lowest finite float, so that an entry always beats an empty slot.
+    """
+    order = time_order(layer.positions)
+    positions = jnp.take_along_axis(layer.positions, order, axis=-1)
+    priority = jnp.take_along_axis(priority.astype(jnp.float32), order, axis=-1)
+    priority = jnp.where(positions < 0, NEVER, jnp.maximum(priority, jnp.finfo(jnp.float32).min))
+
+    chosen = min(slots, layer.slots)
+    best, index = lax.top_k(priority, chosen)  # stable: the lower index, so the older token, wins a tie
+    kept = (best > NEVER) & (jnp.arange(chosen) < limits[:, None, None])
+    index = jnp.pad(jnp.where(kept, index, EMPTY), ((0, 0), (0, 0), (slots - chosen, 0)), constant_values=EMPTY)
+    index = jnp.sort(index, axis=-1)
+    at = jnp.maximum(index, 0)
+
+    source = jnp.take_along_axis(order, at, axis=-1)
+    return LayerCache(
+        keys=jnp.take_along_axis(layer.keys, source[..., None], axis=2),
+        values=jnp.take_along_axis(layer.values, source[..., None], axis=2),
+        positions=jnp.where(index < 0, EMPTY, jnp.take_along_axis(positions, at, axis=-1)),
+        next_slot=layer.next_slot,
+        stats={name: jnp.take_along_axis(stat, source, axis=-1) for name, stat in layer.stats.items()},
+    )
+
+
+def victim(
+    score: Float[Array, "B Hk C"],
+    positions: Int[Array, "B Hk C"],
+    alive: Bool[Array, "B Hk C"],
+    limits: Int[Array, "B"],
+) -> Int[Array, "B Hk"]:
+    """The slot to fill next: an empty one while the row holds fewer than its limit, else the lowest score.
+
+    Ties go to the older token. `alive` is False for empty slots and for entries that no query will see again.
+    """
+    held = jnp.sum(alive, axis=-1, keepdims=True, dtype=jnp.int32)
+    room = held < limits[:, None, None]
+    score = jnp.where(alive, score.astype(jnp.float32), jnp.where(room, NEVER, ALWAYS))
+    slot = lax.broadcasted_iota(jnp.int32, score.shape, score.ndim - 1)
+
+    def lower(a, b):
+        (sa, pa, ia), (sb, pb, ib) = a, b
+        first = (sa < sb) | ((sa == sb) & ((pa < pb) | ((pa == pb) & (ia < ib))))
+        return jnp.where(first, sa, sb), jnp.where(first, pa, pb), jnp.where(first, ia, ib)
+
+    big = jnp.iinfo(jnp.int32).max
+    start = (jnp.float32(jnp.inf), jnp.int32(big), jnp.int32(big))
+    return lax.reduce((score, positions, slot), start, lower, (score.ndim - 1,))[2]

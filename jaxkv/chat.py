@@ -1,0 +1,26 @@
+"""A conversation on one bounded cache: what of the next turn has still to be run."""
+
+from typing import Any
+
+import numpy as np
+
+
+def next_turn(tokenizer: Any, messages: list[dict[str, str]], pending: int) -> np.ndarray:
+    """Token ids to run for the last message of `messages`, the ones before it being in the cache already.
+
+    `pending` is the sampled token that the cache still has to run (-1: none): when it is the template's end of turn
+    it is not written twice. Each earlier assistant message must be what the model said. Ours: the chat template is
+    rendered whole, and the part behind the last answer is taken.
+    """
+    render = lambda turns, prompt: tokenizer.apply_chat_template(  # noqa: E731
+        turns, tokenize=False, add_generation_prompt=prompt
+    )
+    whole = render(messages, True)
+    if len(messages) > 1 and any(turn["role"] == "assistant" for turn in messages):
+        said = messages[:-1]
+        before = render(said[:-1], True) + said[-1]["content"]
+        whole = whole[len(before) :] if whole.startswith(before) else whole[len(render(said, False)) :]
+    ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
+    if pending >= 0 and ids and ids[0] == pending:
+        ids = ids[1:]
+    return np.asarray(ids, np.int32)

@@ -1,0 +1,99 @@
+"""Save a cache with orbax and go on from it later, bit for bit, in another process."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from jaxkv.cache import KVCache, LayerCache
+from jaxkv.errors import BadCheckpoint
+from jaxkv.policies.policy import from_dict, to_dict
+
+FORMAT = 1
+
+
+def save(cache: KVCache, path: str | os.PathLike) -> Path:
+    """Write the cache to a new folder, all of it or nothing. Raises `BadCheckpoint` where something stands already."""
+    path = Path(path).absolute()
+    if path.exists():
+        raise BadCheckpoint(f"{path} exists already: expected a new path; remove it or save elsewhere")
+    facts = {
+        "format": FORMAT,
+        "model": cache.model,
+        "policy": to_dict(cache.policy),
+        "layers": [_shape_of(layer) for layer in cache.layers],
+        "batch": cache.batch,
+    }
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        checkpointer.save(
+            path, ocp.args.Composite(cache=ocp.args.StandardSave(_arrays(cache)), facts=ocp.args.JsonSave(facts))
+        )
+    return path
+
+
+def restore(path: str | os.PathLike, params: Any = None) -> KVCache:
+    """The cache that was saved at `path`. With `params`, it must have been made by that model.
+
+    Raises `BadCheckpoint` for a path that holds no cache, a corrupt one, or one of another model.
+    """
+    path = Path(path).absolute()
+    if not path.is_dir():
+        raise BadCheckpoint(f"{path}: no saved cache there; expected a folder that jaxkv.save wrote")
+    try:
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+            facts = checkpointer.restore(path, ocp.args.Composite(facts=ocp.args.JsonRestore()))["facts"]
+            if facts.get("format") != FORMAT:
+                raise BadCheckpoint(f"{path}: format {facts.get('format')}, expected {FORMAT}; save it again")
+            template = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), _template(facts))
+            arrays = checkpointer.restore(path, ocp.args.Composite(cache=ocp.args.StandardRestore(template)))["cache"]
+    except BadCheckpoint:
+        raise
+    except Exception as error:
+        raise BadCheckpoint(f"{path}: not a readable saved cache ({type(error).__name__}: {error}); save it again") from error
+    if params is not None and params.fingerprint != facts["model"]:
+        raise BadCheckpoint(
+            f"{path}: made by model {facts['model']}, but these params are {params.fingerprint}; load that model"
+        )
+    return KVCache(
+        layers=tuple(LayerCache(**layer) for layer in arrays["layers"]),
+        lengths=arrays["lengths"],
+        limits=arrays["limits"],
+        pending=arrays["pending"],
+        policy=from_dict(facts["policy"]),
+        model=facts["model"],
+    )
+
+
+def _arrays(cache: KVCache) -> dict[str, Any]:
+    layers = [{f.name: getattr(layer, f.name) for f in dataclasses.fields(layer)} for layer in cache.layers]
+    return {"layers": layers, "lengths": cache.lengths, "limits": cache.limits, "pending": cache.pending}
+
+
+def _shape_of(layer: LayerCache) -> dict[str, Any]:
+    return {"shape": list(layer.keys.shape), "dtype": str(layer.keys.dtype), "stats": sorted(layer.stats)}
+
+
+def _template(facts: dict[str, Any]) -> dict[str, Any]:
+    """Shapes and dtypes of the saved arrays, from the facts beside them."""
+    batch = facts["batch"]
+
+    def layer(fact):
+        shape, flat = tuple(fact["shape"]), tuple(fact["shape"][:3])
+        return {
+            "keys": jax.ShapeDtypeStruct(shape, jnp.dtype(fact["dtype"])),
+            "values": jax.ShapeDtypeStruct(shape, jnp.dtype(fact["dtype"])),
+            "positions": jax.ShapeDtypeStruct(flat, jnp.int32),
+            "next_slot": jax.ShapeDtypeStruct(flat[:2], jnp.int32),
+            "stats": {name: jax.ShapeDtypeStruct(flat, jnp.float32) for name in fact["stats"]},
+        }
+
+    return {
+        "layers": [layer(fact) for fact in facts["layers"]],
+        "lengths": jax.ShapeDtypeStruct((batch,), jnp.int32),
+        "limits": jax.ShapeDtypeStruct((len(facts["layers"]), batch), jnp.int32),
+        "pending": jax.ShapeDtypeStruct((batch,), jnp.int32),
+    }

@@ -1,0 +1,38 @@
+"""The one exception family of jaxkv: every message names the value, what was expected, and the remedy."""
+
+from difflib import get_close_matches
+
+
+class JaxkvError(Exception):
+    """Base of every error that jaxkv raises on purpose."""
+
+
+class UnknownName(JaxkvError, KeyError):
+    """A policy, model, part or option name that is not registered."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class BadValue(JaxkvError, ValueError):
+    """An argument outside what the call can work with."""
+
+
+class BadWeights(JaxkvError, ValueError):
+    """A weight file that is truncated, incomplete, of the wrong shape, or holds NaN."""
+
+
+class BadCheckpoint(JaxkvError, ValueError):
+    """A saved cache that is corrupt, or belongs to another model or policy."""
+
+
+class MissingModel(JaxkvError, FileNotFoundError):
+    """A model that is not installed or not on disk."""
+
+
+def unknown(kind: str, name: str, known) -> UnknownName:
+    """`UnknownName` that lists the nearest of the `known` names."""
+    known = sorted(known)
+    near = get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else f"known: {', '.join(known)}"
+    return UnknownName(f"unknown {kind} {name!r}; {hint}")

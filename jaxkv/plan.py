@@ -1,0 +1,85 @@
+"""The static shapes of a run: slots per layer, blocks of the prompt; and every row's budget."""
+
+import dataclasses
+
+import numpy as np
+
+from jaxkv.cache import KVCache
+from jaxkv.errors import BadValue
+from jaxkv.models import ModelConfig
+from jaxkv.policies.policy import Policy
+
+ROUND = 16  # the first block is padded to a multiple of this, so that near lengths share a compilation
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """`slots` per layer; the padded prompt is `first` tokens and then `blocks` times `block`.
+
+    `look` is False when every row's budget holds all of it: then nothing need be scored, and no pseudo token runs.
+    """
+
+    slots: tuple[int, ...]
+    first: int
+    blocks: int
+    block: int
+    look: bool
+
+    @property
+    def length(self) -> int:
+        """Tokens of the padded prompt."""
+        return self.first + self.blocks * self.block
+
+
+def plan(
+    policy: Policy, config: ModelConfig, cache: KVCache | None, new: np.ndarray, room: int
+) -> tuple[Plan, np.ndarray]:
+    """The shapes for `new [B]` prompt tokens per row and `room` tokens decoded after them, and limits int32 [L, B].
+
+    Blocks are counted from the end of the prompt, so a row is cut at the same places whatever stands beside it.
+    Raises `BadValue` for a text longer than the model's context under a policy that keeps text positions.
+    """
+    seen = np.zeros_like(new) if cache is None else np.asarray(cache.lengths)
+    total = seen + new
+    longest = int(total.max())
+    if policy.rope == "text" and longest + room > config.max_position:
+        raise BadValue(
+            f"{longest} prompt tokens and {room} new ones exceed the model's context of {config.max_position}: "
+            "shorten them, or use a policy with positions in the cache, such as policy('streaming-llm', budget=...)"
+        )
+    limits = np.array([policy.budgets(int(tokens), config.num_layers) for tokens in total], np.int32).T
+    block = policy.block
+    if policy.rope == "cache":  # positions in the cache run up to budget + block
+        block = min(block, config.max_position - int(limits.max()))
+        if block < 1:
+            raise BadValue(
+                f"budget {limits.max()} fills the model's context of {config.max_position}: lower budget= to leave "
+                "room for the tokens that come"
+            )
+    held = np.zeros(config.num_layers, np.int64) if cache is None else np.asarray(cache.held()).max(axis=(1, 2))
+
+    slots = []
+    for layer in range(config.num_layers):
+        window = config.attention_spec(layer).window
+        if window is not None:
+            limits[layer] = np.minimum(limits[layer], window)
+        limit = int(limits[layer].max())
+        if policy.decode is not None:
+            count = limit + (policy.decode.every if policy.decode.every > 1 else 0)
+        else:
+            count = min(limit, int(held[layer] + new.max())) + room
+        slots.append(count if window is None or policy.decode is not None else min(count, window))
+
+    blocks = max(0, -(-int(new.max()) // block) - 1)
+    first = int(new.max()) - blocks * block
+    return Plan(tuple(slots), min(-(-first // ROUND) * ROUND, block), blocks, block, _looks(policy, total, limits)), limits
+
+
+def _looks(policy: Policy, total: np.ndarray, limits: np.ndarray) -> bool:
+    """Whether a row's prompt is cut, or a decode phase will want what the prompt's queries saw."""
+    if policy.prefill is None:
+        return False
+    if policy.decode is None:
+        return bool((total > limits).any())
+    score = policy.decode.score
+    return bool((total >= limits - policy.prefill.reserve).any()) or (score.looks and bool(score.stats))

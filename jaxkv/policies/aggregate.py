@@ -1,0 +1,70 @@
+"""aggregate: over the observing queries, along the text, over the query heads of a group, over the KV heads."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv.cache import time_order
+from jaxkv.errors import BadValue
+
+REDUCE = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}
+
+
+@dataclasses.dataclass(frozen=True)
+class Aggregate:
+    """`queries` (sum, mean, max), `pool` along the text (none, avg, max; odd `kernel`), `group` (sum, mean, max) and
+    `heads`: "each" KV head decides for itself, or all decide as one by their "sum" or "mean".
+    """
+
+    queries: str = "mean"
+    pool: str = "none"
+    kernel: int = 5
+    group: str = "mean"
+    heads: str = "each"
+
+    def __post_init__(self):
+        for field, allowed in (
+            ("queries", ("sum", "mean", "max")),
+            ("pool", ("none", "avg", "max")),
+            ("group", ("sum", "mean", "max")),
+            ("heads", ("each", "sum", "mean")),
+        ):
+            if getattr(self, field) not in allowed:
+                raise BadValue(f"aggregate {field}={getattr(self, field)!r}: expected one of {', '.join(allowed)}")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise BadValue(f"kernel={self.kernel}: expected an odd number, so that a pool has a middle")
+
+    def over_group(self, mass: Float[Array, "B Hq S"], kv_heads: int) -> Float[Array, "B Hk S"]:
+        """Over the G query heads that share a KV head."""
+        batch, heads, slots = mass.shape
+        return REDUCE[self.group](mass.reshape(batch, kv_heads, heads // kv_heads, slots), axis=2)
+
+    def over_heads(self, score: Float[Array, "B Hk S"]) -> Float[Array, "B Hk S"]:
+        """The same score for every KV head of the layer, unless each decides for itself."""
+        if self.heads == "each":
+            return score
+        return jnp.broadcast_to(REDUCE[self.heads](score, axis=1, keepdims=True), score.shape)
+
+    def along_text(
+        self, mass: Float[Array, "B Hq S"], positions: Int[Array, "B Hk S"], apart: Bool[Array, "B Hk S"]
+    ) -> Float[Array, "B Hq S"]:
+        """Pool each entry with its neighbours in time; entries set `apart` neither give nor count (as 0).
+
+        The divisor of "avg" is always `kernel`, so the edges shrink, as in SnapKV's and kvpress' pooling.
+        """
+        if self.pool == "none":
+            return mass
+        group = mass.shape[1] // positions.shape[1]
+        order = jnp.repeat(time_order(positions), group, axis=1)
+        apart = jnp.repeat(apart, group, axis=1)
+        line = jnp.take_along_axis(jnp.where(apart, 0.0, mass), order, axis=-1)
+        reduce, start = (lax.add, 0.0) if self.pool == "avg" else (lax.max, -jnp.inf)
+        half = self.kernel // 2
+        line = lax.reduce_window(
+            line, jnp.float32(start), reduce, (1, 1, self.kernel), (1, 1, 1), ((0, 0), (0, 0), (half, half))
+        )
+        if self.pool == "avg":
+            line = line / self.kernel
+        return jnp.take_along_axis(line, jnp.argsort(order, axis=-1), axis=-1)

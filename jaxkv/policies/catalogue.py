@@ -1,0 +1,74 @@
+"""The catalogue: every named method is a TOML file in configs/policies/."""
+
+import dataclasses
+import functools
+import tomllib
+from typing import Any
+
+from jaxkv.configs import config_files
+from jaxkv.errors import BadValue, unknown
+from jaxkv.policies.policy import Policy, from_dict
+
+
+@functools.cache
+def catalogue() -> dict[str, Policy]:
+    """Every registered policy by name, without a budget."""
+    found = {}
+    for name, file in sorted(config_files("policies").items()):
+        found[name] = from_dict({"name": name, **tomllib.loads(file.read_text(encoding="utf-8"))})
+    return found
+
+
+def policy(name: str, *, budget: int | None = None, ratio: float | None = None, **options: Any) -> Policy:
+    """The named method under a budget (tokens per KV head and layer) or a ratio (fraction removed).
+
+    Options are fields of its parts (`window=32`, `sinks=4`, `content="random"`), set wherever the policy has such a
+    field; `prefill_` or `decode_` in front sets it in that phase alone. Raises `UnknownName` with the nearest names,
+    and `BadValue` for both or neither of budget and ratio or a budget below sinks + recent + 1.
+    """
+    if name not in catalogue():
+        raise unknown("policy", name, catalogue())
+    chosen = catalogue()[name]
+    given = [f"{key}={value}" for key, value in (("budget", budget), ("ratio", ratio)) if value is not None]
+    if chosen.evicts and len(given) != 1:
+        raise BadValue(
+            f"policy {name!r} got {' and '.join(given) or 'neither budget nor ratio'}: expected exactly one of "
+            "budget= (tokens per KV head) and ratio= (fraction removed)"
+        )
+    if not chosen.evicts and given:
+        raise BadValue(f"policy {name!r} keeps everything, so it takes no {given[0]}: leave it out")
+    for option, value in options.items():
+        chosen = _with(chosen, option, value)
+    return dataclasses.replace(chosen, budget=budget, ratio=ratio)
+
+
+def _with(policy: Policy, option: str, value: Any) -> Policy:
+    """The policy with one option set, in every part that has a field of that name."""
+    phase, _, field = option.partition("_")
+    if phase not in ("prefill", "decode") or not field:
+        phase, field = None, option
+    changed, known = _set(policy, field, value, phase)
+    if changed == policy and field not in known:
+        raise unknown(f"option of policy {policy.name!r}", option, known)
+    return changed
+
+
+def _set(part: Any, field: str, value: Any, phase: str | None) -> tuple[Any, set[str]]:
+    """`part` and what is inside it with `field` set wherever it occurs (in one phase when named), and all field names."""
+    changes, known = {}, set()
+    for each in dataclasses.fields(part):
+        inner = getattr(part, each.name)
+        if dataclasses.is_dataclass(inner):
+            if phase is not None and each.name in ("prefill", "decode", "allocate") and each.name != phase:
+                continue
+            changed, below = _set(inner, field, value, None)
+            known |= below
+            if changed != inner:
+                changes[each.name] = changed
+        elif isinstance(part, Policy) and (phase is not None or each.name in ("name", "title", "paper", "budget", "ratio")):
+            continue
+        else:
+            known.add(each.name)
+            if each.name == field:
+                changes[each.name] = value
+    return dataclasses.replace(part, **changes), known

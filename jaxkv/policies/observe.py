@@ -1,0 +1,94 @@
+"""observe: whose queries look at the cache."""
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+
+from jaxkv.errors import BadValue
+
+
+@dataclasses.dataclass(frozen=True)
+class NoQueries:
+    """Nobody looks: for scores that need no attention (recency, key norm)."""
+
+    kind: ClassVar[str] = "none"
+    window: ClassVar[int] = 0
+    extra: ClassVar[int] = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class LastQueries:
+    """The last `window` prompt tokens look. With `own_keys=False` the window's own keys stay out of the softmax.
+
+    Source: SnapKV (arXiv 2404.14469, section 4); `own_keys=False` as in LongFlow's released prefill.
+    """
+
+    window: int = 64
+    own_keys: bool = True
+    kind: ClassVar[str] = "last-queries"
+    extra: ClassVar[int] = 0
+
+    def __post_init__(self):
+        if self.window < 1:
+            raise BadValue(f"window={self.window}: expected at least 1 query; use observe kind 'none' for no queries")
+
+
+@dataclasses.dataclass(frozen=True)
+class AllQueries:
+    """Every prompt token looks (causally)."""
+
+    kind: ClassVar[str] = "all-queries"
+    window: ClassVar[int] = 0
+    extra: ClassVar[int] = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class CurrentQuery:
+    """The token being decoded looks; in prefill, the last prompt token."""
+
+    kind: ClassVar[str] = "current-query"
+    window: ClassVar[int] = 1
+    extra: ClassVar[int] = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class PseudoQueries:
+    """`count` synthetic tokens at the first decode positions look, run through the whole model behind each block.
+
+    Their keys and values are never kept. `content`: "prompt" repeats the first `prefix` and the last
+    `count - prefix` prompt tokens, "random" draws from the vocabulary by `seed`, "last" repeats the last `count`.
+    Source: DapQ (arXiv 2603.11564): 32 tokens, 4 + 28; "random" and "last" are its ablation and ours.
+    """
+
+    count: int = 32
+    prefix: int = 4
+    content: str = "prompt"
+    seed: int = 0
+    kind: ClassVar[str] = "pseudo-queries"
+    window: ClassVar[int] = 0
+
+    def __post_init__(self):
+        if self.count < 1 or not 0 <= self.prefix <= self.count:
+            raise BadValue(f"count={self.count}, prefix={self.prefix}: expected 1 <= count and 0 <= prefix <= count")
+        if self.content not in ("prompt", "random", "last"):
+            raise BadValue(f"content={self.content!r}: expected 'prompt', 'random' or 'last'")
+
+    @property
+    def extra(self) -> int:
+        """Tokens run behind each block of the prompt."""
+        return self.count
+
+    def tokens(self, prompt: np.ndarray, vocab_size: int) -> np.ndarray:
+        """The pseudo tokens' ids `[count]` for one prompt `[T]`, a short one repeated as often as needed."""
+        if self.content == "random":
+            return np.random.default_rng(self.seed).integers(0, vocab_size, self.count).astype(np.int32)
+        prefix = self.prefix if self.content == "prompt" else 0
+        suffix = self.count - prefix
+        head = np.resize(prompt[:prefix], prefix)
+        tail = prompt[-suffix:] if suffix <= len(prompt) else np.resize(prompt, suffix)
+        return np.concatenate([head, tail[: self.count - prefix]]).astype(np.int32)
+
+
+Observe = NoQueries | LastQueries | AllQueries | CurrentQuery | PseudoQueries
+KINDS = {part.kind: part for part in (NoQueries, LastQueries, AllQueries, CurrentQuery, PseudoQueries)}

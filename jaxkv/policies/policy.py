@@ -1,0 +1,200 @@
+"""A policy: the parts that decide which entries of the cache stay, at prefill and at decode."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv.errors import BadValue, unknown
+from jaxkv.policies import allocate, observe, score
+from jaxkv.policies.aggregate import Aggregate
+from jaxkv.policies.allocate import Allocate, Uniform
+from jaxkv.policies.observe import NoQueries, Observe
+from jaxkv.policies.score import Recency, Score, Stats
+from jaxkv.policies.select import Select
+
+UNLIMITED = 2**30  # the budget of a policy that evicts nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """Who looks, what that says, how it is summed up, what is protected: for prefill or for decode.
+
+    `reserve` (prefill) leaves that many slots of the budget free for the first new tokens; `every` (decode) lets the
+    cache run that many tokens over the budget before it is cut back: 1 overwrites one slot per token.
+    """
+
+    observe: Observe = NoQueries()
+    score: Score = Recency()
+    aggregate: Aggregate = Aggregate()
+    select: Select = Select()
+    reserve: int = 0
+    every: int = 1
+
+    def __post_init__(self):
+        if self.score.looks and isinstance(self.observe, NoQueries):
+            raise BadValue(f"score {self.score.kind!r} needs attention: give the phase queries that look (observe=)")
+        if self.reserve < 0 or self.every < 1:
+            raise BadValue(f"reserve={self.reserve}, every={self.every}: expected reserve >= 0 and every >= 1")
+
+    @property
+    def protects(self) -> Select:
+        """What stays whatever its score, in numbers."""
+        return self.select.resolved(self.observe.window)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Parts and numbers. `budget` is tokens kept per KV head and layer on average; `ratio` the fraction removed.
+
+    Without `prefill` nothing is ever evicted; without `decode` new tokens are added to what the prompt left.
+    `rope="text"` keeps keys at their positions in the text; `rope="cache"` rotates them by their place in the cache,
+    so that a text may go on for ever (StreamingLLM). `block` is the prompt tokens run at a time.
+    Raises `BadValue` for parts that do not fit together and for a budget below sinks + recent + 1.
+    """
+
+    name: str
+    prefill: Phase | None = None
+    decode: Phase | None = None
+    allocate: Allocate = Uniform()
+    budget: int | None = None
+    ratio: float | None = None
+    rope: str = "text"
+    block: int = 2048
+    title: str = ""
+    paper: str = ""
+
+    def __post_init__(self):
+        if self.rope not in ("text", "cache"):
+            raise BadValue(f"rope={self.rope!r}: expected 'text' or 'cache'")
+        if self.block < 1:
+            raise BadValue(f"block={self.block}: expected at least 1 token")
+        if self.prefill is None and self.decode is not None:
+            raise BadValue(f"policy {self.name!r} evicts at decode but not at prefill: its cache would not be bounded")
+        if self.decode is not None and self.decode.observe.extra:
+            raise BadValue("pseudo queries stand in for decode queries: use observe kind 'current-query' at decode")
+        if self.budget is not None:
+            if isinstance(self.budget, bool) or int(self.budget) != self.budget:
+                raise BadValue(f"budget={self.budget!r}: expected a whole number of tokens per KV head")
+            if self.budget < self.floor:
+                raise BadValue(
+                    f"budget={self.budget} of policy {self.name!r}: expected at least {self.floor} "
+                    f"(sinks + recent + 1); raise budget= or lower sinks=, recent= or window="
+                )
+        if self.ratio is not None and not 0 <= self.ratio < 1:
+            raise BadValue(f"ratio={self.ratio}: expected a fraction removed, from 0 up to but not including 1")
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases there are."""
+        return tuple(phase for phase in (self.prefill, self.decode) if phase is not None)
+
+    @property
+    def evicts(self) -> bool:
+        """Whether the cache is bounded at all."""
+        return self.prefill is not None
+
+    @property
+    def extra(self) -> int:
+        """Pseudo tokens run behind each block of the prompt."""
+        return 0 if self.prefill is None else self.prefill.observe.extra
+
+    @property
+    def floor(self) -> int:
+        """The smallest budget that holds what is protected and one entry that can be evicted."""
+        return max((phase.protects.floor() + phase.reserve for phase in self.phases), default=1)
+
+    @property
+    def stats(self) -> tuple[str, ...]:
+        """Names of the per-slot statistics that the scores keep."""
+        return tuple(sorted({name for phase in self.phases for name in phase.score.stats}))
+
+    def budgets(self, tokens: int, layers: int) -> tuple[int, ...]:
+        """Tokens per KV head of every layer for a text of `tokens` tokens; a ratio never goes below `floor`."""
+        if not self.evicts:
+            return (UNLIMITED,) * layers
+        if self.budget is None and self.ratio is None:
+            raise BadValue(f"policy {self.name!r} has neither budget nor ratio: give one of them")
+        budget = self.budget
+        if budget is None:
+            assert self.ratio is not None
+            budget = max(int(tokens * (1 - self.ratio)), min(self.floor, tokens), 1)
+        window = self.prefill.observe.window if self.prefill else 0
+        return self.allocate.budgets(int(budget), layers, tokens, window)
+
+    def enter(self, keys: Float[Array, "B Hk T D"], values: Float[Array, "B Hk T D"]) -> Stats:
+        """The statistics of tokens as they enter the cache."""
+        return {name: stat for phase in self.phases for name, stat in phase.score.enter(keys, values).items()}
+
+    def observe(self, stats: Stats, mass: Float[Array, "B Hk S"] | None) -> Stats:
+        """The statistics after the observing queries gave each entry this mass."""
+        for phase in self.phases:
+            stats = {**stats, **{k: v for k, v in phase.score.observe(stats, mass).items()}}
+        return stats
+
+
+def priority(
+    phase: Phase,
+    stats: Stats,
+    positions: Int[Array, "B Hk S"],
+    mass: Float[Array, "B Hk S"] | None,
+    now: Int[Array, "B"],
+    limits: Int[Array, "B"],
+) -> Float[Array, "B Hk S"]:
+    """The phase's score over the heads, with +inf for what it protects."""
+    value = phase.aggregate.over_heads(phase.score.score(stats, positions, mass, now))
+    return jnp.where(phase.protects.protected(positions, now, limits), jnp.inf, value)
+
+
+def alive(
+    positions: Int[Array, "B Hk S"], now: Int[Array, "B"], window: int | None
+) -> Bool[Array, "B Hk S"]:
+    """True for entries that the query at position `now` can see: filled, and not behind the sliding window."""
+    filled = positions >= 0
+    return filled if window is None else filled & (positions > (now - window)[:, None, None])
+
+
+PARTS = {"observe": observe.KINDS, "score": score.KINDS, "allocate": allocate.KINDS}
+PLAIN = {"aggregate": Aggregate, "select": Select}
+
+
+def to_dict(policy: Policy) -> dict[str, Any]:
+    """The policy as plain tables, as they stand in a TOML file (without what has its default)."""
+
+    def table(value: Any) -> dict[str, Any]:
+        out = {"kind": value.kind} if hasattr(value, "kind") else {}
+        for field in dataclasses.fields(value):
+            inner = getattr(value, field.name)
+            if inner is None or inner == field.default and field.name != "name":
+                continue
+            out[field.name] = table(inner) if dataclasses.is_dataclass(inner) else inner
+        return out
+
+    return table(policy)
+
+
+def from_dict(table: dict[str, Any]) -> Policy:
+    """The policy that the tables describe. Raises `UnknownName` for a field or kind that there is not."""
+
+    def build(cls: Any, table: dict[str, Any], where: str) -> Any:
+        fields = {field.name for field in dataclasses.fields(cls)}
+        out = {}
+        for name, value in table.items():
+            if name == "kind":
+                continue
+            if name not in fields:
+                raise unknown(f"field of {where}", name, fields)
+            if name in PARTS:
+                kind = value.get("kind", "")
+                if kind not in PARTS[name]:
+                    raise unknown(f"{name} kind", kind, PARTS[name])
+                value = build(PARTS[name][kind], value, f"{name} {kind!r}")
+            elif name in PLAIN:
+                value = build(PLAIN[name], value, name)
+            elif name in ("prefill", "decode"):
+                value = build(Phase, value, name)
+            out[name] = value
+        return cls(**out)
+
+    return build(Policy, table, "policy")

@@ -1,0 +1,91 @@
+"""Prompts of every form -> rows of token ids, and rows -> a left-padded batch."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkv.cache import EMPTY
+from jaxkv.errors import BadValue
+
+Prompt = Any  # a string, strings, chat messages, conversations, token ids, or rows of token ids
+
+
+def rows_of(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[list[np.ndarray], bool]:
+    """One int32 array of ids per row, and whether the prompt was a single one.
+
+    A list of messages (`{"role": ..., "content": ...}`) goes through the model's chat template. Raises `BadValue` for
+    an empty prompt, ids outside the vocabulary, a wrong type, and text without a tokenizer.
+    """
+    if isinstance(prompt, str):
+        return [_encode(prompt, tokenizer, vocab_size)], True
+    if hasattr(prompt, "dtype") and hasattr(prompt, "ndim"):
+        return _array_rows(np.asarray(prompt), vocab_size)
+    if not isinstance(prompt, Sequence):
+        raise BadValue(f"prompt of type {type(prompt).__name__}: expected text, chat messages, or token ids")
+    if len(prompt) == 0:
+        raise BadValue("the prompt is empty: expected at least one token")
+    first = prompt[0]
+    if isinstance(first, Mapping):
+        return [_chat(prompt, tokenizer, vocab_size)], True
+    if isinstance(first, str):
+        return [_encode(text, tokenizer, vocab_size) for text in prompt], False
+    if isinstance(first, int | np.integer):
+        return [_ids(prompt, vocab_size)], True
+    if isinstance(first, Sequence) and first and isinstance(first[0], Mapping):
+        return [_chat(messages, tokenizer, vocab_size) for messages in prompt], False
+    return [_ids(row, vocab_size) for row in prompt], False
+
+
+def left_padded(
+    rows: list[np.ndarray], length: int, lengths: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and text positions `[B, length]`; padding in front has token 0 and position -1.
+
+    Row b's first token has position `lengths[b]`.
+    """
+    tokens = np.zeros((len(rows), length), np.int32)
+    positions = np.full((len(rows), length), EMPTY, np.int32)
+    for index, row in enumerate(rows):
+        tokens[index, length - len(row) :] = row
+        positions[index, length - len(row) :] = lengths[index] + np.arange(len(row))
+    return tokens, positions
+
+
+def _array_rows(array: np.ndarray, vocab_size: int) -> tuple[list[np.ndarray], bool]:
+    if not np.issubdtype(array.dtype, np.integer):
+        raise BadValue(f"token ids of dtype {array.dtype}: expected integers")
+    if array.ndim not in (1, 2):
+        raise BadValue(f"token ids of shape {array.shape}: expected [T] or [B, T]")
+    return [_ids(row, vocab_size) for row in np.atleast_2d(array)], array.ndim == 1
+
+
+def _ids(row: Any, vocab_size: int) -> np.ndarray:
+    ids = np.asarray(row)
+    if ids.size == 0:
+        raise BadValue("the prompt is empty: expected at least one token")
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise BadValue(f"token ids of shape {ids.shape} and dtype {ids.dtype}: expected a flat row of integers")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise BadValue(f"token id {ids.max() if ids.min() >= 0 else ids.min()}: expected 0 to {vocab_size - 1}")
+    return ids.astype(np.int32)
+
+
+def _encode(text: Any, tokenizer: Any, vocab_size: int) -> np.ndarray:
+    if not isinstance(text, str):
+        raise BadValue(f"prompt of type {type(text).__name__} in a list of text: expected str")
+    return _ids(_needed(tokenizer)(text)["input_ids"], vocab_size) if text else _ids([], vocab_size)
+
+
+def _chat(messages: Any, tokenizer: Any, vocab_size: int) -> np.ndarray:
+    template = getattr(_needed(tokenizer), "chat_template", None)
+    if not template:
+        raise BadValue("chat messages, but the model's tokenizer has no chat template: give the prompt as text")
+    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    return _ids(tokenizer(text, add_special_tokens=False)["input_ids"], vocab_size)  # the template has written its own
+
+
+def _needed(tokenizer: Any) -> Any:
+    if tokenizer is None:
+        raise BadValue("the prompt is text, but these params have no tokenizer: give token ids")
+    return tokenizer

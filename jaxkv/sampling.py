@@ -1,0 +1,63 @@
+"""From logits to the next token."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from jaxkv.errors import BadValue
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """Greedy at temperature 0, else temperature, then top-k, top-p and min-p; the repetition penalty comes first.
+
+    The order and meaning of each are those of Hugging Face transformers' generate. Raises `BadValue` out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    def __post_init__(self):
+        for name, good, expected in (
+            ("temperature", self.temperature >= 0, "0 (greedy) or more"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1, or None"),
+            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "in (0, 1], or None"),
+            ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "in [0, 1], or None"),
+            ("repetition_penalty", self.repetition_penalty is None or self.repetition_penalty > 0, "above 0, or None"),
+        ):
+            if not good:
+                raise BadValue(f"{name}={getattr(self, name)}: expected {expected}")
+
+    def sample(
+        self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None, keys: Key[Array, "B"], at: Int[Array, "B"]
+    ) -> Int[Array, "B"]:
+        """The next token of each row; the draw depends on the row's key and the token's position `at` alone."""
+        if self.repetition_penalty is not None and seen is not None:
+            penalty = jnp.float32(self.repetition_penalty)
+            logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+        if self.temperature == 0:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        logits = self._filtered(logits / jnp.float32(self.temperature))
+        draw = jax.vmap(lambda key, position, row: jax.random.categorical(jax.random.fold_in(key, position), row))
+        return draw(keys, at, logits).astype(jnp.int32)
+
+    def _filtered(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        """The logits with -inf for tokens that top-k, top-p or min-p leave out; the best token always stays."""
+        if self.top_k is not None:
+            best = jax.lax.top_k(logits, min(self.top_k, logits.shape[-1]))[0]
+            logits = jnp.where(logits < best[:, -1:], -jnp.inf, logits)
+        if self.top_p is not None:
+            ordered = jnp.sort(logits, axis=-1, descending=True)
+            before = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1) - jax.nn.softmax(ordered, axis=-1)
+            last = jnp.maximum(jnp.sum(before < self.top_p, axis=-1, keepdims=True), 1) - 1
+            logits = jnp.where(logits < jnp.take_along_axis(ordered, last, axis=-1), -jnp.inf, logits)
+        if self.min_p is not None:
+            chance = jax.nn.softmax(logits, axis=-1)
+            best = jnp.max(chance, axis=-1, keepdims=True)
+            logits = jnp.where(chance < self.min_p * best, -jnp.inf, logits)
+        return logits

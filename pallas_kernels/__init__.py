@@ -1,0 +1,4 @@
+"""Attention operations that a bounded cache needs: one folder per operation.
+
+`reference.py` is plain jnp and defines the meaning; `api.py` is what callers import. Kernels know only arrays.
+"""

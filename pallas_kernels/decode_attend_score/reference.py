@@ -1,0 +1,71 @@
+"""decode_attend_score in plain jnp: the meaning that every kernel must equal."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.masking import filled, masked_softmax, soft_cap, visible
+
+GROUP = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}
+
+
+class Attended(NamedTuple):
+    """What one decode step of one layer gives back."""
+
+    output: Float[Array, "B Hq D"]
+    lse: Float[Array, "B Hq"]
+    mass: Float[Array, "B Hk C"]
+    keys: Float[Array, "B Hk C D"]
+    values: Float[Array, "B Hk C D"]
+    positions: Int[Array, "B Hk C"]
+
+
+def decode_attend_score(
+    query: Float[Array, "B Hq D"],
+    key: Float[Array, "B Hk D"],
+    value: Float[Array, "B Hk D"],
+    position: Int[Array, "B"],
+    slot: Int[Array, "B Hk"],
+    keys: Float[Array, "B Hk C D"],
+    values: Float[Array, "B Hk C D"],
+    positions: Int[Array, "B Hk C"],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    group: str = "sum",
+    rotate: Callable | None = None,
+) -> Attended:
+    """Write (key, value, position) into `slot`, then softmax(scale * q . k) over the filled slots.
+
+    `mass` is each slot's softmax weight, reduced over the G query heads of its KV head by `group`
+    ("sum", "mean" or "max"), float32. A row whose position is -1 writes nothing. `rotate(query, keys, positions)`
+    turns query and keys at read time, for caches that hold keys before RoPE.
+    """
+    batch, kv_heads, slots, dim = keys.shape
+    heads = query.shape[1]
+    slot = jnp.where(position[:, None] < 0, slots, slot)  # out of range, so dropped
+    rows, columns = jnp.arange(batch)[:, None], jnp.arange(kv_heads)[None, :]
+    at = (rows, columns, slot)
+    keys = keys.at[at].set(key, mode="drop")
+    values = values.at[at].set(value, mode="drop")
+    positions = positions.at[at].set(jnp.broadcast_to(position[:, None], slot.shape), mode="drop")
+
+    queries = query.reshape(batch, kv_heads, heads // kv_heads, dim)
+    queries, read = (queries, keys) if rotate is None else rotate(queries, keys, positions)
+    logits = jnp.einsum("bhgd,bhcd->bhgc", queries, read, preferred_element_type=jnp.float32) * scale
+    seen = visible(position[:, None, None], positions, window)
+    weights, lse = masked_softmax(soft_cap(logits, softcap), seen)
+    output = jnp.einsum(
+        "bhgc,bhcd->bhgd", weights.astype(values.dtype), filled(values, positions), preferred_element_type=jnp.float32
+    )
+    return Attended(
+        output=output.astype(query.dtype).reshape(batch, heads, dim),
+        lse=lse.reshape(batch, heads),
+        mass=GROUP[group](weights, axis=2),
+        keys=keys,
+        values=values,
+        positions=positions,
+    )

@@ -1,0 +1,13 @@
+"""prefill_attend: picks the implementation for where it runs."""
+
+from jaxtyping import Array, Float
+
+from pallas_kernels.dispatch import dispatch
+from pallas_kernels.prefill_attend import reference
+
+IMPLEMENTATIONS = {"reference": reference.prefill_attend}
+
+
+def prefill_attend(*args, implementation: str | None = None, **kwargs) -> Float[Array, "B Hq T D"]:
+    """`reference.prefill_attend` by the fastest implementation that takes the arguments, or the named one."""
+    return dispatch(IMPLEMENTATIONS, implementation, *args, **kwargs)

@@ -1,0 +1,250 @@
+"""Scores and kept positions of kvpress 0.5.5 on the tiny models and, given its GGUF, on SmolLM2.
+
+    python tests/oracle/make_kvpress.py [path/to/SmolLM2-135M-Instruct.Q4_1.gguf]
+
+`kvpress/<model>.npz` holds the methods that jaxkv has first, `kvpress/<model>-more.npz` those that follow. The keys:
+`ids` int32 [1, S]; `<method>/r<ratio>/layer<i>/scores` float32 [Hk, S], higher = keep; `.../kept` int16 [Hk, n],
+sorted; `.../margin` float32 [Hk]: the lowest kept score less the highest dropped one, relative to the larger of the two
+(0: a tie, where any choice is right).
+AdaKV's heads keep different numbers: `.../kept_mask` bool [Hk, S] in place of `kept`, and one margin for the layer.
+ChunkKV ranks chunks, not tokens: its margin is that of the mean scores of chunks, the same for all heads.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import kvpress
+import numpy as np
+import torch
+import transformers
+from common import GOLDENS, save
+from prose import HARBOUR
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+)
+
+# name -> press for a ratio; "eager" where kvpress needs the model's own attention weights.
+FIRST = {
+    "tova": (lambda r: kvpress.TOVAPress(r), "sdpa"),
+    "knorm": (lambda r: kvpress.KnormPress(r), "sdpa"),
+    "streaming-s4": (lambda r: kvpress.StreamingLLMPress(r, n_sink=4), "sdpa"),
+    "observed": (lambda r: kvpress.ObservedAttentionPress(r), "eager"),
+}
+SMALL = FIRST | {
+    "snapkv-w8-k5": (lambda r: kvpress.SnapKVPress(r, window_size=8, kernel_size=5), "sdpa"),
+    "snapkv-w16-k7": (lambda r: kvpress.SnapKVPress(r, window_size=16, kernel_size=7), "sdpa"),
+}
+LARGE = FIRST | {"snapkv-w64-k5": (lambda r: kvpress.SnapKVPress(r, window_size=64, kernel_size=5), "sdpa")}
+
+MORE = {
+    "keydiff": (lambda r: kvpress.KeyDiffPress(r), "sdpa"),
+    "cur": (lambda r: kvpress.CURPress(r), "sdpa"),
+    "expected-n512": (lambda r: kvpress.ExpectedAttentionPress(r), "sdpa"),
+    "expected-n512-e0.01": (lambda r: kvpress.ExpectedAttentionPress(r, epsilon=1e-2), "sdpa"),
+    "cap": (lambda r: kvpress.CapPress(r), "sdpa"),
+}
+SMALL_MORE = MORE | {
+    "lagkv-l16": (lambda r: kvpress.LagKVPress(r, lag_size=16), "sdpa"),
+    "pyramidkv-w8-k5-b20": (lambda r: kvpress.PyramidKVPress(r, window_size=8, kernel_size=5), "sdpa"),
+    "chunkkv-c10-snapkv-w8-k5": (
+        lambda r: kvpress.ChunkKVPress(kvpress.SnapKVPress(r, window_size=8), chunk_length=10),
+        "sdpa",
+    ),
+    "adakv-snapkv-w8-k5": (lambda r: kvpress.AdaKVPress(kvpress.SnapKVPress(r, window_size=8)), "sdpa"),
+}
+LARGE_MORE = MORE | {
+    "lagkv-l128": (lambda r: kvpress.LagKVPress(r, lag_size=128), "sdpa"),
+    "pyramidkv-w8-k5-b20": (lambda r: kvpress.PyramidKVPress(r, window_size=8, kernel_size=5), "sdpa"),
+    "chunkkv-c20-snapkv-w64-k5": (lambda r: kvpress.ChunkKVPress(kvpress.SnapKVPress(r)), "sdpa"),
+    "adakv-snapkv-w64-k5": (lambda r: kvpress.AdaKVPress(kvpress.SnapKVPress(r)), "sdpa"),
+}
+
+# Gemma 3: kvpress rescales by 1/sqrt(head_dim) where it recomputes attention, but the model by query_pre_attn_scalar,
+# so the model's own weights are taken; and its Expected Attention and CapKV do not run on it under transformers 5.2.
+GEMMA = {name: (make, "eager") for name, (make, _) in SMALL.items()}
+GEMMA_MORE = {name: SMALL_MORE[name] for name in ("keydiff", "cur", "lagkv-l16")}
+
+# family -> (configuration file, methods, more methods)
+TINY = {
+    "llama2": ("config.json", SMALL, SMALL_MORE),
+    "llama3": ("config.json", SMALL, SMALL_MORE),
+    "qwen2": ("config.json", SMALL, SMALL_MORE),
+    "qwen3": ("config.json", SMALL, SMALL_MORE),
+    "mistral": ("config-full.json", SMALL, SMALL_MORE),  # no sliding window: kvpress' scorers know of none
+    "gemma3_text": ("config.json", GEMMA, GEMMA_MORE),
+}
+MARGIN = 2e-5  # the smallest allowed on a tiny model: rounding differences between frameworks stay far below
+SMOLLM2_SCORES = (0, 7, 15, 29)  # layers whose scores are stored
+
+
+def positions_of(rows: torch.Tensor, kept: torch.Tensor) -> np.ndarray:
+    """Where each kept key [Hk, n, D] stood among all keys [Hk, S, D], by equality: sorted int16 [Hk, n]."""
+    same = (kept[:, :, None] == rows[:, None]).all(-1)
+    assert (same.sum(-1) == 1).all(), "a kept key is not one of the keys, or not only one"
+    return np.sort(same.int().argmax(-1).numpy(), axis=-1).astype(np.int16)
+
+
+def margins(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Per row of scores, the lowest kept less the highest dropped, relative to the larger of the two."""
+    lowest = np.where(mask, scores, np.inf).min(-1)
+    highest = np.where(mask, -np.inf, scores).max(-1)
+    return ((lowest - highest) / np.maximum(np.abs(lowest), np.abs(highest))).astype(np.float32)
+
+
+def watch(press, seen: dict[int, dict[str, np.ndarray]]):
+    """The press, telling `seen` per layer what it scored and kept."""
+    scorer = getattr(press, "press", press)
+    score, compress = scorer.score, press.compress
+
+    def scored(module, hidden_states, keys, *rest):
+        scores = score(module, hidden_states, keys, *rest)
+        assert scores.shape == keys.shape[:3] and len(scores) == 1
+        seen[module.layer_idx] = {"scores": scores[0].detach().clone().float().numpy()}
+        return scores
+
+    def compressed(module, hidden_states, keys, values, attentions, kwargs):
+        out = compress(module, hidden_states, keys, values, attentions, kwargs)
+        entry = seen[module.layer_idx]
+        scores = entry["scores"]
+        if isinstance(press, kvpress.AdaKVPress):
+            _, heads, slots = (x.numpy() for x in module.masked_key_indices)
+            mask = np.ones(scores.shape, bool)
+            mask[heads, slots] = False
+            entry["kept_mask"] = mask
+            safe = np.sort(scores, axis=-1)[:, -max(1, int(mask.sum() // len(mask) * press.alpha_safeguard)), None]
+            free = np.where(scores >= safe, np.inf, scores)  # the safeguard's entries are kept whatever the others
+            entry["margin"] = margins(np.where(np.isinf(free), np.float32(3e38), free).reshape(1, -1), mask.reshape(1, -1))
+        else:
+            kept = positions_of(keys[0], out[0][0])
+            mask = np.zeros(scores.shape, bool)
+            np.put_along_axis(mask, kept.astype(int), True, axis=-1)
+            entry["kept"] = kept
+            if isinstance(press, kvpress.ChunkKVPress):
+                starts = np.arange(0, scores.shape[-1], press.chunk_length)
+                sizes = np.diff([*starts, scores.shape[-1]])
+                means = np.add.reduceat(scores.sum(0), starts) / sizes
+                entry["margin"] = np.repeat(margins(means[None], mask[0, starts][None]), len(scores))
+            else:
+                entry["margin"] = margins(scores, mask)
+        assert (entry["margin"] >= -1e-6).all(), f"kept positions do not follow the scores: {entry['margin']}"
+        return out
+
+    scorer.score, press.compress = scored, compressed
+    return press
+
+
+def prefill(model, ids: torch.Tensor, press) -> dict[int, dict[str, np.ndarray]]:
+    """What the press scored and kept in each layer during one prefill."""
+    seen: dict[int, dict[str, np.ndarray]] = {}
+    with torch.no_grad(), watch(press, seen)(model):
+        # The cache is made without the config, as in kvpress' pipeline: every layer is a full one.
+        model(ids, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
+    return seen
+
+
+class NearTie(Exception):
+    """Kept positions that rounding could change."""
+
+
+def run(
+    models: dict, ids: torch.Tensor, methods: dict, ratios, score_layers=None, need: float = -1.0
+) -> dict[str, np.ndarray]:
+    """Every method at every ratio, as the arrays of one npz. Raises `NearTie` for a margin below `need`."""
+    arrays = {"ids": ids.numpy().astype(np.int32)}
+    for method, (make, attention) in methods.items():
+        for ratio in ratios:
+            model = models[attention]
+            seen = prefill(model, ids, make(ratio))
+            smallest = min(float(entry["margin"].min()) for entry in seen.values())
+            for layer, entry in seen.items():
+                assert entry["scores"].std() > 0, "constant scores"
+                if score_layers is not None and layer not in score_layers:
+                    entry.pop("scores")
+                arrays |= {f"{method}/r{ratio}/layer{layer}/{name}": array for name, array in entry.items()}
+            if smallest < need:
+                raise NearTie(f"{method} r={ratio}: margin {smallest:.1e}")
+            print(f"  {method} r={ratio}: layers {sorted(seen)}, smallest margin {smallest:.1e}")
+    return arrays
+
+
+def agree(models: dict, ids: torch.Tensor) -> None:
+    """kvpress' recomputed window attention must equal the model's own weights."""
+    for make in (SMALL["snapkv-w8-k5"][0], SMALL["tova"][0]):
+        recomputed, observed = (prefill(models[name], ids, make(0.5)) for name in ("sdpa", "eager"))
+        for layer in recomputed:
+            np.testing.assert_allclose(recomputed[layer]["scores"], observed[layer]["scores"], rtol=2e-3, atol=1e-5)
+
+
+def tiny(family: str, config_file: str) -> dict:
+    """The tiny model with both attention implementations; Gemma 3 in the class that kvpress knows."""
+    folder = GOLDENS / "tiny" / family
+    config = AutoConfig.for_model(**json.loads((folder / config_file).read_text()))
+    models = {}
+    for attention in ("sdpa", "eager"):
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=torch.float32, attn_implementation=attention
+        ).eval()
+        if family == "gemma3_text":
+            # kvpress leaves sliding layers alone only in the multimodal class: put the text model into one.
+            vision = {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            }
+            whole = Gemma3ForConditionalGeneration._from_config(
+                Gemma3Config(text_config=config.to_dict(), vision_config=vision, mm_tokens_per_image=4),
+                attn_implementation=attention,
+            ).eval()
+            whole.model.language_model.load_state_dict(model.model.state_dict())
+            model = whole
+        models[attention] = model
+    return models
+
+
+def main() -> None:
+    transformers.utils.logging.disable_progress_bar()
+    for family, (config_file, methods, more) in TINY.items():
+        print(family)
+        models = tiny(family, config_file)
+        vocabulary = models["sdpa"].config.get_text_config().vocab_size
+        for seed in range(500):
+            # No token twice: the same token has the same key norm in layer 0, a tie.
+            ids = 3 + torch.randperm(vocabulary - 3, generator=torch.Generator().manual_seed(seed))[None, :120]
+            try:
+                results = [run(models, ids, chosen, (0.3, 0.5, 0.75), need=MARGIN) for chosen in (methods, more)]
+            except NearTie as tie:
+                print(f"  seed {seed}: {tie}: trying the next")
+            else:
+                break
+        else:
+            raise SystemExit(f"{family}: no seed without near ties")
+        if family != "gemma3_text":
+            agree(models, ids)
+        for name, arrays in zip((family, f"{family}-more"), results, strict=True):
+            save(GOLDENS / "kvpress" / f"{name}.npz", arrays)
+    if len(sys.argv) == 2:
+        print("smollm2")
+        path = Path(sys.argv[1])
+        load = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+        model = AutoModelForCausalLM.from_pretrained(**load, dtype=torch.float32).eval()
+        ids = AutoTokenizer.from_pretrained(**load)(HARBOUR, add_special_tokens=False, return_tensors="pt").input_ids
+        for name, chosen in (("smollm2", LARGE), ("smollm2-more", LARGE_MORE)):
+            arrays = {}
+            for attention in ("sdpa", "eager"):
+                model.set_attn_implementation(attention)
+                some = {method: entry for method, entry in chosen.items() if entry[1] == attention}
+                arrays |= run({attention: model}, ids, some, (0.5, 0.75), SMOLLM2_SCORES)
+            save(GOLDENS / "kvpress" / f"{name}.npz", arrays)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The rules of the cache's own operations, with generated cases."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxkv import cache as slots_of
+
+
+def layer_with(positions: np.ndarray, seed: int = 0) -> slots_of.LayerCache:
+    """A layer whose keys and values name their position, NaN in the empty slots."""
+    batch, heads, slots = positions.shape
+    content = np.where(positions < 0, np.nan, positions).astype(np.float32)
+    layer = slots_of.empty(batch, heads, slots, 2, jnp.float32, ("mark",))
+    return dataclasses.replace(
+        layer,
+        keys=jnp.asarray(np.stack([content, -content], axis=-1)),
+        values=jnp.asarray(np.stack([content + 0.5, content], axis=-1)),
+        positions=jnp.asarray(positions, jnp.int32),
+        stats={"mark": jnp.asarray(np.nan_to_num(content))},
+    )
+
+
+@st.composite
+def layers(draw):
+    """Positions [B, Hk, S]: some empty, the rest distinct and in any order; scores with many ties."""
+    batch, heads, slots = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 12))
+    seed = draw(st.integers(0, 2**16))
+    rng = np.random.default_rng(seed)
+    positions = np.stack([rng.permutation(40)[:slots] for _ in range(batch * heads)]).reshape(batch, heads, slots)
+    positions = np.where(rng.random(positions.shape) < draw(st.sampled_from([0.0, 0.3, 0.9])), -1, positions)
+    scores = rng.integers(0, draw(st.sampled_from([1, 3, 100])), positions.shape).astype(np.float32)
+    scores[rng.random(scores.shape) < 0.2] = np.inf
+    return positions, scores
+
+
+def best(positions, scores, count):
+    """The positions that a plain sort would keep: highest score, then oldest."""
+    entries = sorted((-s, p) for p, s in zip(positions, scores, strict=True) if p >= 0)
+    return sorted(p for _, p in entries[:count])
+
+
+@given(layers(), st.integers(1, 15), st.integers(1, 15))
+@settings(max_examples=60, deadline=None)
+def test_keep_is_a_stable_top_k_in_time_order(case, slots, limit):
+    positions, scores = case
+    layer = layer_with(positions)
+    limits = jnp.full(positions.shape[0], limit, jnp.int32)
+    kept = slots_of.keep(layer, jnp.asarray(scores), slots, limits)
+    assert kept.slots == slots
+    for b, h in np.ndindex(positions.shape[:2]):
+        held = np.asarray(kept.positions[b, h])
+        assert held[held >= 0].tolist() == best(positions[b, h], scores[b, h], min(slots, limit))
+        at = held >= 0
+        assert np.array_equal(np.asarray(kept.keys[b, h])[at], np.stack([held[at], -held[at]], axis=-1))
+        assert np.array_equal(np.asarray(kept.values[b, h])[at], np.stack([held[at] + 0.5, held[at]], axis=-1))
+        assert np.array_equal(np.asarray(kept.stats["mark"][b, h])[at], held[at])
+
+
+@given(layers(), st.integers(1, 12))
+@settings(max_examples=60, deadline=None)
+def test_victim_is_free_then_lowest_then_oldest(case, limit):
+    positions, scores = case
+    limits = jnp.full(positions.shape[0], limit, jnp.int32)
+    chosen = slots_of.victim(
+        jnp.asarray(scores), jnp.asarray(positions, jnp.int32), jnp.asarray(positions >= 0), limits
+    )
+    for b, h in np.ndindex(positions.shape[:2]):
+        held, score, slot = positions[b, h], scores[b, h], int(chosen[b, h])
+        count = int((held >= 0).sum())
+        if count < limit and count < held.size:
+            assert slot == int(np.argmax(held < 0))
+        elif count and np.isfinite(score[held >= 0]).any():
+            assert (score[slot], held[slot]) == min((s, p) for s, p in zip(score, held, strict=True) if p >= 0)
+
+
+@given(layers())
+@settings(max_examples=40, deadline=None)
+def test_ranks_count_the_entries_before(case):
+    positions, _ = case
+    ranks = np.asarray(slots_of.ranks(jnp.asarray(positions, jnp.int32)))
+    for b, h in np.ndindex(positions.shape[:2]):
+        held = positions[b, h]
+        expected = [int(((held >= 0) & (held < p)).sum()) if p >= 0 else -1 for p in held]
+        assert ranks[b, h].tolist() == expected
+
+
+def test_resize_only_adds_empty_slots():
+    positions = np.array([[[3, -1, 1]]])
+    layer = slots_of.resize(layer_with(positions), 5)
+    assert layer.positions.tolist() == [[[3, -1, 1, -1, -1]]]
+    assert slots_of.resize(layer, 2) is layer

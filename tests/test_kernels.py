@@ -1,0 +1,125 @@
+"""Every implementation of every operation against plain NumPy in float64, empty slots poisoned with NaN."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.decode_attend_score import api as decode_api
+from pallas_kernels.prefill_attend import api as attend_api
+from pallas_kernels.prefill_attend_mass import api as mass_api
+
+DTYPES = {"float32": 2e-5, "bfloat16": 2e-2}
+
+
+def softmax_weights(q, keys, q_pos, k_pos, scale, window, cap):
+    """[T, S] weights of queries [T, D] over keys [S, D]; zero rows where a query sees nothing."""
+    keys = np.where(k_pos[:, None] >= 0, keys, 0.0)
+    logits = q @ keys.T * scale
+    if cap is not None:
+        logits = cap * np.tanh(logits / cap)
+    seen = (k_pos >= 0)[None, :] & (k_pos[None, :] <= q_pos[:, None])
+    if window is not None:
+        seen &= q_pos[:, None] - k_pos[None, :] < window
+    top = np.max(np.where(seen, logits, -np.inf), axis=1, keepdims=True)
+    weights = np.where(seen, np.exp(logits - np.where(np.isfinite(top), top, 0)), 0.0)
+    total = weights.sum(1, keepdims=True)
+    return weights / np.where(total > 0, total, 1), np.where(total > 0, top + np.log(np.where(total > 0, total, 1)), -np.inf)
+
+
+def inputs(rng, batch, kv_heads, group, slots, dim, length, dtype):
+    """Random arrays in `dtype`, with some slots empty (NaN) and one row with none filled."""
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    positions = np.stack([rng.permutation(slots * 2)[:slots] for _ in range(batch * kv_heads)])
+    positions = positions.reshape(batch, kv_heads, slots)
+    positions = np.where(rng.random(positions.shape) < 0.3, -1, positions)
+    positions[-1] = -1
+    hollow = jnp.asarray(np.where(positions < 0, np.nan, 1.0)[..., None], dtype)
+    keys, values = draw(batch, kv_heads, slots, dim) * hollow, draw(batch, kv_heads, slots, dim) * hollow
+    return draw(batch, kv_heads * group, length, dim), keys, values, positions
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_heads, group, dim", [(3, 3, 64), (1, 16, 80), (2, 1, 96), (2, 4, 128), (1, 8, 256)])
+@pytest.mark.parametrize("slots, window, cap, reduce", [(7, None, None, "sum"), (130, 60, 20.0, "max"), (256, None, 5.0, "mean")])
+@pytest.mark.parametrize("implementation", decode_api.IMPLEMENTATIONS)
+def test_decode_attend_score(implementation, dtype, kv_heads, group, dim, slots, window, cap, reduce):
+    rng = np.random.default_rng(slots + dim)
+    batch = 3
+    query, keys, values, positions = inputs(rng, batch, kv_heads, group, slots, dim, 1, dtype)
+    key, value = (jnp.asarray(rng.normal(size=(batch, kv_heads, dim)), dtype) for _ in range(2))
+    position = np.array([slots * 2, -1, slots * 2 + 5], np.int32)  # the second row has finished, the last was empty
+    slot = rng.integers(0, slots, (batch, kv_heads)).astype(np.int32)
+    scale = dim**-0.5
+    options = dict(scale=scale, window=window, softcap=cap, group=reduce, implementation=implementation)
+    call = jax.jit(lambda *arrays: decode_api.decode_attend_score(*arrays, **options))
+    arrays = (query[:, :, 0], key, value, jnp.asarray(position), jnp.asarray(slot), keys, values,
+              jnp.asarray(positions, jnp.int32))  # fmt: skip
+    got = call(*arrays)
+
+    for b, h in np.ndindex(batch, kv_heads):
+        k, v, p = (np.array(x[b, h], np.float64) for x in (keys, values, positions))
+        p = p.astype(int)
+        if position[b] >= 0:
+            k[slot[b, h]], v[slot[b, h]], p[slot[b, h]] = key[b, h], value[b, h], position[b]
+        assert np.array_equal(np.asarray(got.positions[b, h]), p)
+        assert np.array_equal(np.asarray(got.keys[b, h], np.float64), k, equal_nan=True)
+        assert np.array_equal(np.asarray(got.values[b, h], np.float64), v, equal_nan=True)
+        heads = slice(h * group, (h + 1) * group)
+        q = np.asarray(query[b, heads, 0], np.float64)
+        weights, lse = softmax_weights(q, k, np.full(group, position[b]), p, scale, window, cap)
+        output = weights @ np.where(p[:, None] >= 0, v, 0.0)
+        expected = {"sum": weights.sum, "mean": weights.mean, "max": weights.max}[reduce](axis=0)
+        tolerance = DTYPES[dtype]
+        np.testing.assert_allclose(np.asarray(got.output[b, heads], np.float64), output, atol=tolerance)
+        np.testing.assert_allclose(np.asarray(got.lse[b, heads], np.float64), lse[:, 0], atol=1e-4, rtol=1e-4)
+        np.testing.assert_allclose(np.asarray(got.mass[b, h], np.float64), expected, atol=1e-4)
+    assert got.mass.dtype == jnp.float32
+    again = call(*arrays)
+    assert all(np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True) for a, b in zip(got, again, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_heads, group, dim", [(3, 3, 64), (2, 4, 128)])
+@pytest.mark.parametrize("slots, length, window, cap", [(37, 5, None, None), (300, 40, 50, 20.0), (20, 1030, None, None)])
+@pytest.mark.parametrize("implementation", attend_api.IMPLEMENTATIONS)
+def test_prefill_attend(implementation, dtype, kv_heads, group, dim, slots, length, window, cap):
+    rng = np.random.default_rng(length)
+    query, keys, values, positions = inputs(rng, 2, kv_heads, group, slots, dim, length, dtype)
+    at = np.sort(rng.integers(-1, slots * 2, (2, length)), axis=1).astype(np.int32)
+    options = dict(scale=dim**-0.5, window=window, softcap=cap)
+    got = attend_api.prefill_attend(
+        query, keys, values, jnp.asarray(at), jnp.asarray(positions, jnp.int32), implementation=implementation, **options
+    )
+    for b, head in np.ndindex(2, kv_heads * group):
+        k, v = (np.asarray(x[b, head // group], np.float64) for x in (keys, values))
+        p = positions[b, head // group]
+        weights, _ = softmax_weights(np.asarray(query[b, head], np.float64), k, at[b], p, dim**-0.5, window, cap)
+        expected = weights @ np.where(p[:, None] >= 0, v, 0.0)
+        np.testing.assert_allclose(np.asarray(got[b, head], np.float64), expected, atol=DTYPES[dtype])
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
+@pytest.mark.parametrize("slots, length, window, cap", [(37, 5, None, None), (300, 40, 50, 20.0), (20, 600, None, None)])
+@pytest.mark.parametrize("implementation", mass_api.IMPLEMENTATIONS)
+def test_prefill_attend_mass(implementation, reduce, slots, length, window, cap):
+    rng = np.random.default_rng(length)
+    kv_heads, group, dim = 2, 3, 64
+    query, keys, _, positions = inputs(rng, 2, kv_heads, group, slots, dim, length, "float32")
+    at = np.sort(rng.integers(-1, slots * 2, (2, length)), axis=1).astype(np.int32)
+    options = dict(scale=dim**-0.5, window=window, softcap=cap, reduce=reduce, implementation=implementation)
+    got = mass_api.prefill_attend_mass(query, keys, jnp.asarray(at), jnp.asarray(positions, jnp.int32), **options)
+    for b, head in np.ndindex(2, kv_heads * group):
+        k = np.asarray(keys[b, head // group], np.float64)
+        p = positions[b, head // group]
+        weights, _ = softmax_weights(np.asarray(query[b, head], np.float64), k, at[b], p, dim**-0.5, window, cap)
+        count = max((at[b] >= 0).sum(), 1)
+        expected = {"sum": weights.sum(0), "mean": weights.sum(0) / count, "max": weights.max(0)}[reduce]
+        np.testing.assert_allclose(np.asarray(got[b, head], np.float64), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_a_name_that_is_not_there():
+    with pytest.raises(ValueError, match="implementation 'warp' is not one of"):
+        decode_api.decode_attend_score(implementation="warp")

@@ -1,0 +1,102 @@
+"""The catalogue, its options, and what it refuses."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.errors import BadValue, UnknownName
+from jaxkv.policies import Aggregate, Pyramid, Select, catalogue
+from jaxkv.policies.policy import from_dict, to_dict
+
+
+def test_every_policy_of_the_main_job_is_there():
+    needed = {"full", "streaming-llm", "snapkv", "h2o", "tova", "knorm", "dapq", "longflow", "dapq-longflow"}
+    assert needed <= set(catalogue())
+    assert all(policy.title and policy.paper for policy in catalogue().values())
+
+
+@pytest.mark.parametrize("name", sorted(catalogue()))
+def test_tables_and_back(name):
+    policy = catalogue()[name]
+    assert from_dict(to_dict(policy)) == policy
+    assert hash(policy) == hash(from_dict(to_dict(policy)))
+
+
+def test_options_reach_their_parts():
+    policy = jaxkv.policy("snapkv", budget=40, window=16, kernel=7)
+    assert (policy.prefill.observe.window, policy.prefill.aggregate.kernel) == (16, 7)
+    assert policy.prefill.protects.recent == 16, "the window stays, however long it is"
+    both = jaxkv.policy("streaming-llm", ratio=0.5, sinks=2, rope="text")
+    assert (both.prefill.select.sinks, both.decode.select.sinks, both.rope) == (2, 2, "text")
+    one = jaxkv.policy("streaming-llm", budget=40, decode_sinks=2)
+    assert (one.prefill.select.sinks, one.decode.select.sinks) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    "call, error, words",
+    [
+        (lambda: jaxkv.policy("snapvk", budget=9), UnknownName, "did you mean 'snapkv'"),
+        (lambda: jaxkv.policy("snapkv"), BadValue, "exactly one of"),
+        (lambda: jaxkv.policy("snapkv", budget=100, ratio=0.5), BadValue, "budget=100 and ratio=0.5"),
+        (lambda: jaxkv.policy("snapkv", budget=64), BadValue, "at least 65"),
+        (lambda: jaxkv.policy("full", budget=64), BadValue, "keeps everything"),
+        (lambda: jaxkv.policy("snapkv", budget=100, windw=3), UnknownName, "did you mean 'window'"),
+        (lambda: jaxkv.policy("tova", budget=100, prefill_sink=3), UnknownName, "did you mean 'sinks'"),
+        (lambda: jaxkv.policy("dapq", budget=100, content="poem"), BadValue, "'prompt', 'random' or 'last'"),
+        (lambda: jaxkv.policy("tova", ratio=1.0), BadValue, "ratio=1.0"),
+        (lambda: jaxkv.policy("tova", budget=2.5), BadValue, "whole number"),
+        (lambda: jaxkv.policy("tova", budget=9, rope="cash"), BadValue, "'text' or 'cache'"),
+        (lambda: jaxkv.policy("snapkv", budget=99, kernel=4), BadValue, "odd"),
+        (lambda: from_dict({"name": "x", "prefil": {}}), UnknownName, "did you mean 'prefill'"),
+        (lambda: from_dict({"name": "x", "prefill": {"score": {"kind": "recent"}}}), UnknownName, "recency"),
+        (lambda: from_dict({"name": "x", "prefill": {"score": {"kind": "attention"}}}), BadValue, "queries that look"),
+    ],
+)
+def test_refusals_name_the_value_and_the_remedy(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_ratio_is_the_fraction_removed():
+    assert jaxkv.policy("tova", ratio=0.75).budgets(1000, 2) == (250, 250)
+    assert jaxkv.policy("snapkv", ratio=0.75).budgets(100, 1) == (65,), "never below sinks + recent + 1"
+
+
+def test_pyramid_keeps_the_mean():
+    budgets = Pyramid().budgets(512, 32, 4096, 8)
+    assert budgets[0] > budgets[-1] and abs(np.mean(budgets) - 512) < 1
+    assert Pyramid().budgets(64, 8, 4096, 64) == (64,) * 8, "no room for the window: uniform"
+
+
+def test_recent_as_a_share_of_the_budget():
+    select = Select(recent=0.5)
+    assert select.recents(jnp.array([10, 21])).tolist() == [5, 10]
+    assert Select(sinks=2, recent=3).floor() == 6
+
+
+def test_pool_follows_the_text_and_not_the_slots():
+    rng = np.random.default_rng(0)
+    mass = rng.random((1, 1, 9)).astype(np.float32)
+    pooled = np.convolve(mass[0, 0], np.ones(5) / 5, mode="same")
+    order = rng.permutation(9)
+    aggregate = Aggregate(pool="avg", kernel=5)
+    apart = jnp.zeros((1, 1, 9), bool)
+    got = aggregate.along_text(jnp.asarray(mass[..., order]), jnp.asarray(order[None, None], jnp.int32), apart)
+    np.testing.assert_allclose(np.asarray(got[0, 0]), pooled[order], rtol=1e-5)
+
+
+def test_a_policy_by_hand():
+    from jaxkv.policies import CurrentQuery, LastQueries, Phase, Policy
+    from jaxkv.policies import Attention, AttentionValue
+
+    hand = Policy(
+        name="mine",
+        prefill=Phase(LastQueries(8), Attention(), Aggregate(pool="max", kernel=3), Select(sinks=1, recent="window")),
+        decode=Phase(CurrentQuery(), AttentionValue(), Aggregate(group="sum")),
+        budget=20,
+    )
+    assert hand.floor == 10 and hand.stats == ("value_l1",)
+    assert dataclasses.replace(hand, budget=10).budget == 10
