@@ -61,7 +61,7 @@ def prefill_layer(
         query = rotate(query, jnp.repeat(place[:, :, -positions.shape[1] :], group, axis=1), spec.rope)
 
     softmax = {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap, "implementation": implementation}
-    context = prefill_attend(query, read, joined.values, positions, joined.positions, **softmax)
+    context = prefill_attend(query, read, joined.values, positions, joined.positions, own_keys_last=True, **softmax)
 
     mass = None
     if policy.prefill is not None and policy.prefill.score.looks and state.look:

@@ -4,11 +4,11 @@ import dataclasses
 import json
 import os
 import sys
-import time
+import tomllib
 from typing import Annotated, Any
 
 import tyro
-from tyro.conf import Positional, arg, configure, subcommand
+from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 
 from jaxkv.errors import BadValue, JaxkvError
 
@@ -73,8 +73,8 @@ class Generate:
     """A known name, a Hugging Face folder, a .gguf file, or a hub name."""
     dtype: str | None = None
     """float32 or bfloat16 (by default float32 on CPU, bfloat16 elsewhere)."""
-    cut: Annotated[Cut, arg(name="")] = Cut()
-    draw: Annotated[Draw, arg(name="")] = Draw()
+    cut: Cut = Cut()
+    draw: Draw = Draw()
     chat: bool = False
     """Wrap the prompt in the model's chat template."""
     json: bool = False
@@ -87,8 +87,8 @@ class Chat:
 
     model: str = DEFAULT_MODEL
     dtype: str | None = None
-    cut: Annotated[Cut, arg(name="")] = Cut()
-    draw: Annotated[Draw, arg(name="")] = Draw(max_new_tokens=256)
+    cut: Cut = Cut()
+    draw: Draw = Draw(max_new_tokens=256)
     system: str | None = None
     """A system message in front."""
     json: bool = False
@@ -127,7 +127,7 @@ Command = (
 def main(args: list[str] | None = None) -> int:
     """Run one command; 0, or 2 for a `JaxkvError`, whose message goes to standard error."""
     os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")  # libtpu without a TPU warns about worker hostnames
-    command = tyro.cli(Command, prog="jaxkv", args=args, config=(configure.OmitArgPrefixes,) if False else ())
+    command = tyro.cli(Command, prog="jaxkv", args=args, config=(OmitArgPrefixes,))
     try:
         return {Generate: _generate, Chat: _chat, Policies: _policies, Info: _info}[type(command)](command)
     except JaxkvError as error:
@@ -135,3 +135,232 @@ def main(args: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _generate(command: Generate) -> int:
+    import jaxkv
+
+    chosen = command.cut.build()
+    text = sys.stdin.read() if command.prompt == "-" else command.prompt
+    params = jaxkv.load(command.model, dtype=command.dtype)
+    prompt = [{"role": "user", "content": text}] if command.chat else text
+    with _Meter(command.json) as meter:
+        out = jaxkv.generate(params, prompt, policy=chosen, progress=meter.update, **_drawn(command.draw))
+    if command.json:
+        ids = out.tokens[0, : out.lengths[0]].tolist()
+        print(json.dumps({"text": out.text, "tokens": ids, "stats": _facts(out.stats)}))
+    else:
+        print(out.text)
+        _note(_summary(chosen, out.stats))
+    return 0
+
+
+def _chat(command: Chat) -> int:
+    import jaxkv
+    from jaxkv.chat import next_turn
+
+    chosen = command.cut.build()
+    params = jaxkv.load(command.model, dtype=command.dtype)
+    if not getattr(params.tokenizer, "chat_template", None):
+        raise BadValue(f"model {command.model!r} has no chat template: use jaxkv generate")
+    messages = [{"role": "system", "content": command.system}] if command.system else []
+    cache, pending = None, -1
+    _note(f"{command.model} under {_size(chosen)}; an empty line ends")
+    while line := _ask():
+        messages.append({"role": "user", "content": line})
+        ids = next_turn(params.tokenizer, messages, pending)
+        pieces = jaxkv.stream(
+            params, ids, policy=None if cache is not None else chosen, cache=cache, **_drawn(command.draw)
+        )
+        for piece in pieces:
+            if not command.json:
+                print(piece, end="", flush=True)
+        out = pieces.generation
+        cache, pending = out.cache, int(out.cache.pending[0])
+        messages.append({"role": "assistant", "content": out.text})
+        if command.json:
+            print(json.dumps({"text": out.text, "stats": _facts(out.stats)}), flush=True)
+        else:
+            print()
+            _note(_summary(chosen, out.stats))
+    return 0
+
+
+def _ask() -> str:
+    """One line from the person; empty at the end of input."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return ""
+
+
+def _policies(command: Policies) -> int:
+    from jaxkv.errors import unknown
+    from jaxkv.policies import catalogue
+    from jaxkv.policies.policy import to_dict
+
+    known = catalogue()
+    if command.name is not None and command.name not in known:
+        raise unknown("policy", command.name, known)
+    chosen = known if command.name is None else {command.name: known[command.name]}
+    if command.json:
+        print(json.dumps({name: to_dict(policy) for name, policy in chosen.items()}))
+        return 0
+    if command.name is not None:
+        policy = chosen[command.name]
+        print(f"{policy.name}: {policy.title}\n{policy.paper}\n")
+        for phase, text in _parts(policy).items():
+            print(f"{phase:8} {text}")
+        print(f"{'rope':8} {policy.rope}\n{'block':8} {policy.block}\n{'floor':8} {policy.floor} tokens at least")
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("name", "paper", "prefill", "decode")
+    for name, policy in known.items():
+        parts = _parts(policy)
+        table.add_row(name, policy.paper, parts["prefill"], parts["decode"])
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    return 0
+
+
+def _parts(policy: Any) -> dict[str, str]:
+    """The parts of each phase in words: its kinds, and what differs from the part's defaults."""
+    from jaxkv.policies.policy import to_dict
+
+    words = {"prefill": "keeps all", "decode": "adds, evicts nothing"}
+    for phase in ("prefill", "decode"):
+        table = to_dict(policy).get(phase)
+        if table is not None:
+            words[phase] = "; ".join(f"{part}: {_phrase(value)}" for part, value in table.items())
+    return words
+
+
+def _phrase(value: Any) -> str:
+    if not isinstance(value, dict):
+        return str(value)
+    return " ".join([value.get("kind", ""), *(f"{k}={v}" for k, v in value.items() if k != "kind")]).strip()
+
+
+def _info(command: Info) -> int:
+    import jax.numpy as jnp
+
+    from jaxkv.models import ModelConfig
+    from jaxkv.weights import load
+    from jaxkv.weights.load import config_of
+    from jaxkv.weights.source import locate
+
+    if command.dtype not in ("float32", "bfloat16"):
+        raise BadValue(f"dtype {command.dtype!r}: expected float32 or bfloat16")
+    shape = _shape_table(command.model)
+    if shape is not None:
+        config = ModelConfig.from_hf(shape)
+    else:
+        path = locate(command.model)
+        config = config_of(path) if path.is_dir() else load(path).config
+    size = jnp.dtype(command.dtype).itemsize
+    bytes_per_token = [2 * s.num_kv_heads * s.head_dim * size for s in config.specs]
+
+    def held(tokens: int) -> int:
+        windows = [min(tokens, s.window or tokens) for s in config.specs]
+        return command.batch * sum(b * n for b, n in zip(bytes_per_token, windows, strict=True))
+
+    facts = {
+        "model": command.model,
+        "family": config.family,
+        "layers": config.num_layers,
+        "query_heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocabulary": config.vocab_size,
+        "context": config.max_position,
+        "dtype": command.dtype,
+        "cache_bytes_per_token": command.batch * sum(bytes_per_token),
+        f"full_cache_bytes_at_{command.tokens}_tokens": held(command.tokens),
+        f"cache_bytes_at_budget_{command.budget}": held(min(command.budget, command.tokens)),
+    }
+    if command.json:
+        print(json.dumps(facts))
+    else:
+        for name, value in facts.items():
+            print(f"{name.replace('_', ' '):34} {f'{value:,}' if isinstance(value, int) else value}")
+    return 0
+
+
+def _shape_table(model: str) -> dict[str, Any] | None:
+    """The [config] table of a model that ships as a shape alone."""
+    from jaxkv.configs import config_files
+
+    file = config_files("models").get(model)
+    return None if file is None else tomllib.loads(file.read_text(encoding="utf-8")).get("config")
+
+
+def _drawn(draw: Draw) -> dict[str, Any]:
+    """The keyword arguments of `generate`."""
+    return {field.name: getattr(draw, field.name) for field in dataclasses.fields(draw)}
+
+
+def _value(text: str) -> Any:
+    """A number or truth value where the text is one."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def _facts(stats: Any) -> dict[str, Any]:
+    return {**dataclasses.asdict(stats), "evicted": stats.evicted}
+
+
+def _size(policy: Any) -> str:
+    if policy.ratio is not None:
+        return f"{policy.name}, ratio {policy.ratio}"
+    return policy.name if policy.budget is None else f"{policy.name}, budget {policy.budget}"
+
+
+def _summary(policy: Any, stats: Any) -> str:
+    return (
+        f"[{_size(policy)}: {stats.seen[0]} tokens seen, {stats.kept[0]:.0f} kept, {stats.evicted[0]:.0f} evicted, "
+        f"cache {stats.cache_bytes / 1e6:.1f} MB; {stats.tokens_per_second:.1f} tokens/s]"
+    )
+
+
+def _note(text: str) -> None:
+    """A line for the person, not for the pipe."""
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
+
+
+class _Meter:
+    """A progress bar on a terminal, nothing elsewhere."""
+
+    def __init__(self, quiet: bool):
+        self._quiet = quiet or not sys.stderr.isatty()
+        self._tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> "_Meter":
+        if not self._quiet:
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._bar = Progress(console=Console(stderr=True), transient=True)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._quiet:
+            self._bar.stop()
+
+    def update(self, kind: str, done: Any, of: Any) -> None:
+        """`generate`'s progress callback."""
+        if self._quiet:
+            return
+        if kind not in self._tasks:
+            self._tasks[kind] = self._bar.add_task(kind, total=int(of))
+        self._bar.update(self._tasks[kind], completed=int(done))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,10 +1,15 @@
-"""The TOML files that ship with jaxkv: models, policies."""
+"""Where the TOML files of models and policies lie: inside the installed package, else beside it in the repository."""
 
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 
-def config_files(kind: str) -> dict[str, Path]:
-    """The files of configs/<kind>/ by name, from the installed package or from a source tree."""
-    here = Path(__file__).parent
-    folder = next(path for path in (here / "configs", here.parent / "configs") if path.is_dir())
-    return {path.stem: path for path in sorted((folder / kind).glob("*.toml"))}
+def config_files(kind: str) -> dict[str, Traversable]:
+    """The TOML files of one kind ("models", "policies", "meshes") by name, without the suffix."""
+    shipped = files("jaxkv") / "configs" / kind
+    folder: Traversable = shipped if shipped.is_dir() else Path(__file__).parent.parent / "configs" / kind
+    if not folder.is_dir():
+        return {}
+    found = (file for file in folder.iterdir() if file.name.endswith(".toml"))
+    return {file.name.removesuffix(".toml"): file for file in sorted(found, key=lambda file: file.name)}

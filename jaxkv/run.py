@@ -73,7 +73,7 @@ def prefill(
         layers, _ = carry
         number, tokens, positions = turn
         if progress is not None:
-            jax.debug.callback(progress, number, plan.blocks + 1)
+            jax.debug.callback(functools.partial(progress, "prefill"), number, plan.blocks + 1)
         return block(layers, tokens, positions), None
 
     if plan.blocks:

@@ -1,169 +1,149 @@
-"""One configurable decoder: embedding, layers of attention and MLP, final norm, output head.
+"""One decoder for every family: embeddings, layers of attention and gated MLP, a last norm and the output matrix.
 
-It is used purely: split once into a graph definition and weights, merged inside the jitted step. It knows nothing of
-caches or positions: `attend` gets each layer's query, key and value before RoPE, and a state that the model only
-hands through.
+The modules hold weights only. What attention looks at, and what is kept of it, is up to the `attend` callback.
 """
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv.models.config import ModelConfig
+from jaxkv.models.config import AttentionSpec, ModelConfig
+from jaxkv.models.linear import PANEL, lookup, packed_shape, project, unembed
 
-State = TypeVar("State")
-PANEL = 64  # output columns side by side in a panel
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
+S = TypeVar("S")
+Attend = Callable[[AttentionSpec, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 
-
-def project(x: Float[Array, "*B I"], weight: Float[Array, "..."]) -> Float[Array, "*B O"]:
-    """x @ weight, the weight as [I, O] or in panels [O/64, I, 64].
-
-    Panels make a CPU read the weights as one stream when there are few rows; with many rows they are joined again.
-    """
-    if weight.ndim == 2:
-        return x @ weight
-    panels, inputs, width = weight.shape
-    rows = x.reshape(-1, inputs)
-    if rows.shape[0] > 32:
-        out = rows @ weight.swapaxes(0, 1).reshape(inputs, panels * width)
-    else:
-        each = jnp.broadcast_to(rows[None], (panels, *rows.shape))
-        out = lax.dot_general(each, weight, (((2,), (1,)), ((0,), (0,)))).swapaxes(0, 1).reshape(-1, panels * width)
-    return out.reshape(*x.shape[:-1], panels * width)
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": nnx.silu,
+    "gelu": lambda x: nnx.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: nnx.gelu(x, approximate=True),
+}
 
 
-class Linear(nnx.Module):
-    """x @ weight (+ bias)."""
+class Init:
+    """Makes random weights: normal with variance 1/in, norms of one, biases of zero."""
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool = False, dtype, rngs: nnx.Rngs):
-        init = nnx.initializers.normal(inputs**-0.5)
-        self.weight = nnx.Param(init(rngs.params(), (inputs, outputs), dtype))
-        self.bias = nnx.Param(jnp.zeros(outputs, dtype)) if bias else None
+    def __init__(self, rngs: nnx.Rngs, dtype: Any, panels: bool):
+        self.rngs, self.dtype, self.panels = rngs, dtype, panels
 
-    def __call__(self, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
-        out = project(x, self.weight[...])
-        return out if self.bias is None else out + self.bias[...]
+    def matrix(self, rows: int, columns: int) -> nnx.Param:
+        shape = packed_shape(rows, columns, self.panels)
+        return nnx.Param((jax.random.normal(self.rngs.params(), shape) * rows**-0.5).astype(self.dtype))
 
+    def table(self, rows: int, columns: int, panels: bool) -> nnx.Param:
+        shape = packed_shape(columns, rows, True) if panels and rows % PANEL == 0 else (rows, columns)
+        return nnx.Param((jax.random.normal(self.rngs.params(), shape) * columns**-0.5).astype(self.dtype))
 
-class Norm(nnx.Module):
-    """x / rms(x) * (offset + weight), reckoned in float32."""
+    def bias(self, size: int) -> nnx.Param:
+        return nnx.Param(jnp.zeros(size, self.dtype))
 
-    def __init__(self, size: int, config: ModelConfig, *, dtype):
-        self.weight = nnx.Param(jnp.full(size, 1.0 - config.norm_offset, dtype))
-        self.eps, self.offset = config.norm_eps, config.norm_offset
-
-    def __call__(self, x: Float[Array, "*B M"]) -> Float[Array, "*B M"]:
-        wide = x.astype(jnp.float32)
-        scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * scale * (self.weight[...].astype(jnp.float32) + self.offset)).astype(x.dtype)
+    def norm(self, size: int) -> nnx.Param:
+        return nnx.Param(jnp.ones(size, jnp.float32))  # norms are small and computed in float32: kept so
 
 
-class Attention(nnx.Module):
-    """The projections around the attention that `attend` does; query, key and value come from one fused matrix."""
-
-    def __init__(self, config: ModelConfig, *, dtype, rngs: nnx.Rngs):
-        self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
-        width = (self.heads + 2 * self.kv_heads) * self.dim
-        self.qkv = Linear(config.hidden_size, width, bias=config.attention_bias, dtype=dtype, rngs=rngs)
-        self.out = Linear(self.heads * self.dim, config.hidden_size, dtype=dtype, rngs=rngs)
-        self.q_norm = Norm(self.dim, config, dtype=dtype) if config.qk_norm else None
-        self.k_norm = Norm(self.dim, config, dtype=dtype) if config.qk_norm else None
-
-    def __call__(self, x: Float[Array, "B T M"], state: State, attend: Callable) -> tuple[Float[Array, "B T M"], State]:
-        q, k, v = jnp.split(
-            self.qkv(x).reshape(*x.shape[:2], -1, self.dim), [self.heads, self.heads + self.kv_heads], axis=2
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        context, state = attend(q, k, v, state)
-        return self.out(context.reshape(*x.shape[:2], -1)), state
-
-
-class MLP(nnx.Module):
-    """down(activation(gate) * up), gate and up from one fused matrix."""
-
-    def __init__(self, config: ModelConfig, *, dtype, rngs: nnx.Rngs):
-        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, dtype=dtype, rngs=rngs)
-        self.down = Linear(config.intermediate_size, config.hidden_size, dtype=dtype, rngs=rngs)
-        self.activation = config.activation
-
-    def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
-        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(ACTIVATIONS[self.activation](gate) * up)
+def rms_norm(x: Float[Array, "*lead M"], weight: Float[Array, "M"], eps: float) -> Float[Array, "*lead M"]:
+    """x / rms(x) * weight, computed in float32, in x's dtype (Zhang and Sennrich 2019)."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * weight.astype(jnp.float32)).astype(x.dtype)
 
 
 class Layer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); with post-norms each branch is normed before it is added."""
+    """Attention and MLP, each behind a norm and added to the stream."""
 
-    def __init__(self, config: ModelConfig, *, dtype, rngs: nnx.Rngs):
-        self.attention_norm = Norm(config.hidden_size, config, dtype=dtype)
-        self.attention = Attention(config, dtype=dtype, rngs=rngs)
-        self.mlp_norm = Norm(config.hidden_size, config, dtype=dtype)
-        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
-        self.attention_post = Norm(config.hidden_size, config, dtype=dtype) if config.post_norms else None
-        self.mlp_post = Norm(config.hidden_size, config, dtype=dtype) if config.post_norms else None
+    def __init__(self, config: ModelConfig, init: Init):
+        self.config = config
+        width, dims = config.hidden_size, config.head_dim
+        heads = config.num_heads + 2 * config.num_kv_heads
+        self.attention_norm = init.norm(width)
+        self.qkv = init.matrix(width, heads * dims)
+        if config.qkv_bias:
+            self.qkv_bias = init.bias(heads * dims)
+        if config.qk_norm:
+            self.q_norm, self.k_norm = init.norm(dims), init.norm(dims)
+        self.out = init.matrix(config.num_heads * dims, width)
+        self.mlp_norm = init.norm(width)
+        self.gate_up = init.matrix(width, 2 * config.intermediate_size)
+        self.down = init.matrix(config.intermediate_size, width)
+        if config.post_norms:
+            self.post_attention_norm, self.post_mlp_norm = init.norm(width), init.norm(width)
 
-    def __call__(self, x: Float[Array, "B T M"], state: State, attend: Callable) -> tuple[Float[Array, "B T M"], State]:
-        branch, state = self.attention(self.attention_norm(x), state, attend)
-        x = x + (branch if self.attention_post is None else self.attention_post(branch))
-        branch = self.mlp(self.mlp_norm(x))
-        return x + (branch if self.mlp_post is None else self.mlp_post(branch)), state
+    def __call__(self, x: Float[Array, "B T M"], spec: AttentionSpec, state: S, attend: Attend) -> tuple[jax.Array, S]:
+        """The stream after this layer, and the layer's new state."""
+        mixed, state = self.attention(self._norm(x, self.attention_norm), spec, state, attend)
+        if self.config.post_norms:
+            mixed = self._norm(mixed, self.post_attention_norm)
+        x = x + mixed
+        mixed = self.mlp(self._norm(x, self.mlp_norm))
+        if self.config.post_norms:
+            mixed = self._norm(mixed, self.post_mlp_norm)
+        return x + mixed, state
+
+    def attention(self, x: jax.Array, spec: AttentionSpec, state: S, attend: Attend) -> tuple[jax.Array, S]:
+        """Query, key and value (biased, normed, not yet rotated) to `attend`, and its context through `out`."""
+        batch, length, _ = x.shape
+        mixed = project(x, self.qkv[...])
+        if self.config.qkv_bias:
+            mixed = mixed + self.qkv_bias[...]
+        mixed = mixed.reshape(batch, length, -1, spec.head_dim)
+        query, key, value = jnp.split(mixed, [spec.num_heads, spec.num_heads + spec.num_kv_heads], axis=2)
+        if self.config.qk_norm:
+            query, key = self._norm(query, self.q_norm), self._norm(key, self.k_norm)
+        context, state = attend(spec, query, key, value, state)
+        return project(context.reshape(batch, length, -1), self.out[...]), state
+
+    def mlp(self, x: jax.Array) -> jax.Array:
+        """activation(gate) * up, projected down."""
+        gate, up = jnp.split(project(x, self.gate_up[...]), 2, axis=-1)
+        return project(ACTIVATIONS[self.config.activation](gate) * up, self.down[...])
+
+    def _norm(self, x: jax.Array, weight: nnx.Param) -> jax.Array:
+        return rms_norm(x, weight[...], self.config.norm_eps)
 
 
 class Decoder(nnx.Module):
-    """tokens -> hidden states of the last layer, normed; `logits` turns them into the vocabulary."""
+    """Tokens -> hidden states -> logits. `panels` chooses how matrices lie in memory (see `linear.py`)."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype=jnp.float32):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32, panels: bool = False):
+        init = Init(rngs, dtype, panels)
         self.config = config
-        init = nnx.initializers.normal(1.0)
-        self.embedding = nnx.Param(init(rngs.params(), (config.vocab_size, config.hidden_size), dtype))
-        self.layers = nnx.List([Layer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)])
-        self.norm = Norm(config.hidden_size, config, dtype=dtype)
-        head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs)
-        self.head = head
+        self.embed = init.table(config.vocab_size, config.hidden_size, panels and config.tie_embeddings)
+        self.layers = nnx.List([Layer(config, init) for _ in range(config.num_layers)])
+        self.norm = init.norm(config.hidden_size)
+        if not config.tie_embeddings:
+            self.head = init.matrix(config.hidden_size, config.vocab_size)
 
     def __call__(
-        self, tokens: Int[Array, "B T"], states: Sequence[State], attend: Callable
-    ) -> tuple[Float[Array, "B T M"], tuple[State, ...]]:
-        """Run every layer; `attend(spec, query, key, value, state)` gives the context and the layer's new state.
+        self, tokens: Int[Array, "B T"], states: Sequence[S], attend: Attend
+    ) -> tuple[Float[Array, "B T M"], tuple[S, ...]]:
+        """The final-norm hidden states and the new per-layer states.
 
-        Query `[B, T, Hq, D]`, key and value `[B, T, Hk, D]` come before RoPE, after bias and q/k-norm.
+        `attend(spec, query [B, T, Hq, D], key [B, T, Hk, D], value [B, T, Hk, D], state) -> (context [B, T, Hq, D],
+        state)` gets query and key before RoPE, after bias and q/k-norm.
         """
-        table = self.embedding[...]
-        x = table[tokens] if table.ndim == 2 else table[tokens // PANEL, :, tokens % PANEL]
+        x = lookup(self.embed[...], tokens)
         if self.config.embed_scale is not None:
             x = x * jnp.asarray(self.config.embed_scale, x.dtype)
-        after = []
-        for index, layer in enumerate(self.layers):
-            x, state = layer(x, states[index], functools.partial(attend, self.config.attention_spec(index)))
-            after.append(state)
-        return self.norm(x), tuple(after)
+        new = []
+        for layer, spec, state in zip(self.layers, self.config.specs, states, strict=True):
+            x, state = layer(x, spec, state, attend)
+            new.append(state)
+        return rms_norm(x, self.norm[...], self.config.norm_eps), tuple(new)
 
-    def logits(self, hidden: Float[Array, "*B M"]) -> Float[Array, "*B V"]:
-        """Next-token logits in float32, soft-capped where the family does."""
-        if self.head is not None:
-            out = self.head(hidden)
+    def logits(self, hidden: Float[Array, "*lead M"]) -> Float[Array, "*lead V"]:
+        """Next-token logits, float32, soft-capped where the family does."""
+        if self.config.tie_embeddings:
+            logits = unembed(hidden, self.embed[...], jnp.float32)
         else:
-            table = self.embedding[...]
-            out = jnp.einsum("...m,vm->...v", hidden, table) if table.ndim == 2 else project(hidden, table)
-        out = out.astype(jnp.float32)
+            logits = project(hidden, self.head[...], jnp.float32)
         cap = self.config.logit_softcap
-        return out if cap is None else cap * jnp.tanh(out / cap)
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
-
-@functools.lru_cache
-def graphdef(config: ModelConfig) -> nnx.GraphDef:
-    """The model without its weights: `nnx.merge(graphdef(config), weights)` inside a jitted function."""
-    return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))[0]
-
-
-def abstract_weights(config: ModelConfig, dtype=jnp.float32) -> nnx.State:
-    """Shapes and dtypes of the weights."""
-    return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype)))[1]
+    @property
+    def specs(self) -> tuple[AttentionSpec, ...]:
+        """The facts of every layer's attention."""
+        return self.config.specs

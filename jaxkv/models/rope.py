@@ -1,6 +1,7 @@
-"""Rotary position embedding, in the half-split layout."""
+"""Rotary position embedding (Su et al. 2021), in the layout whose two halves turn together."""
 
 import dataclasses
+import functools
 import math
 
 import jax.numpy as jnp
@@ -10,36 +11,46 @@ from jaxtyping import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Base and scaling. `scaling` is "none", "linear" (angles / factor) or "llama3" (low frequencies / factor)."""
+    """Base and scaling of the rotary frequencies.
 
-    theta: float = 10000.0
+    `scaling`: "none"; "linear" (all divided by `factor`); "llama3" (low frequencies divided by `factor`, blended in
+    between); "factors" (each divided by its own of `factors [D / 2]`).
+    """
+
+    theta: float
     scaling: str = "none"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    factors: tuple[float, ...] = ()
 
 
+@functools.lru_cache(maxsize=64)
 def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """Radians per position of each of the D/2 pairs, float32.
-
-    Source: RoFormer (arXiv 2104.09864); "llama3" is the Llama 3.1 release's interpolation by wave length.
-    """
-    base = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    """Radians per position of every pair of dims, float32 [D / 2]."""
+    speed = rope.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.scaling == "linear":
-        base = base / rope.factor
+        speed = speed / rope.factor
+    elif rope.scaling == "factors":
+        speed = speed / np.asarray(rope.factors, np.float64)
     elif rope.scaling == "llama3":
-        wave = 2 * math.pi / base
-        turns = rope.original_max_position / wave
-        smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-        smooth = np.clip(smooth, 0.0, 1.0)
-        base = (1 - smooth) * base / rope.factor + smooth * base
-    return base.astype(np.float32)
+        # turns over the original context: many -> kept, few -> slowed by factor, between -> a blend
+        turns = rope.original_max_position * speed / (2 * math.pi)
+        kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        kept = np.clip(kept, 0.0, 1.0)
+        speed = speed * (kept + (1 - kept) / rope.factor)
+    speed = speed.astype(np.float32)
+    speed.setflags(write=False)
+    return speed
 
 
-def rotate(x: Float[Array, "*B T D"], positions: Int[Array, "*#B T"], rope: Rope) -> Float[Array, "*B T D"]:
-    """Each pair (x[i], x[i + D/2]) turned by position * frequency[i]; angles in float32, the result in x's dtype."""
+def rotate(x: Float[Array, "*lead D"], positions: Int[Array, "..."], rope: Rope) -> Float[Array, "*lead D"]:
+    """`x` turned to its positions, which broadcast to the leading dims; angles in float32, the result in x's dtype.
+
+    An empty slot's position of -1 turns backwards by one: finite, and meant to be masked.
+    """
     angles = positions[..., None].astype(jnp.float32) * frequencies(rope, x.shape[-1])
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)

@@ -1,73 +1,109 @@
-"""load: a source -> params."""
+"""`load`: a model's files -> `Params`."""
 
+import dataclasses
+import json
 import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxkv.errors import BadValue, BadWeights
-from jaxkv.models import ModelConfig, abstract_weights
-from jaxkv.models.decoder import PANEL
-from jaxkv.weights import gguf, hf, sources, tables, tokenizer
-from jaxkv.weights.params import ByIdentity, Params
-
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+from jaxkv.errors import BadValue, BadWeights, JaxkvError, MissingModel
+from jaxkv.models import ModelConfig
+from jaxkv.models.linear import prefers_panels
+from jaxkv.weights.fill import check_dtype, fill
+from jaxkv.weights.gguf_file import read_gguf
+from jaxkv.weights.params import Params
+from jaxkv.weights.safetensors_files import read_safetensors
+from jaxkv.weights.source import locate
+from jaxkv.weights.tables import GGUF, HF
+from jaxkv.weights.tokenizer import from_folder, from_gguf
 
 
 def load(source: str | os.PathLike, *, dtype: Any = None, mesh: Mesh | None = None) -> Params:
-    """The model at `source`: a name in configs/models/, a Hugging Face folder, a .gguf file, or a hub name.
+    """The model of a name ("smollm2-135m"), a Hugging Face folder, a .gguf file, or a hub name ("org/name").
 
-    `dtype` float32 or bfloat16; by default float32 on CPU and bfloat16 elsewhere. With a `mesh` every device holds
-    all weights. Raises `MissingModel` with what to install, `BadWeights` for a truncated file, NaN, or tensors that
-    do not fit the config.
+    `dtype` of the matrices and the cache: float32, bfloat16 or float16; by default float32 on CPU and bfloat16 on
+    accelerators, whatever the file holds. With a `mesh` every weight is replicated over it (weights are not sharded
+    yet). Raises `UnknownName` for an unknown name or family, `MissingModel` with the command that installs it,
+    `BadWeights` for files that are truncated, incomplete, of wrong shapes or hold NaN, `BadValue` for a wrong dtype or
+    an unsupported feature.
     """
-    dtype = _dtype(dtype)
-    path = sources.find(source)
+    dtype = check_dtype(default_dtype() if dtype is None else dtype)
+    path = locate(source)
+    place: Callable[[np.ndarray], Any] = jnp.asarray
+    if mesh is not None:
+        place = lambda value: jax.device_put(value, NamedSharding(mesh, PartitionSpec()))  # noqa: E731
+    panels = prefers_panels() and mesh is None  # what is laid over a mesh stays plain
     if path.is_dir():
-        config = hf.read_config(path)
-        found, table, words = hf.read_tensors(path), tables.hugging_face(config), hf.read_tokenizer(path)
-    elif path.suffix == ".gguf":
-        reader = gguf.open_file(path)
-        config = gguf.read_config(reader, str(path))
-        found, table = gguf.read_tensors(reader, config, str(path)), tables.gguf(config)
-        words = tokenizer.from_gguf(gguf.fields(reader), str(path))
-    else:
-        raise BadWeights(f"{path}: expected a Hugging Face folder or a .gguf file")
-
-    expected = {name: leaf.shape for name, leaf in nnx.to_flat_state(abstract_weights(config, dtype))}
-    arrays = tables.assemble(found, table, expected, dtype, str(path))
-    place = NamedSharding(mesh, PartitionSpec()) if mesh is not None else None
-    return Params(_state(config, arrays, dtype, place), config, ByIdentity(words))
+        return _load_folder(path, dtype, panels, place)
+    if path.suffix != ".gguf":
+        raise BadValue(f"{path} is neither a folder nor a .gguf file: expected one of these")
+    return _load_gguf(path, dtype, panels, place)
 
 
-def _dtype(dtype: Any) -> Any:
-    if dtype is None:
-        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
-    if name not in DTYPES:
-        raise BadValue(f"dtype={dtype!r}: expected float32 or bfloat16")
-    return DTYPES[name]
+def default_dtype() -> Any:
+    """float32 on CPU, whose arithmetic it is; bfloat16 on accelerators."""
+    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 
-def _state(config: ModelConfig, arrays: dict[tables.Path, np.ndarray], dtype: Any, place: Any) -> nnx.State:
-    """The arrays as the model's state, laid out for where they are."""
-    panels = jax.default_backend() == "cpu" and place is None
-    flat = {}
-    for name, array in arrays.items():
-        if panels and (name == ("embedding",) or name[-1] == "weight"):
-            array = _in_panels(array, rows=name == ("embedding",))
-        flat[name] = nnx.Param(jax.device_put(array, place))
-    return nnx.from_flat_state(flat)
+def _load_folder(folder: Path, dtype: Any, panels: bool, place: Callable[[np.ndarray], Any]) -> Params:
+    config = config_of(folder)
+    tensors = {_without_wrapper(name): tensor for name, tensor in read_safetensors(folder).items()}
+    table = HF[config.family]
+    weights = fill(tensors, table, config, dtype=dtype, panels=panels, place=place, where=str(folder))
+    return Params(weights, config, from_folder(folder))
 
 
-def _in_panels(array: np.ndarray, rows: bool) -> np.ndarray:
-    """[I, O] as [O/64, I, 64] (an embedding's rows are its outputs), where O is a multiple of 64: see `project`."""
-    matrix = array.T if rows else array
-    if matrix.ndim != 2 or matrix.shape[1] % PANEL:
-        return array
-    inputs, outputs = matrix.shape
-    return np.ascontiguousarray(matrix.reshape(inputs, outputs // PANEL, PANEL).swapaxes(0, 1))
+def config_of(folder: Path) -> ModelConfig:
+    """The config of a Hugging Face folder, with the stop tokens that its generation config adds."""
+    facts = _json(folder / "config.json")
+    if facts is None:
+        raise MissingModel(f"{folder} has no config.json: expected a Hugging Face folder")
+    try:
+        config = ModelConfig.from_hf(facts)
+    except JaxkvError as error:
+        raise type(error)(f"{folder / 'config.json'}: {error}") from error
+    stops = (_json(folder / "generation_config.json") or {}).get("eos_token_id")
+    stops = tuple(stops) if isinstance(stops, list) else () if stops is None else (stops,)
+    return dataclasses.replace(config, stop_tokens=tuple(dict.fromkeys(stops + config.stop_tokens)))
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadValue(f"{path} is not JSON ({error}): get it again") from error
+    if not isinstance(facts, dict):
+        raise BadValue(f"{path} holds a {type(facts).__name__}: expected an object")
+    return facts
+
+
+def _without_wrapper(name: str) -> str:
+    """The name in the text model of a model for text and images."""
+    for prefix, plain in (("model.language_model.", "model."), ("language_model.", "")):
+        if name.startswith(prefix):
+            return plain + name.removeprefix(prefix)
+    return name
+
+
+def _load_gguf(path: Path, dtype: Any, panels: bool, place: Callable[[np.ndarray], Any]) -> Params:
+    file = read_gguf(path)
+    factors = file.tensors.get("rope_freqs.weight")
+    try:
+        config = ModelConfig.from_gguf(
+            file.fields,
+            tied="output.weight" not in file.tensors,
+            rope_factors=None if factors is None else factors.read().tolist(),
+        )
+    except BadValue as error:
+        raise BadWeights(f"{path}: {error}") from error
+    table = GGUF[config.family]
+    weights = fill(file.tensors, table, config, dtype=dtype, panels=panels, place=place, where=str(path))
+    return Params(weights, config, from_gguf(file.fields))

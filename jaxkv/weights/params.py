@@ -1,4 +1,4 @@
-"""What `load` gives back: the weights, and what they belong to."""
+"""The loaded model as one pytree."""
 
 import dataclasses
 import functools
@@ -11,34 +11,30 @@ import numpy as np
 from jaxkv.models import ModelConfig
 
 
-class ByIdentity:
-    """Holds a tokenizer so that it hashes and compares by identity, as a static field must."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Params:
-    """A model's weights (an nnx.State, the only array leaves), its config, and its tokenizer (or None)."""
+    """Weights (data) with what they mean (static): the config, and the tokenizer or None.
 
-    weights: Any
+    The tokenizer hashes and compares by identity, as transformers' tokenizers do.
+    """
+
+    weights: Any  # an nnx.State
     config: ModelConfig = dataclasses.field(metadata={"static": True})
-    holder: ByIdentity = dataclasses.field(default_factory=lambda: ByIdentity(None), metadata={"static": True})
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer, with transformers' interface, or None for a model that came without one."""
-        return self.holder.value
+    tokenizer: Any = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def dtype(self) -> Any:
-        """The weights' dtype."""
-        return jax.tree.leaves(self.weights)[0].dtype
+        """The dtype of the matrices, and so of the cache."""
+        return self.weights["embed"][...].dtype
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Names the model: its config and its final norm's weights, hashed. Caches carry it."""
-        norm = np.asarray(self.weights["norm"]["weight"][...], np.float32)
-        return hashlib.sha256(repr(self.config).encode() + norm.tobytes()).hexdigest()[:16]
+        """Names the model that a cache was made by: its family and size, and a digest of config and last norm.
+
+        The norm differs between any two trained models, and is float32 whatever the weights' dtype.
+        """
+        config = self.config
+        norm = np.asarray(self.weights["norm"][...], np.float32)
+        digest = hashlib.sha256(repr(config).encode() + norm.tobytes()).hexdigest()
+        return f"{config.family}-{config.num_layers}x{config.hidden_size}-{digest[:12]}"

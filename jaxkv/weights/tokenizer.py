@@ -1,117 +1,186 @@
-"""The tokenizer that a GGUF file describes, built with the `tokenizers` library."""
+"""Tokenizers: of a Hugging Face folder as it is, of a GGUF file built from its metadata."""
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from jaxkv.errors import BadWeights, unknown
+from jaxkv.errors import BadValue, BadWeights, unknown
 
-CONTROL = 3  # GGUF token type of special tokens
-USER_DEFINED = 4
+FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # GGUF's kinds of tokens
+
+# How text is cut before BPE merges bytes: published with each model's tokenizer
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
+LLAMA3 = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+CUTS = {
+    "smollm": "digits",
+    "qwen2": QWEN2,
+    "llama-bpe": LLAMA3,
+    "llama3": LLAMA3,
+    "llama-v3": LLAMA3,
+    "gpt-2": None,
+    "default": None,
+}
 
 
-def from_gguf(meta: dict[str, Any], source: str) -> Any:
-    """A transformers tokenizer with the file's vocabulary, special tokens and chat template.
+def from_folder(folder: Path) -> Any:
+    """The tokenizer of a Hugging Face folder, or None when it has none. Raises `BadValue` when it can't be read."""
+    if not any((folder / name).is_file() for name in FILES):
+        return None
+    from transformers import AutoTokenizer
 
-    Raises `BadWeights` for a file without a vocabulary and `UnknownName` for a kind that is not built here.
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # every tokenizer class has its own
+        raise BadValue(f"the tokenizer in {folder} can't be read: {type(error).__name__}: {error}") from error
+
+
+def from_gguf(fields: Mapping[str, Any]) -> Any:
+    """The tokenizer of GGUF metadata as a `PreTrainedTokenizerFast` with the file's chat template, or None.
+
+    Byte-level BPE ("gpt2") with the pre-tokenizer the file names, and SentencePiece's BPE ("llama"). Raises
+    `UnknownName` for another model or pre-tokenizer, `BadWeights` for metadata that lacks what these need.
     """
+    own = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items() if "tokenizer.ggml." in key}
+    if "model" not in own or "tokens" not in own:
+        return None
+    if own["model"] not in BUILDERS:
+        raise unknown("GGUF tokenizer model", str(own["model"]), BUILDERS)
+    lost = [f"tokenizer.ggml.{key}" for key in NEEDED[own["model"]] if key not in own]
+    if lost:
+        raise BadWeights(f"the GGUF metadata has no {', '.join(lost)}: get a complete file")
     from transformers import PreTrainedTokenizerFast
 
-    get = lambda key: meta.get(f"tokenizer.ggml.{key}")  # noqa: E731
-    if not get("tokens"):
-        raise BadWeights(f"{source}: no vocabulary in the file; expected tokenizer.ggml.tokens")
-    kinds = {"gpt2": _byte_level, "llama": _sentence_piece}
-    if get("model") not in kinds:
-        raise unknown("GGUF tokenizer model", str(get("model")), kinds)
-    backend = kinds[get("model")](get)
-    special = [index for index, kind in enumerate(get("token_type") or []) if kind == CONTROL]
-    _add_special(backend, get, special)
+    tokenizer = BUILDERS[own["model"]](own)
+    tokens = _pieces(own)
     named = {
-        f"{name}_token": get("tokens")[index]
-        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-        if (index := get(f"{key}_token_id")) is not None
+        role: tokens[own[f"{key}_token_id"]]
+        for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+        if 0 <= own.get(f"{key}_token_id", -1) < len(tokens)
     }
-    if named.get("bos_token") and get("add_bos_token"):
-        _prepend(backend, named["bos_token"], get("bos_token_id"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **named)
-    tokenizer.chat_template = meta.get("tokenizer.chat_template")
-    return tokenizer
+    _frame(tokenizer, own, tokens)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=fields.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        **{f"{role}_token": token for role, token in named.items()},
+    )
 
 
-def _byte_level(get: Any) -> Any:
-    """Byte-level BPE; how text is first cut into words depends on the model."""
+def _byte_level(own: Mapping[str, Any]) -> Any:
+    """GPT-2's BPE on bytes written as letters."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    kind = get("pre") or "default"
-    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    cut = {
-        "smollm": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
-        "qwen2": [pre_tokenizers.Split(Regex(QWEN2), "isolated"), bytes_only],
-        "llama-bpe": [pre_tokenizers.Split(Regex(LLAMA3), "isolated"), bytes_only],
-        "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
-    }
-    if kind not in cut:
-        raise unknown("GGUF pre-tokenizer", str(kind), cut)
-    merges = [tuple(merge.split(" ", 1)) for merge in get("merges")]
-    vocab = {token: index for index, token in enumerate(get("tokens"))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=kind == "llama-bpe"))
+    kind = own.get("pre", "default")
+    if kind not in CUTS:
+        raise unknown("GGUF pre-tokenizer", str(kind), CUTS)
+    merges = [tuple(merge.split(" ", 1)) for merge in own["merges"]]
+    whole_words = CUTS[kind] is LLAMA3  # Llama 3 takes a word that is a token as it is
+    vocabulary = {token: index for index, token in enumerate(own["tokens"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole_words))
+    space = own.get("add_space_prefix", False)
+    if CUTS[kind] is None:
+        cut = pre_tokenizers.ByteLevel(add_prefix_space=space)
+    elif CUTS[kind] == "digits":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        cut = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=space)])
+    else:
+        split = pre_tokenizers.Split(Regex(CUTS[kind]), behavior="isolated")
+        cut = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=space, use_regex=False)])
+    tokenizer.pre_tokenizer = cut
+    tokenizer.decoder = decoders.ByteLevel()
     if kind == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cut[kind])
-    tokenizer.decoder = decoders.ByteLevel()
+    _add(tokenizer, own, own["tokens"])
     return tokenizer
 
 
-def _sentence_piece(get: Any) -> Any:
-    """SentencePiece BPE with byte fallback; the merges follow from the pieces' scores."""
+def _sentencepiece(own: Mapping[str, Any]) -> Any:
+    """SentencePiece's BPE: spaces are written as "▁", pieces join in the order of their scores, the rest is bytes."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    tokens, scores = get("tokens"), get("scores")
-    vocab = {token: index for index, token in enumerate(tokens)}
-    merges = []
-    for index, token in enumerate(tokens):
-        for cut in range(1, len(token)):
-            left, right = vocab.get(token[:cut]), vocab.get(token[cut:])
-            if left is not None and right is not None:
-                merges.append((-scores[index], left, right, token[:cut], token[cut:]))
-    merges.sort()
-    model = models.BPE(
-        vocab=vocab,
-        merges=[(left, right) for *_, left, right in merges],
-        unk_token=tokens[get("unknown_token_id") or 0],
-        fuse_unk=True,
-        byte_fallback=True,
+    tokens = _pieces(own)
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    merges = _merges_by_score(tokens, own["scores"], own["token_type"])
+    unk = own.get("unknown_token_id")
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=merges,
+            unk_token=None if unk is None else tokens[unk],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
     )
-    tokenizer = Tokenizer(model)
-    space = "▁"
-    steps = [normalizers.Replace(" ", space)]
-    if get("add_space_prefix"):
-        steps.insert(0, normalizers.Prepend(" "))
-    tokenizer.normalizer = normalizers.Sequence(steps)
-    strip = [decoders.Strip(" ", 1, 0)] if get("add_space_prefix") else []
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
+    undo = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
+    if own.get("add_space_prefix", True):
+        spaces = [normalizers.Prepend("▁"), *spaces]
+        undo.append(decoders.Strip(content=" ", left=1))
+    tokenizer.normalizer = normalizers.Sequence(spaces)
+    tokenizer.decoder = decoders.Sequence(undo)
+    _add(tokenizer, own, tokens)
     return tokenizer
 
 
-def _add_special(backend: Any, get: Any, special: list[int]) -> None:
+BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece}
+NEEDED = {"gpt2": ("token_type", "merges"), "llama": ("token_type", "scores")}
+
+
+def _pieces(own: Mapping[str, Any]) -> Sequence[str]:
+    """The tokens as the tokenizer spells them: GGUF writes user-defined runs of spaces plainly."""
+    if own["model"] != "llama":
+        return own["tokens"]
+    kinds = own["token_type"]
+    return [
+        token.replace(" ", "▁") if kind == USER_DEFINED else token
+        for token, kind in zip(own["tokens"], kinds, strict=True)
+    ]
+
+
+def _merges_by_score(tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]) -> list[tuple[str, str]]:
+    """Every way in which two pieces join to a third, best score of the third first."""
+    known = {token: score for token, score, kind in zip(tokens, scores, kinds, strict=True) if kind == NORMAL}
+    index = {token: number for number, token in enumerate(tokens)}
+    found = []
+    for token, score in known.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in known and right in known:
+                found.append((-score, index[token], index[left], index[right], (left, right)))
+    found.sort()
+    return [pair for *_, pair in found]
+
+
+def _add(tokenizer: Any, own: Mapping[str, Any], tokens: Sequence[str]) -> None:
+    """Control tokens and user-defined ones are found in the text before anything else."""
     from tokenizers import AddedToken
 
-    tokens, kinds = get("tokens"), get("token_type") or []
-    backend.add_special_tokens([AddedToken(tokens[index], special=True, normalized=False) for index in special])
-    plain = [tokens[index] for index, kind in enumerate(kinds) if kind == USER_DEFINED]
-    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
+    kinds = own["token_type"]
+    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
+    defined = [token for token, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    # runs of "▁" are met after normalising, when spaces have become that
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized="▁" in token) for token in defined])
 
 
-def _prepend(backend: Any, token: str, index: int) -> None:
+def _frame(tokenizer: Any, own: Mapping[str, Any], tokens: Sequence[str]) -> None:
+    """Put BOS in front and EOS behind where the file says so."""
     from tokenizers import processors
 
-    backend.post_processor = processors.TemplateProcessing(
-        single=f"{token} $A", pair=f"{token} $A {token} $B", special_tokens=[(token, index)]
+    marks = {}
+    for key in ("bos", "eos"):
+        wanted = own.get(f"add_{key}_token", own["model"] == "llama" and key == "bos")
+        if wanted and f"{key}_token_id" in own:
+            marks[key] = own[f"{key}_token_id"]
+    if not marks:
+        return
+    before = [tokens[marks["bos"]]] if "bos" in marks else []
+    after = [tokens[marks["eos"]]] if "eos" in marks else []
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[*before, "$A", *after],
+        pair=[*before, "$A", *after, *before, "$B:1", *after],
+        special_tokens=[(tokens[number], number) for number in marks.values()],
     )

@@ -1,12 +1,12 @@
 """prefill_attend in plain jnp: the meaning that every kernel must equal."""
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.masking import filled, masked_softmax, soft_cap, visible
 
-CHUNK = 512  # queries at a time: bounds the [queries, keys] array
+TILE = 128  # queries at a time, at least: bounds the [queries, keys] array and skips keys that come later
+TILES = 8  # at most: each is unrolled
 
 
 def prefill_attend(
@@ -19,33 +19,29 @@ def prefill_attend(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    own_keys_last: bool = False,
 ) -> Float[Array, "B Hq T D"]:
-    """softmax(scale * q . k) v over the keys at or before each query's position; position -1 is an empty slot."""
+    """softmax(scale * q . k) v over the keys at or before each query's position; position -1 is an empty slot.
+
+    `own_keys_last` says that the last T keys are the queries' own, in order, so that none need look further.
+    """
     batch, heads, length, dim = queries.shape
-    kv_heads = keys.shape[1]
+    kv_heads, slots = keys.shape[1:3]
+    group = heads // kv_heads
     values = filled(values, key_positions)
+    grouped = queries.reshape(batch, kv_heads, group, length, dim)
 
-    def some(q, at):
-        q = q.reshape(batch, kv_heads, heads // kv_heads, q.shape[2], dim)
-        logits = jnp.einsum("bhgtd,bhsd->bhgts", q, keys, preferred_element_type=jnp.float32) * scale
-        seen = visible(at[:, None, :], key_positions, window)[:, :, None]
-        weights, _ = masked_softmax(soft_cap(logits, softcap), seen)
-        out = jnp.einsum("bhgts,bhsd->bhgtd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
-        return out.astype(queries.dtype).reshape(batch, heads, -1, dim)
+    def some(start: int, end: int):
+        far = slots - length + end if own_keys_last else slots
+        q = grouped[:, :, :, start:end].reshape(batch, kv_heads, group * (end - start), dim)
+        logits = jnp.einsum("bhqd,bhsd->bhqs", q, keys[:, :, :far], preferred_element_type=jnp.float32) * scale
+        seen = visible(query_positions[:, None, start:end], key_positions[:, :, :far], window)[:, :, None]
+        logits = soft_cap(logits, softcap).reshape(batch, kv_heads, group, end - start, far)
+        weights, _ = masked_softmax(logits, seen)
+        weights = weights.astype(values.dtype).reshape(batch, kv_heads, group * (end - start), far)
+        out = jnp.einsum("bhqs,bhsd->bhqd", weights, values[:, :, :far], preferred_element_type=jnp.float32)
+        return out.astype(queries.dtype).reshape(batch, kv_heads, group, end - start, dim)
 
-    return by_chunks(some, queries, query_positions)
-
-
-def by_chunks(function, queries: Float[Array, "B Hq T D"], positions: Int[Array, "B T"]) -> Float[Array, "B Hq T D"]:
-    """`function` over runs of at most CHUNK queries, joined again: the same result with less memory."""
-    length = queries.shape[2]
-    if length <= CHUNK:
-        return function(queries, positions)
-    whole, rest = divmod(length, CHUNK)
-    cut = whole * CHUNK
-    q = jnp.moveaxis(queries[:, :, :cut].reshape(*queries.shape[:2], whole, CHUNK, -1), 2, 0)
-    at = jnp.moveaxis(positions[:, :cut].reshape(-1, whole, CHUNK), 1, 0)
-    out = jnp.moveaxis(lax.map(lambda pair: function(*pair), (q, at)), 0, 2).reshape(*queries.shape[:2], cut, -1)
-    if rest:
-        out = jnp.concatenate([out, function(queries[:, :, cut:], positions[:, cut:])], axis=2)
-    return out
+    size = max(TILE, -(-length // TILES))
+    tiles = [some(start, min(start + size, length)) for start in range(0, length, size)]
+    return jnp.concatenate(tiles, axis=3).reshape(batch, heads, length, dim)

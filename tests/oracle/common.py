@@ -27,7 +27,7 @@ def save_json(path: Path, content) -> None:
 
 
 def greedy(model, ids: torch.Tensor, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """`generate` without sampling or stop tokens from ids [B, T]: tokens int32 [B, steps], top-2 logit gaps [B, steps]."""
+    """`generate` without sampling or stop tokens from ids [B, T]: tokens int32 and top-2 logit gaps, [B, steps]."""
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     out = model.generate(

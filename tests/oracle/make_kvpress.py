@@ -94,7 +94,8 @@ def margins(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Per row of scores, the lowest kept less the highest dropped, relative to the larger of the two."""
     lowest = np.where(mask, scores, np.inf).min(-1)
     highest = np.where(mask, -np.inf, scores).max(-1)
-    return ((lowest - highest) / np.maximum(np.abs(lowest), np.abs(highest))).astype(np.float32)
+    size = np.maximum(np.abs(lowest), np.abs(highest))
+    return ((lowest - highest) / np.where(size > 0, size, 1)).astype(np.float32)
 
 
 def watch(press, seen: dict[int, dict[str, np.ndarray]]):
@@ -119,7 +120,9 @@ def watch(press, seen: dict[int, dict[str, np.ndarray]]):
             entry["kept_mask"] = mask
             safe = np.sort(scores, axis=-1)[:, -max(1, int(mask.sum() // len(mask) * press.alpha_safeguard)), None]
             free = np.where(scores >= safe, np.inf, scores)  # the safeguard's entries are kept whatever the others
-            entry["margin"] = margins(np.where(np.isinf(free), np.float32(3e38), free).reshape(1, -1), mask.reshape(1, -1))
+            entry["margin"] = margins(
+                np.where(np.isinf(free), np.float32(3e38), free).reshape(1, -1), mask.reshape(1, -1)
+            )
         else:
             kept = positions_of(keys[0], out[0][0])
             mask = np.zeros(scores.shape, bool)

@@ -1,6 +1,7 @@
+# ruff: noqa: RUF001 (texts of many scripts)
 """SmolLM2-135M-Instruct from its GGUF in float32: token ids of varied texts, logits and greedy tokens of five prompts.
 
-    python tests/oracle/make_smollm2.py path/to/SmolLM2-135M-Instruct.Q4_1.gguf
+python tests/oracle/make_smollm2.py path/to/SmolLM2-135M-Instruct.Q4_1.gguf
 """
 
 import sys
@@ -160,7 +161,9 @@ def main(path: Path) -> None:
         tokens, gaps = greedy(model, batch, 64)
         with torch.no_grad():
             whole = model(torch.cat([batch[0], torch.from_numpy(tokens[0]).long()])[None], use_cache=False).logits[0]
-        assert (whole[len(ids) - 1 : -1].argmax(-1).numpy() == tokens[0]).all(), f"{name}: cache and full forward differ"
+        assert (whole[len(ids) - 1 : -1].argmax(-1).numpy() == tokens[0]).all(), (
+            f"{name}: cache and full forward differ"
+        )
         top = logits.topk(2, dim=-1).values
         arrays |= {
             f"{name}/ids": np.array(ids, np.int32),

@@ -1,6 +1,6 @@
 """Tiny random models of every family as Hugging Face folders, with their logits and greedy tokens.
 
-    python tests/oracle/make_tiny.py [family ...]
+python tests/oracle/make_tiny.py [family ...]
 """
 
 import json
@@ -122,10 +122,11 @@ FAMILIES = {
         "rms_norm_eps": 1e-5,
         "vocab_size": 128,
         "hidden_size": 64,
-        "intermediate_size": 64,
+        "intermediate_size": 48,
         "num_hidden_layers": 3,
-        "num_attention_heads": 4,
+        "num_attention_heads": 6,
         "num_key_value_heads": 2,
+        "head_dim": 16,
         "rope_theta": 10000.0,
         "sliding_window": 8,
         "tie_word_embeddings": False,

@@ -1,0 +1,137 @@
+"""Reading GGUF: metadata, and tensors that are dequantised when they are read.
+
+The header is parsed here, and not by `gguf.GGUFReader`, which makes an array object of every vocabulary entry (10 s for
+a vocabulary of 262144, here a tenth of a second) and tells nothing of truncated files; block formats are `gguf`'s.
+"""
+
+import dataclasses
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxkv.errors import BadWeights
+
+# value types of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+VERSIONS = (2, 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufTensor:
+    """One tensor: `shape` as `[out, in]`, and where its blocks lie in the file."""
+
+    path: Path
+    shape: tuple[int, ...]
+    kind: int
+    stored: tuple[int, ...]
+    offset: int
+
+    def read(self) -> np.ndarray:
+        """The values, float32."""
+        import gguf
+
+        kind = gguf.GGMLQuantizationType(self.kind)
+        item = {"F32": np.float32, "F16": np.float16}.get(kind.name, np.uint8)
+        data = np.memmap(self.path, dtype=item, mode="r", offset=self.offset, shape=self.stored)
+        return gguf.dequantize(data, kind).reshape(self.shape).astype(np.float32, copy=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufFile:
+    """Metadata by key, and tensors by name."""
+
+    fields: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """The metadata and the tensors of a GGUF file, none of them read yet.
+
+    Raises `BadWeights` for a file that is no GGUF, of another version, of an unknown block format, or truncated.
+    """
+    import gguf
+
+    size = path.stat().st_size
+    if size < 24:
+        raise BadWeights(f"{path} has {size} bytes: expected a GGUF file; it is truncated, get it again")
+    header = _Header(path, np.memmap(path, dtype=np.uint8, mode="r"))
+    if bytes(header.take(4)) != b"GGUF":
+        raise BadWeights(f"{path} does not begin with 'GGUF': expected a GGUF file")
+    version = header.number("I")
+    if version not in VERSIONS:
+        raise BadWeights(f"{path} is GGUF version {version}: expected {' or '.join(map(str, VERSIONS))}, little-endian")
+    tensor_count, field_count = header.number("Q"), header.number("Q")
+    fields = {}
+    for _ in range(field_count):
+        key = header.string()
+        fields[key] = header.value(header.number("I"))
+    infos = []
+    for _ in range(tensor_count):
+        name, dims = header.string(), header.number("I")
+        shape = tuple(reversed([header.number("Q") for _ in range(dims)]))  # the fastest dimension comes first there
+        infos.append((name, shape, header.number("I"), header.number("Q")))
+    alignment = int(fields.get("general.alignment", 32))
+    start = -(-header.at // alignment) * alignment
+
+    tensors = {}
+    for name, shape, kind, offset in infos:
+        if kind not in gguf.GGMLQuantizationType._value2member_map_:
+            raise BadWeights(f"{path}: tensor {name} has block format {kind}, which gguf {_version()} does not know")
+        per_block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+        if not shape or shape[-1] % per_block:
+            raise BadWeights(f"{path}: tensor {name} of shape {list(shape)} does not fill blocks of {per_block}")
+        name_of_kind = gguf.GGMLQuantizationType(kind).name
+        width = shape[-1] // per_block * block_bytes if name_of_kind not in ("F32", "F16") else shape[-1]
+        needed = math.prod(shape) // per_block * block_bytes
+        if start + offset + needed > size:
+            raise BadWeights(
+                f"{path} is truncated: tensor {name} ends at byte {start + offset + needed}, and the file has {size}; "
+                "get it again"
+            )
+        tensors[name] = GgufTensor(path, shape, kind, (*shape[:-1], width), start + offset)
+    return GgufFile(fields, tensors)
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("gguf")
+
+
+class _Header:
+    """A cursor over the file's first part."""
+
+    def __init__(self, path: Path, data: np.ndarray):
+        self.path, self.data, self.at = path, memoryview(data), 0
+
+    def take(self, count: int) -> memoryview:
+        if self.at + count > len(self.data):
+            raise BadWeights(
+                f"{self.path} is truncated: its header goes on past byte {len(self.data)}, where the file ends; "
+                "get it again"
+            )
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def number(self, code: str) -> Any:
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+
+    def string(self) -> str:
+        return bytes(self.take(self.number("Q"))).decode("utf-8", errors="replace")
+
+    def value(self, kind: int) -> Any:
+        if kind in SCALARS:
+            return self.number(SCALARS[kind])
+        if kind == STRING:
+            return self.string()
+        if kind != ARRAY:
+            raise BadWeights(f"{self.path}: metadata value of type {kind}: the header is damaged, get the file again")
+        kind, count = self.number("I"), self.number("Q")
+        if kind in SCALARS:
+            code = "<" + SCALARS[kind]
+            return np.frombuffer(self.take(count * struct.calcsize(code)), code).tolist()
+        return [self.value(kind) for _ in range(count)]
