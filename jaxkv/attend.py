@@ -22,7 +22,7 @@ from pallas_kernels.prefill_attend_mass import prefill_attend_mass
 
 @dataclasses.dataclass(frozen=True)
 class LayerState:
-    """One layer's cache, the slots it shall have after the block, each row's budget there, and whether anybody looks."""
+    """One layer's cache, the slots it shall have after the block, each row's budget, and whether anybody looks."""
 
     cache: LayerCache
     slots: int

@@ -44,8 +44,8 @@ class LayerCache:
 class KVCache:
     """The bounded cache of a batch: one `LayerCache` per layer, and where each row stands in its text.
 
-    `lengths [B]` counts the tokens seen, so it is the position of the next token; `limits [L, B]` is each row's budget per layer;
-    `pending [B]` is a token already sampled but not yet run through the model (-1: none). `policy` and `model` say
+    `lengths [B]` counts the tokens seen, so it is the position of the next token; `limits [L, B]` is each row's
+    budget per layer; `pending [B]` is a token already sampled but not yet run through the model (-1: none). `policy` and `model` say
     under what the cache was made: another policy's statistics or another model's keys would be meaningless here.
     """
 
@@ -121,9 +121,7 @@ def ranks(positions: Int[Array, "B Hk S"]) -> Int[Array, "B Hk S"]:
     return jnp.where(positions < 0, EMPTY, order - empties).astype(jnp.int32)
 
 
-def keep(
-    layer: LayerCache, priority: Float[Array, "B Hk S"], slots: int, limits: Int[Array, "B"]
-) -> LayerCache:
+def keep(layer: LayerCache, priority: Float[Array, "B Hk S"], slots: int, limits: Int[Array, "B"]) -> LayerCache:
     """The `limits[b]` entries of highest priority of each head in `slots` slots, in time order behind the empty ones.
 
     Ties go to the older token. Empty slots are never kept, whatever their priority; every entry counts as at least

@@ -53,7 +53,9 @@ def restore(path: str | os.PathLike, params: Any = None) -> KVCache:
     except BadCheckpoint:
         raise
     except Exception as error:
-        raise BadCheckpoint(f"{path}: not a readable saved cache ({type(error).__name__}: {error}); save it again") from error
+        raise BadCheckpoint(
+            f"{path}: not a readable saved cache ({type(error).__name__}: {error}); save it again"
+        ) from error
     if params is not None and params.fingerprint != facts["model"]:
         raise BadCheckpoint(
             f"{path}: made by model {facts['model']}, but these params are {params.fingerprint}; load that model"

@@ -8,7 +8,7 @@ import tomllib
 from typing import Annotated, Any
 
 import tyro
-from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
+from tyro.conf import OmitArgPrefixes, Positional, subcommand
 
 from jaxkv.errors import BadValue, JaxkvError
 
@@ -127,6 +127,7 @@ Command = (
 def main(args: list[str] | None = None) -> int:
     """Run one command; 0, or 2 for a `JaxkvError`, whose message goes to standard error."""
     os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")  # libtpu without a TPU warns about worker hostnames
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # and transformers about the absence of torch
     command = tyro.cli(Command, prog="jaxkv", args=args, config=(OmitArgPrefixes,))
     try:
         return {Generate: _generate, Chat: _chat, Policies: _policies, Info: _info}[type(command)](command)

@@ -72,7 +72,9 @@ def plan(
 
     blocks = max(0, -(-int(new.max()) // block) - 1)
     first = int(new.max()) - blocks * block
-    return Plan(tuple(slots), min(-(-first // ROUND) * ROUND, block), blocks, block, _looks(policy, total, limits)), limits
+    return Plan(
+        tuple(slots), min(-(-first // ROUND) * ROUND, block), blocks, block, _looks(policy, total, limits)
+    ), limits
 
 
 def _looks(policy: Policy, total: np.ndarray, limits: np.ndarray) -> bool:
@@ -81,5 +83,4 @@ def _looks(policy: Policy, total: np.ndarray, limits: np.ndarray) -> bool:
         return False
     if policy.decode is None:
         return bool((total > limits).any())
-    score = policy.decode.score
-    return bool((total >= limits - policy.prefill.reserve).any()) or (score.looks and bool(score.stats))
+    return policy.decode.score.remembers or bool((total >= limits - policy.prefill.reserve).any())

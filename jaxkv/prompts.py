@@ -37,9 +37,7 @@ def rows_of(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[list[np.nd
     return [_ids(row, vocab_size) for row in prompt], False
 
 
-def left_padded(
-    rows: list[np.ndarray], length: int, lengths: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def left_padded(rows: list[np.ndarray], length: int, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and text positions `[B, length]`; padding in front has token 0 and position -1.
 
     Row b's first token has position `lengths[b]`.

@@ -24,11 +24,14 @@ def softmax_weights(q, keys, q_pos, k_pos, scale, window, cap):
     top = np.max(np.where(seen, logits, -np.inf), axis=1, keepdims=True)
     weights = np.where(seen, np.exp(logits - np.where(np.isfinite(top), top, 0)), 0.0)
     total = weights.sum(1, keepdims=True)
-    return weights / np.where(total > 0, total, 1), np.where(total > 0, top + np.log(np.where(total > 0, total, 1)), -np.inf)
+    return weights / np.where(total > 0, total, 1), np.where(
+        total > 0, top + np.log(np.where(total > 0, total, 1)), -np.inf
+    )
 
 
 def inputs(rng, batch, kv_heads, group, slots, dim, length, dtype):
     """Random arrays in `dtype`, with some slots empty (NaN) and one row with none filled."""
+
     def draw(*shape):
         return jnp.asarray(rng.normal(size=shape), dtype)
 
@@ -43,7 +46,9 @@ def inputs(rng, batch, kv_heads, group, slots, dim, length, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_heads, group, dim", [(3, 3, 64), (1, 16, 80), (2, 1, 96), (2, 4, 128), (1, 8, 256)])
-@pytest.mark.parametrize("slots, window, cap, reduce", [(7, None, None, "sum"), (130, 60, 20.0, "max"), (256, None, 5.0, "mean")])
+@pytest.mark.parametrize(
+    "slots, window, cap, reduce", [(7, None, None, "sum"), (130, 60, 20.0, "max"), (256, None, 5.0, "mean")]
+)
 @pytest.mark.parametrize("implementation", decode_api.IMPLEMENTATIONS)
 def test_decode_attend_score(implementation, dtype, kv_heads, group, dim, slots, window, cap, reduce):
     rng = np.random.default_rng(slots + dim)
@@ -83,7 +88,9 @@ def test_decode_attend_score(implementation, dtype, kv_heads, group, dim, slots,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_heads, group, dim", [(3, 3, 64), (2, 4, 128)])
-@pytest.mark.parametrize("slots, length, window, cap", [(37, 5, None, None), (300, 40, 50, 20.0), (20, 1030, None, None)])
+@pytest.mark.parametrize(
+    "slots, length, window, cap", [(37, 5, None, None), (300, 40, 50, 20.0), (20, 1030, None, None)]
+)
 @pytest.mark.parametrize("implementation", attend_api.IMPLEMENTATIONS)
 def test_prefill_attend(implementation, dtype, kv_heads, group, dim, slots, length, window, cap):
     rng = np.random.default_rng(length)
@@ -91,7 +98,13 @@ def test_prefill_attend(implementation, dtype, kv_heads, group, dim, slots, leng
     at = np.sort(rng.integers(-1, slots * 2, (2, length)), axis=1).astype(np.int32)
     options = dict(scale=dim**-0.5, window=window, softcap=cap)
     got = attend_api.prefill_attend(
-        query, keys, values, jnp.asarray(at), jnp.asarray(positions, jnp.int32), implementation=implementation, **options
+        query,
+        keys,
+        values,
+        jnp.asarray(at),
+        jnp.asarray(positions, jnp.int32),
+        implementation=implementation,
+        **options,
     )
     for b, head in np.ndindex(2, kv_heads * group):
         k, v = (np.asarray(x[b, head // group], np.float64) for x in (keys, values))
@@ -102,7 +115,9 @@ def test_prefill_attend(implementation, dtype, kv_heads, group, dim, slots, leng
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
-@pytest.mark.parametrize("slots, length, window, cap", [(37, 5, None, None), (300, 40, 50, 20.0), (20, 600, None, None)])
+@pytest.mark.parametrize(
+    "slots, length, window, cap", [(37, 5, None, None), (300, 40, 50, 20.0), (20, 600, None, None)]
+)
 @pytest.mark.parametrize("implementation", mass_api.IMPLEMENTATIONS)
 def test_prefill_attend_mass(implementation, reduce, slots, length, window, cap):
     rng = np.random.default_rng(length)

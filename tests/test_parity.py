@@ -4,11 +4,12 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import attend
+from jaxkv import attend, run
 from jaxkv.cache import EMPTY
 from jaxkv.models import ModelConfig
 from jaxkv.policies.observe import PseudoQueries
@@ -39,9 +40,12 @@ def scored(monkeypatch):
 
     A worth is [Hk, S] in the order of the text. Nothing is compiled, so that the values can be looked at.
     """
-    priority = attend.priority
+    priority, prefill = attend.priority, run.prefill
 
-    def run(params, ids, policy):
+    def arrays_in(*args, **kwargs):  # compiling would have made them jax's
+        return prefill(*jax.tree.map(jnp.asarray, args), **kwargs)
+
+    def scored_prefill(params, ids, policy):
         worths = []
 
         def recorded(phase, stats, positions, *rest):
@@ -50,13 +54,14 @@ def scored(monkeypatch):
                 worths.append(_in_text_order(value[0], positions[0]))
             return value
 
-        monkeypatch.setattr(attend, "priority", recorded)
-        with jax.disable_jit():
+        with monkeypatch.context() as patched, jax.disable_jit():
+            patched.setattr(attend, "priority", recorded)
+            patched.setattr(run, "prefill", arrays_in)
             cache = jaxkv.prefill(params, ids, policy=policy)
         assert len(worths) == params.config.num_layers
         return cache, worths
 
-    return run
+    return scored_prefill
 
 
 def _in_text_order(value, positions):

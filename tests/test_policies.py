@@ -89,8 +89,7 @@ def test_pool_follows_the_text_and_not_the_slots():
 
 
 def test_a_policy_by_hand():
-    from jaxkv.policies import CurrentQuery, LastQueries, Phase, Policy
-    from jaxkv.policies import Attention, AttentionValue
+    from jaxkv.policies import Attention, AttentionValue, CurrentQuery, LastQueries, Phase, Policy
 
     hand = Policy(
         name="mine",

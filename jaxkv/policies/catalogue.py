@@ -54,7 +54,7 @@ def _with(policy: Policy, option: str, value: Any) -> Policy:
 
 
 def _set(part: Any, field: str, value: Any, phase: str | None) -> tuple[Any, set[str]]:
-    """`part` and what is inside it with `field` set wherever it occurs (in one phase when named), and all field names."""
+    """`part` and what is inside it with `field` set wherever it occurs (in one phase when named), and all names."""
     changes, known = {}, set()
     for each in dataclasses.fields(part):
         inner = getattr(part, each.name)
@@ -65,7 +65,9 @@ def _set(part: Any, field: str, value: Any, phase: str | None) -> tuple[Any, set
             known |= below
             if changed != inner:
                 changes[each.name] = changed
-        elif isinstance(part, Policy) and (phase is not None or each.name in ("name", "title", "paper", "budget", "ratio")):
+        elif isinstance(part, Policy) and (
+            phase is not None or each.name in ("name", "title", "paper", "budget", "ratio")
+        ):
             continue
         else:
             known.add(each.name)

@@ -147,9 +147,7 @@ def priority(
     return jnp.where(phase.protects.protected(positions, now, limits), jnp.inf, value)
 
 
-def alive(
-    positions: Int[Array, "B Hk S"], now: Int[Array, "B"], window: int | None
-) -> Bool[Array, "B Hk S"]:
+def alive(positions: Int[Array, "B Hk S"], now: Int[Array, "B"], window: int | None) -> Bool[Array, "B Hk S"]:
     """True for entries that the query at position `now` can see: filled, and not behind the sliding window."""
     filled = positions >= 0
     return filled if window is None else filled & (positions > (now - window)[:, None, None])
@@ -166,7 +164,7 @@ def to_dict(policy: Policy) -> dict[str, Any]:
         out = {"kind": value.kind} if hasattr(value, "kind") else {}
         for field in dataclasses.fields(value):
             inner = getattr(value, field.name)
-            if inner is None or inner == field.default and field.name != "name":
+            if inner is None or (inner == field.default and field.name != "name"):
                 continue
             out[field.name] = table(inner) if dataclasses.is_dataclass(inner) else inner
         return out

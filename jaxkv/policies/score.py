@@ -21,6 +21,7 @@ class _Score:
 
     stats: ClassVar[tuple[str, ...]] = ()
     looks: ClassVar[bool] = False  # needs attention mass
+    remembers: ClassVar[bool] = False  # its statistics depend on past attention mass
 
     def enter(self, keys: Float[Array, "B Hk T D"], values: Float[Array, "B Hk T D"]) -> Stats:
         return {}
@@ -84,6 +85,7 @@ class AccumulatedAttention(_Score):
     kind: ClassVar[str] = "accumulated-attention"
     stats: ClassVar[tuple[str, ...]] = ("attention",)
     looks: ClassVar[bool] = True
+    remembers: ClassVar[bool] = True
 
     def __post_init__(self):
         if not 0 < self.decay <= 1:

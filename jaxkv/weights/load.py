@@ -1,6 +1,7 @@
 """`load`: a model's files -> `Params`."""
 
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -35,9 +36,8 @@ def load(source: str | os.PathLike, *, dtype: Any = None, mesh: Mesh | None = No
     """
     dtype = check_dtype(default_dtype() if dtype is None else dtype)
     path = locate(source)
-    place: Callable[[np.ndarray], Any] = jnp.asarray
-    if mesh is not None:
-        place = lambda value: jax.device_put(value, NamedSharding(mesh, PartitionSpec()))  # noqa: E731
+    replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    place = functools.partial(jax.device_put, device=replicated)
     panels = prefers_panels() and mesh is None  # what is laid over a mesh stays plain
     if path.is_dir():
         return _load_folder(path, dtype, panels, place)

@@ -47,21 +47,27 @@ def test_variants_of_the_config(goldens, tiny, family, variant):
 
 def test_smollm2(goldens, smollm2):
     golden = np.load(goldens / "smollm2" / "logits.npz")
-    for prompt in ("short", "code", "chat", "medium", "long"):
-        ids = golden[f"{prompt}/ids"]
-        ours = np.asarray(causal.logits(smollm2.config, smollm2.weights, jnp.asarray(ids, jnp.int32)[None]))[0]
+    prompts = ("short", "code", "chat", "medium", "long")
+    rows = [golden[f"{prompt}/ids"] for prompt in prompts]
+    tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)  # what comes behind a prompt is not seen by it
+    for row, ids in zip(tokens, rows, strict=True):
+        row[: len(ids)] = ids
+    together = np.asarray(causal.logits(smollm2.config, smollm2.weights, jnp.asarray(tokens)))
+    for prompt, ids, row in zip(prompts, rows, together, strict=True):
+        ours = row[: len(ids)]
         np.testing.assert_allclose(ours[-4:], golden[f"{prompt}/last"], atol=1e-3, rtol=0)
         np.testing.assert_allclose(ours[:, golden["vocabulary"]], golden[f"{prompt}/some"], atol=1e-3, rtol=0)
         clear = golden[f"{prompt}/top2_gap"] > 2e-3
+        assert clear.mean() > 0.9
         assert np.array_equal(ours.argmax(-1)[clear], golden[f"{prompt}/argmax"][clear])
 
 
-@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("family", ["llama2", "qwen2", "gemma3_text"])
 def test_panels_and_plain_matrices_give_the_same(tiny, family):
     """Few rows (one product per panel) and many (the plain product) against plain matrices."""
     params = tiny(family)
     plain = _plain(params)
-    for length in (1, 40, 150):
+    for length in (3, 150):
         ids = jnp.asarray(np.random.default_rng(length).integers(0, 100, (1, length)), jnp.int32)
         ours, theirs = (causal.logits(params.config, weights, ids) for weights in (params.weights, plain))
         np.testing.assert_allclose(ours, theirs, atol=2e-4, rtol=0)

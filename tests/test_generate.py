@@ -1,0 +1,274 @@
+"""generate, stream, prefill, save and restore: what they give, and what they refuse."""
+
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import cli
+from jaxkv.errors import BadCheckpoint, BadValue, JaxkvError, MissingModel, UnknownName
+from jaxkv.prompts import rows_of
+from jaxkv.sampling import Sampler
+
+FAMILY = "llama3"
+
+
+def ids(length, seed=0):
+    return np.random.default_rng(seed).integers(3, 100, length).astype(np.int32)
+
+
+class Letters:
+    """A tokenizer whose token n is the character chr(n + 32): enough to test text without a file."""
+
+    chat_template = "x"
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [ord(letter) - 32 for letter in text]}
+
+    def decode(self, tokens, **_):
+        return "".join(chr(token + 32) for token in tokens)
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<a>" * add_generation_prompt
+
+
+@pytest.fixture(scope="module")
+def lettered(tiny):
+    params = tiny(FAMILY)
+    return type(params)(params.weights, params.config, Letters())
+
+
+def test_every_form_of_prompt(lettered):
+    rows = {
+        "text": rows_of("ab", lettered.tokenizer, 256),
+        "ids": rows_of([65, 66], None, 256),
+        "array": rows_of(np.array([65, 66]), None, 256),
+        "jax": rows_of(jnp.array([65, 66]), None, 256),
+    }
+    assert all(single and row[0].tolist() == [65, 66] for row, single in rows.values())
+    for batch in (["ab", "c"], [[65, 66], [67]]):
+        found, single = rows_of(batch, lettered.tokenizer, 256)
+        assert not single and [row.tolist() for row in found] == [[65, 66], [67]]
+    chat = [{"role": "u", "content": "hi"}]
+    found, single = rows_of(chat, lettered.tokenizer, 256)
+    assert single and lettered.tokenizer.decode(found[0]) == "<u>hi<a>"
+    assert len(rows_of([chat, chat], lettered.tokenizer, 256)[0]) == 2
+
+
+def test_shapes_of_the_result(lettered):
+    one = jaxkv.generate(lettered, "hello", max_new_tokens=5, stop_tokens=())
+    assert isinstance(one.text, str) and one.tokens.shape == (1, 5) and one.lengths.tolist() == [5]
+    two = jaxkv.generate(lettered, ["hello", "you"], max_new_tokens=5, stop_tokens=())
+    assert isinstance(two.text, list) and two.tokens.shape == (2, 5)
+    assert two.stats.seen == (9, 7) and two.stats.new_tokens == 10, "the last token is not yet in the cache"
+    assert two.stats.cache_bytes == two.cache.nbytes
+
+
+def test_stop_tokens_end_a_row_and_the_cache_stays(lettered):
+    free = jaxkv.generate(lettered, [ids(9), ids(14, 1)], max_new_tokens=20, stop_tokens=())
+    token = int(free.tokens[0, 4])
+    first = [row.tolist().index(token) + 1 if token in row else 20 for row in free.tokens]
+    out = jaxkv.generate(lettered, [ids(9), ids(14, 1)], max_new_tokens=20, stop_tokens=(token,))
+    assert out.lengths.tolist() == first
+    for row, end in enumerate(first):
+        assert out.tokens[row, :end].tolist() == free.tokens[row, :end].tolist()
+        assert int(out.cache.lengths[row]) == [9, 14][row] + end - 1
+        assert int(out.cache.layers[0].positions[row].max()) == int(out.cache.lengths[row]) - 1
+
+
+@pytest.mark.parametrize("name", ["full", "h2o"])
+def test_stop_strings_leave_nothing_behind_them(lettered, name):
+    policy = jaxkv.policy(name, **({"budget": 16} if name == "h2o" else {}))
+    free = jaxkv.generate(lettered, ids(20), policy=policy, max_new_tokens=24, stop_tokens=())
+    word = free.text[7:9]
+    end = free.text.index(word) + 2
+    out = jaxkv.generate(lettered, ids(20), policy=policy, max_new_tokens=24, stop_tokens=(), stop=word)
+    assert out.text == free.text[: end - 2] and out.lengths.tolist() == [end]
+    short = jaxkv.generate(lettered, ids(20), policy=policy, max_new_tokens=end, stop_tokens=())
+    assert out.cache.lengths.tolist() == short.cache.lengths.tolist()
+    held = [np.sort(np.asarray(layer.positions)) for layer in out.cache.layers]
+    expected = [np.sort(np.asarray(layer.positions)) for layer in short.cache.layers]
+    for mine, theirs in zip(held, expected, strict=True):
+        assert np.array_equal(mine[mine >= 0], theirs[theirs >= 0])
+
+
+def test_streamed_pieces_make_the_text(lettered):
+    whole = jaxkv.generate(lettered, "hello", max_new_tokens=21, stop_tokens=())
+    stream = jaxkv.stream(lettered, "hello", max_new_tokens=21, stop_tokens=())
+    with pytest.raises(BadValue, match="iterate"):
+        _ = stream.generation
+    assert "".join(stream) == whole.text == stream.generation.text
+
+
+def test_questions_branch_from_one_cache(tiny):
+    params = tiny(FAMILY)
+    policy = jaxkv.policy("snapkv", budget=16, window=6)
+    cache = jaxkv.prefill(params, ids(40), policy=policy)
+    before = [np.asarray(leaf) for leaf in jax.tree.leaves(cache)]
+    questions = [ids(5, 7), ids(8, 8)]
+    full = jaxkv.policy("full")
+    both = jaxkv.generate(params, questions, cache=cache, policy=full, max_new_tokens=6, stop_tokens=())
+    for row, question in enumerate(questions):
+        alone = jaxkv.generate(params, question, cache=cache, policy=full, max_new_tokens=6, stop_tokens=())
+        assert both.tokens[row].tolist() == alone.tokens[0].tolist()
+    assert all(np.array_equal(a, np.asarray(b)) for a, b in zip(before, jax.tree.leaves(cache), strict=True))
+    assert int(both.cache.held().max()) == 16 + 8 + 5
+
+
+def test_a_conversation_equals_one_long_prompt_under_the_full_cache(tiny):
+    params = tiny(FAMILY)
+    first = jaxkv.generate(params, ids(12), max_new_tokens=5, stop_tokens=())
+    second = jaxkv.generate(params, ids(7, 1), cache=first.cache, max_new_tokens=6, stop_tokens=())
+    whole = np.concatenate([ids(12), first.tokens[0], ids(7, 1)])
+    assert second.tokens.tolist() == jaxkv.generate(params, whole, max_new_tokens=6, stop_tokens=()).tokens.tolist()
+
+
+def test_endless_text_in_a_bounded_cache(tiny):
+    params = tiny(FAMILY)
+    beyond = params.config.max_position + 50
+    policy = jaxkv.policy("streaming-llm", budget=24, block=64)
+    out = jaxkv.generate(params, ids(beyond), policy=policy, max_new_tokens=9, stop_tokens=())
+    kept = sorted(int(p) for p in out.cache.layers[0].positions[0, 0])
+    assert kept == [0, 1, 2, 3, *range(beyond + 8 - 20, beyond + 8)]
+    with pytest.raises(BadValue, match="streaming-llm"):
+        jaxkv.generate(params, ids(beyond), policy=jaxkv.policy("h2o", budget=24), max_new_tokens=9)
+
+
+def test_cutting_every_few_steps(tiny):
+    params = tiny(FAMILY)
+    policy = jaxkv.policy("h2o", budget=16, every=5)
+    prompts = [ids(30), ids(8, 1)]
+    together = jaxkv.generate(params, prompts, policy=policy, max_new_tokens=30, stop_tokens=())
+    assert together.cache.layers[0].slots == 21
+    assert int(together.cache.held().max()) <= 20
+    for row, prompt in enumerate(prompts):
+        alone = jaxkv.generate(params, prompt, policy=policy, max_new_tokens=30, stop_tokens=())
+        assert together.tokens[row].tolist() == alone.tokens[0].tolist()
+
+
+def test_samples_and_seeds(tiny):
+    params = tiny(FAMILY)
+    options = dict(max_new_tokens=8, stop_tokens=(), temperature=1.5)
+    out = jaxkv.generate(params, [ids(9), ids(4, 1)], samples=2, seed=3, **options)
+    assert out.tokens.shape == (4, 8) and out.tokens[0].tolist() != out.tokens[1].tolist()
+    again = jaxkv.generate(params, [ids(9), ids(9), ids(4, 1)], seed=3, **options)
+    assert again.tokens[:2].tolist() == out.tokens[:2].tolist(), "a prompt repeated is a prompt sampled twice"
+    assert jaxkv.generate(params, ids(4, 1), seed=3, **options).tokens[0].tolist() == out.tokens[2].tolist()
+    assert jaxkv.generate(params, ids(9), seed=4, **options).tokens[0].tolist() != out.tokens[0].tolist()
+
+
+@pytest.mark.parametrize(
+    "options, allowed",
+    [
+        ({"top_k": 2}, {3, 2}),
+        ({"top_p": 0.6}, {3, 2}),
+        ({"min_p": 0.3}, {3, 2}),
+        ({"top_p": 0.1}, {3}),
+        ({}, {0, 1, 2, 3}),
+    ],
+)
+def test_filters_keep_the_right_tokens_in_the_right_shares(options, allowed):
+    chances = np.array([0.1, 0.15, 0.25, 0.5])
+    draws = 4000
+    keys = jax.vmap(lambda n: jax.random.fold_in(jax.random.key(0), n))(jnp.arange(draws))
+    logits = jnp.broadcast_to(jnp.log(jnp.asarray(chances, jnp.float32)), (draws, 4))
+    tokens = np.asarray(Sampler(temperature=1.0, **options).sample(logits, None, keys, jnp.zeros(draws, jnp.int32)))
+    assert set(tokens.tolist()) == allowed
+    shares = np.bincount(tokens, minlength=4) / draws
+    expected = np.where(np.isin(np.arange(4), list(allowed)), chances, 0)
+    np.testing.assert_allclose(shares, expected / expected.sum(), atol=0.03)
+
+
+def test_repetition_penalty():
+    logits = jnp.array([[2.0, 1.9, -1.0]])
+    seen = jnp.array([[True, False, True]])
+    key = jax.random.split(jax.random.key(0), 1)
+    token = Sampler(repetition_penalty=1.5).sample(logits, seen, key, jnp.zeros(1, jnp.int32))
+    assert token.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda p: jaxkv.generate(p, []), "empty"),
+        (lambda p: jaxkv.generate(p, [[]]), "empty"),
+        (lambda p: jaxkv.generate(p, np.ones(4, np.float32)), "float32: expected integers"),
+        (lambda p: jaxkv.generate(p, [5, 10_000]), "10000"),
+        (lambda p: jaxkv.generate(p, "text"), "no tokenizer"),
+        (lambda p: jaxkv.generate(p), "neither prompt nor cache"),
+        (lambda p: jaxkv.generate(p, ids(4), max_new_tokens=0), "max_new_tokens=0"),
+        (lambda p: jaxkv.generate(p, ids(4), temperature=-1.0), "temperature=-1.0"),
+        (lambda p: jaxkv.generate(p, ids(4), policy="snapkv"), "expected a Policy"),
+        (lambda p: jaxkv.generate(p, ids(4), policy=jaxkv.policies.catalogue()["snapkv"]), "neither budget nor ratio"),
+        (lambda p: jaxkv.generate(p, ids(4), stop=""), "empty string"),
+        (lambda p: jaxkv.generate(p, ids(p.config.max_position)), "context"),
+        (lambda p: jaxkv.stream(p, [ids(4), ids(5)], max_new_tokens=1), "expected one"),
+    ],
+)
+def test_bad_input_is_refused(tiny, call, words):
+    params = tiny(FAMILY)
+    params = type(params)(params.weights, params.config, None)
+    with pytest.raises(BadValue, match=words):
+        call(params)
+
+
+def test_a_cache_of_another_model_or_policy_is_refused(tiny, tmp_path):
+    params, other = tiny("llama3"), tiny("llama2")
+    policy = jaxkv.policy("tova", budget=12)
+    cache = jaxkv.prefill(params, ids(20), policy=policy)
+    with pytest.raises(BadCheckpoint, match="made by model"):
+        jaxkv.generate(other, ids(3), cache=cache)
+    with pytest.raises(BadCheckpoint, match="made under 'tova'"):
+        jaxkv.generate(params, ids(3), cache=cache, policy=jaxkv.policy("tova", budget=13))
+    with pytest.raises(BadValue, match="no sampled token"):
+        jaxkv.generate(params, cache=cache)
+    jaxkv.save(cache, tmp_path / "a")
+    with pytest.raises(BadCheckpoint, match="made by model"):
+        jaxkv.restore(tmp_path / "a", other)
+    with pytest.raises(BadCheckpoint, match="exists already"):
+        jaxkv.save(cache, tmp_path / "a")
+    with pytest.raises(BadCheckpoint, match="no saved cache"):
+        jaxkv.restore(tmp_path / "b")
+    for file in (tmp_path / "a").rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[:10])
+    with pytest.raises(BadCheckpoint, match="not a readable"):
+        jaxkv.restore(tmp_path / "a")
+
+
+def test_the_command_line(monkeypatch, capsys, lettered):
+    monkeypatch.setattr(jaxkv, "load", lambda *_, **__: lettered)
+    assert cli.main(["generate", "hello", "--budget", "40", "--max-new-tokens", "3", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert len(result["tokens"]) <= 3 and result["stats"]["seen"]
+    assert cli.main(["policies", "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == set(jaxkv.policies.catalogue())
+    assert cli.main(["policies", "dapq-longflow"]) == 0
+    assert "pseudo-queries" in capsys.readouterr().out
+    assert cli.main(["info", "llama-3-8b", "--tokens", "1000", "--budget", "100", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["full_cache_bytes_at_1000_tokens"] == 10 * facts["cache_bytes_at_budget_100"]
+    assert cli.main(["generate", "x", "--policy", "snapvk"]) == 2
+    assert "did you mean 'snapkv'" in capsys.readouterr().err
+
+
+def test_chat_keeps_one_bounded_cache(monkeypatch, capsys, lettered):
+    lines = iter(["hello there", "and again"])
+    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(isatty=lambda: False))
+    monkeypatch.setattr("builtins.input", lambda _: next(lines, ""))
+    monkeypatch.setattr(jaxkv, "load", lambda *_, **__: lettered)
+    assert cli.main(["chat", "--policy", "h2o", "--budget", "16", "--max-new-tokens", "8", "--json"]) == 0
+    first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert second["stats"]["seen"][0] > first["stats"]["seen"][0] and second["stats"]["kept"] == [16.0]
+
+
+def test_unknown_models(tmp_path):
+    with pytest.raises(UnknownName, match="smollm2-135m"):
+        jaxkv.load("smollm2-135")
+    with pytest.raises(MissingModel):
+        jaxkv.load(tmp_path / "nothing.gguf")
+    assert issubclass(MissingModel, JaxkvError)
