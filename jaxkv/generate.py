@@ -18,6 +18,7 @@ from jaxkv.cache import KVCache, LayerCache
 from jaxkv.errors import BadCheckpoint, BadValue
 from jaxkv.plan import plan
 from jaxkv.policies.catalogue import catalogue
+from jaxkv.policies.observe import PseudoQueries
 from jaxkv.policies.policy import Policy
 from jaxkv.prompts import Prompt, left_padded, rows_of
 from jaxkv.sampling import Sampler
@@ -208,8 +209,9 @@ def _prefill(
     lengths = np.zeros(batch, np.int32) if cache is None else np.asarray(cache.lengths)
     tokens, positions = left_padded(rows, shapes.length, lengths)
     pseudo = np.zeros((batch, 0), np.int32)
-    if policy.extra and policy.prefill is not None and shapes.look:
-        pseudo = np.stack([policy.prefill.observe.tokens(row, config.vocab_size) for row in rows])
+    observe = policy.prefill.observe if policy.prefill is not None else None
+    if isinstance(observe, PseudoQueries) and shapes.look:
+        pseudo = np.stack([observe.tokens(row, config.vocab_size) for row in rows])
     if cache is None:
         layers = run.empty_layers(config, policy, batch, params.dtype)
     else:

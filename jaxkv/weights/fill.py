@@ -82,7 +82,7 @@ def fill(
 
     parts, filled = _parts(config), []
     for path, leaf in nnx.to_flat_state(abstract_weights(config, dtype, panels=panels)):
-        target, layer = str(path[-1]), None if path[0] in OUTSIDE_LAYERS else int(path[1])
+        target, layer = str(path[-1]), None if path[0] in OUTSIDE_LAYERS else int(str(path[1]))
         pieces = [read(part, layer) for part in parts[target]]
         value = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         value = _laid_out(target, value.astype(leaf.dtype), config, panels)

@@ -37,12 +37,13 @@ def prefill_attend_mass(
         return total.reshape(batch, heads, -1)
 
     whole, rest = divmod(length, CHUNK)
-    total = mass(queries[:, :, whole * CHUNK :], query_positions[:, whole * CHUNK :]) if rest else None
+    total = jnp.zeros((batch, heads, keys.shape[2]), jnp.float32)
+    if rest:
+        total = mass(queries[:, :, whole * CHUNK :], query_positions[:, whole * CHUNK :])
     if whole:
         q = jnp.moveaxis(queries[:, :, : whole * CHUNK].reshape(batch, heads, whole, CHUNK, dim), 2, 0)
         at = jnp.moveaxis(query_positions[:, : whole * CHUNK].reshape(batch, whole, CHUNK), 1, 0)
-        start = jnp.zeros((batch, heads, keys.shape[2]), jnp.float32) if total is None else total
-        total, _ = lax.scan(lambda so_far, pair: (combine(so_far, mass(*pair)), None), start, (q, at))
+        total, _ = lax.scan(lambda so_far, pair: (combine(so_far, mass(*pair)), None), total, (q, at))
     if reduce == "mean":
         count = jnp.sum(query_positions >= 0, axis=-1, dtype=jnp.float32)
         total = total / jnp.maximum(count, 1.0)[:, None, None]
