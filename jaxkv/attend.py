@@ -110,7 +110,7 @@ def _cut_prompt(
         kept = slots_of.keep(joined, rank, state.slots, state.limits)
         return dataclasses.replace(state, cache=_aim(policy, kept, None, now, window, state.limits))
 
-    stats = policy.observe(joined.stats, mass)
+    stats = policy.observe(policy.prefill, joined.stats, mass)
     worth = priority(policy.prefill, stats, joined.positions, mass, now, state.limits)
     carried = stats if mass is None else {**stats, "mass": mass}  # the mass moves with its entries, then goes
     kept = slots_of.keep(
@@ -183,7 +183,7 @@ def decode_layer(
         rotate=turn,
         implementation=implementation,
     )
-    stats = policy.observe(stats, result.mass) if phase else stats
+    stats = policy.observe(phase, stats, result.mass) if phase else stats
     stats = {name: jnp.where(active[:, None, None], stat, layer.stats[name]) for name, stat in stats.items()}
     written = dataclasses.replace(
         layer, keys=result.keys, values=result.values, positions=result.positions, stats=stats

@@ -46,7 +46,8 @@ class KVCache:
 
     `lengths [B]` counts the tokens seen, so it is the position of the next token; `limits [L, B]` is each row's
     budget per layer; `pending [B]` is a token already sampled but not yet run through the model (-1: none).
-    `policy` and `model` say under what the cache was made: another policy's statistics or another model's keys would be meaningless here.
+    `policy` and `model` say under what the cache was made: another policy's statistics or another model's keys would
+    be meaningless here.
     """
 
     layers: tuple[LayerCache, ...]

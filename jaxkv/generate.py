@@ -219,7 +219,7 @@ def _prefill(
             dataclasses.replace(layer, stats={k: layer.stats[k] for k in policy.stats}) for layer in cache.layers
         )
     layers, logits = run.prefill(
-        params.weights, layers, tokens, positions, pseudo, lengths, limits,
+        params.weights, layers, *map(jnp.asarray, (tokens, positions, pseudo, lengths, limits)),
         config=config, policy=policy, plan=shapes, implementation=implementation, progress=progress,
     )  # fmt: skip
     return KVCache(

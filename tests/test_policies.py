@@ -99,3 +99,11 @@ def test_a_policy_by_hand():
     )
     assert hand.floor == 10 and hand.stats == ("value_l1",)
     assert dataclasses.replace(hand, budget=10).budget == 10
+
+
+def test_a_score_in_both_phases_counts_once():
+    h2o = jaxkv.policy("h2o", budget=8, decay=0.5)
+    stats = {"attention": jnp.array([[[1.0, 2.0]]])}
+    mass = jnp.array([[[0.25, 0.5]]])
+    for phase in h2o.phases:
+        assert h2o.observe(phase, stats, mass)["attention"].tolist() == [[[0.75, 1.5]]]

@@ -127,10 +127,11 @@ class Policy:
         """The statistics of tokens as they enter the cache."""
         return {name: stat for phase in self.phases for name, stat in phase.score.enter(keys, values).items()}
 
-    def observe(self, stats: Stats, mass: Float[Array, "B Hk S"] | None) -> Stats:
-        """The statistics after the observing queries gave each entry this mass."""
-        for phase in self.phases:
-            stats = {**stats, **{k: v for k, v in phase.score.observe(stats, mass).items()}}
+    def observe(self, phase: Phase, stats: Stats, mass: Float[Array, "B Hk S"] | None) -> Stats:
+        """The statistics after the phase's queries gave each entry this mass; a score in both phases counts once."""
+        scores = {each.score.kind: each.score for each in (*self.phases, phase)}  # of one kind, the phase's own
+        for part in scores.values():
+            stats = {**stats, **part.observe(stats, mass)}
         return stats
 
 
