@@ -48,10 +48,11 @@ def prefill_layer(
     """
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))  # [B, H, T, D]
     each_head = jnp.broadcast_to(positions[:, None, :], key.shape[:3])
+    entered = policy.enter(key, value)  # before RoPE, so that a token's norm is the same wherever it stands
     if policy.rope == "text":
         query = rotate(query, positions[:, None, :], spec.rope)
         key = rotate(key, positions[:, None, :], spec.rope)
-    joined = slots_of.append(state.cache, key, value, each_head, policy.enter(key, value))
+    joined = slots_of.append(state.cache, key, value, each_head, entered)
 
     read = joined.keys
     if policy.rope == "cache":

@@ -26,6 +26,7 @@ from jaxkv.weights.params import Params
 
 CHUNK = 32  # decode steps per compiled scan: the host looks in between
 STREAM_CHUNK = 4
+GROW = 64  # slots added at a time where new tokens are only added: going on step by step compiles once per so many
 
 Progress = Callable[[str, int, int], None]  # ("prefill" or "decode", done, of)
 
@@ -353,16 +354,19 @@ def _with_room(policy: Policy, config: Any, cache: KVCache, room: int) -> KVCach
     layers = cache.layers
     if policy.decode is None:
         held = np.asarray(cache.held()).max(axis=(1, 2))
-        windows = [config.attention_spec(index).window for index in range(len(layers))]
-        wanted = [int(n) + room if w is None else min(int(n) + room, w) for n, w in zip(held, windows, strict=True)]
-        layers = tuple(_grown(layer, slots) for layer, slots in zip(layers, wanted, strict=True))
+        layers = tuple(
+            _grown(layer, int(held[index]) + room, config.attention_spec(index).window)
+            for index, layer in enumerate(layers)
+        )
     layers = tuple(dataclasses.replace(layer, stats={k: layer.stats[k] for k in policy.stats}) for layer in layers)
     return jax.tree.map(jnp.copy, dataclasses.replace(cache, layers=layers, policy=policy))
 
 
-def _grown(layer: LayerCache, slots: int) -> LayerCache:
-    """The layer with at least `slots` slots, the next token going to the first new one."""
-    if layer.slots >= slots:
+def _grown(layer: LayerCache, tokens: int, window: int | None) -> LayerCache:
+    """The layer with slots for so many tokens (or its window's), the next one going to the first new slot."""
+    slots = -(-tokens // GROW) * GROW
+    slots = slots if window is None else min(slots, window)
+    if layer.slots >= min(tokens, slots):
         return layer
     return dataclasses.replace(
         slots_of.resize(layer, slots), next_slot=jnp.full(layer.next_slot.shape, layer.slots, jnp.int32)

@@ -47,7 +47,7 @@ def test_options_reach_their_parts():
         (lambda: jaxkv.policy("tova", budget=100, prefill_sink=3), UnknownName, "did you mean 'sinks'"),
         (lambda: jaxkv.policy("dapq", budget=100, content="poem"), BadValue, "'prompt', 'random' or 'last'"),
         (lambda: jaxkv.policy("tova", ratio=1.0), BadValue, "ratio=1.0"),
-        (lambda: jaxkv.policy("tova", budget=2.5), BadValue, "whole number"),
+        (lambda: jaxkv.policy("tova", budget=True), BadValue, "whole number"),
         (lambda: jaxkv.policy("tova", budget=9, rope="cash"), BadValue, "'text' or 'cache'"),
         (lambda: jaxkv.policy("snapkv", budget=99, kernel=4), BadValue, "odd"),
         (lambda: from_dict({"name": "x", "prefil": {}}), UnknownName, "did you mean 'prefill'"),

@@ -49,7 +49,7 @@ def _with(policy: Policy, option: str, value: Any) -> Policy:
         phase, field = None, option
     changed, known = _set(policy, field, value, phase)
     if changed == policy and field not in known:
-        raise unknown(f"option of policy {policy.name!r}", option, known)
+        raise unknown(f"option of policy {policy.name!r}", field, known)
     return changed
 
 

@@ -44,7 +44,7 @@ class Recency(_Score):
 
 @dataclasses.dataclass(frozen=True)
 class KeyNorm(_Score):
-    """score = -||k||_2. Source: Devoto et al. (arXiv 2406.11430)."""
+    """score = -||k||_2 (RoPE keeps it; taken before RoPE). Source: Devoto et al. (arXiv 2406.11430)."""
 
     kind: ClassVar[str] = "key-norm"
     stats: ClassVar[tuple[str, ...]] = ("key_norm",)
