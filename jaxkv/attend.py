@@ -14,8 +14,9 @@ from jaxkv import cache as slots_of
 from jaxkv.cache import EMPTY, LayerCache
 from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import rotate
-from jaxkv.policies.policy import Phase, Policy, alive, priority
+from jaxkv.policies.policy import Phase, Policy, priority
 from pallas_kernels.decode_attend_score import decode_attend_score
+from pallas_kernels.decode_attend_score.victim import Rule, alive, victim
 from pallas_kernels.prefill_attend import prefill_attend
 from pallas_kernels.prefill_attend_mass import prefill_attend_mass
 
@@ -111,8 +112,8 @@ def _cut_prompt(
         kept = slots_of.keep(joined, rank, state.slots, state.limits)
         return dataclasses.replace(state, cache=_aim(policy, kept, None, now, window, state.limits))
 
+    worth = priority(policy.prefill, joined.stats, joined.positions, mass, now, state.limits)
     stats = policy.observe(policy.prefill, joined.stats, mass)
-    worth = priority(policy.prefill, stats, joined.positions, mass, now, state.limits)
     carried = stats if mass is None else {**stats, "mass": mass}  # the mass moves with its entries, then goes
     kept = slots_of.keep(
         dataclasses.replace(joined, stats=carried), worth, state.slots, state.limits - policy.prefill.reserve
@@ -135,10 +136,13 @@ def _aim(
     phase = policy.decode
     if phase is None or phase.every > 1:  # there always is an empty or expired slot
         return dataclasses.replace(layer, next_slot=jnp.argmin(live, axis=-1).astype(jnp.int32))
-    if mass is None:  # nobody looked: all alike, so the oldest goes
-        mass = jnp.zeros(layer.positions.shape, jnp.float32)
-    worth = priority(phase, layer.stats, layer.positions, mass, now, limits)
-    return dataclasses.replace(layer, next_slot=slots_of.victim(worth, layer.positions, live, limits))
+    worth = priority(phase, layer.stats, layer.positions, _unseen(phase, layer, mass), now, limits)
+    return dataclasses.replace(layer, next_slot=victim(worth, layer.positions, live, limits))
+
+
+def _unseen(phase: Phase, layer: LayerCache, mass: Float[Array, "B Hk C"] | None) -> Float[Array, "B Hk C"]:
+    """The mass that the layer's statistics don't hold yet; where nobody looked all are alike, so the oldest goes."""
+    return jnp.zeros(layer.positions.shape, jnp.float32) if mass is None or phase.score.remembers else mass
 
 
 def decode_layer(
@@ -157,14 +161,13 @@ def decode_layer(
     """
     query, key, value = query[:, 0], key[:, 0], value[:, 0]  # [B, H, D]
     layer, phase, limits = state.cache, policy.decode, state.limits
-    active, now = position >= 0, position + 1
+    active = position >= 0
+    rule = Rule(phase.aggregate.heads, phase.protects.sinks) if phase and phase.every == 1 else None
     stats = _write_stats(layer, policy.enter(key[:, :, None], value[:, :, None]), active)
 
     turn = None
     if policy.rope == "text":
-        at = jnp.broadcast_to(position[:, None], key.shape[:2])
-        query = rotate(query[:, :, None], position[:, None, None], spec.rope)[:, :, 0]
-        key = rotate(key[:, :, None], at[..., None], spec.rope)[:, :, 0]
+        query, key = (rotate(x, position[:, None], spec.rope) for x in (query, key))
     else:
         turn = _turn_by_place(spec, position)
 
@@ -177,32 +180,45 @@ def decode_layer(
         layer.keys,
         layer.values,
         layer.positions,
+        limits,
+        *_score_of(phase, layer, stats, position, limits),
         scale=spec.scale,
         window=spec.window,
         softcap=spec.softcap,
         group=phase.aggregate.group if phase else "sum",
+        rule=rule,
         rotate=turn,
         implementation=implementation,
     )
     stats = policy.observe(phase, stats, result.mass) if phase else stats
     stats = {name: jnp.where(active[:, None, None], stat, layer.stats[name]) for name, stat in stats.items()}
-    written = dataclasses.replace(
-        layer, keys=result.keys, values=result.values, positions=result.positions, stats=stats
-    )
-    aimed = _aim(policy, written, result.mass, now, spec.window, limits)
+    layer = LayerCache(result.keys, result.values, result.positions, result.next_slot, stats)
     if phase is not None and phase.every > 1:
-        aimed = _cut_when_full(policy, phase, aimed, result.mass, now, spec.window, state)
-    next_slot = jnp.where(active[:, None], aimed.next_slot, layer.next_slot)
-    aimed = dataclasses.replace(aimed, next_slot=next_slot)
-    return result.output[:, None], dataclasses.replace(state, cache=aimed)
+        layer = _cut_when_full(policy, phase, layer, result.mass, position, spec.window, state)
+    return result.output[:, None], dataclasses.replace(state, cache=layer)
+
+
+def _score_of(
+    phase: Phase | None, layer: LayerCache, stats: dict, position: Int[Array, "B"], limits: Int[Array, "B"]
+) -> tuple:
+    """Recent tokens protected, weight and bias of the score, as the attention of this step will need them."""
+    if phase is None:
+        return (jnp.zeros_like(limits),)
+    positions = layer.positions.at[_next_slots(layer, position >= 0)].set(position[:, None], mode="drop")
+    return (phase.protects.recents(limits), *phase.score.line(stats, positions, position + 1))
 
 
 def _write_stats(layer: LayerCache, entered: dict, active: Bool[Array, "B"]) -> dict:
     """The layer's statistics with those of the new token in its slot."""
+    at = _next_slots(layer, active)
+    return {name: stat.at[at].set(entered[name][..., 0], mode="drop") for name, stat in layer.stats.items()}
+
+
+def _next_slots(layer: LayerCache, active: Bool[Array, "B"]) -> tuple:
+    """Indices of the slots that the rows' next tokens fill; out of range for rows that have finished."""
     batch, heads = layer.next_slot.shape
     slot = jnp.where(active[:, None], layer.next_slot, layer.slots)
-    at = (jnp.arange(batch)[:, None], jnp.arange(heads)[None, :], slot)
-    return {name: stat.at[at].set(entered[name][..., 0], mode="drop") for name, stat in layer.stats.items()}
+    return jnp.arange(batch)[:, None], jnp.arange(heads)[None, :], slot
 
 
 def _turn_by_place(spec: AttentionSpec, position: Int[Array, "B"]):
@@ -221,17 +237,18 @@ def _cut_when_full(
     phase: Phase,
     layer: LayerCache,
     mass: Float[Array, "B Hk C"],
-    now: Int[Array, "B"],
+    position: Int[Array, "B"],
     window: int | None,
     state: LayerState,
 ) -> LayerCache:
     """Rows that have run `every` tokens over their budget are cut back to it, the others stay whole."""
+    now = position + 1
     live = alive(layer.positions, now, window)
     held = jnp.max(jnp.sum(live, axis=-1, dtype=jnp.int32), axis=-1)
-    full = held >= state.limits + phase.every
+    full = (position >= 0) & (held >= state.limits + phase.every)
 
     def cut(layer: LayerCache) -> LayerCache:
-        worth = priority(phase, layer.stats, layer.positions, mass, now, state.limits)
+        worth = priority(phase, layer.stats, layer.positions, _unseen(phase, layer, mass), now, state.limits)
         layer = dataclasses.replace(layer, positions=jnp.where(live, layer.positions, EMPTY))
         kept = slots_of.keep(layer, worth, layer.slots, jnp.where(full, state.limits, layer.slots))
         return _aim(policy, kept, None, now, window, state.limits)

@@ -11,11 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 EMPTY = -1
 NEVER = -jnp.inf  # priority of an empty slot: below every entry
-ALWAYS = jnp.inf  # priority of a protected entry
 
 
 @jax.tree_util.register_dataclass
@@ -148,28 +147,3 @@ def keep(layer: LayerCache, priority: Float[Array, "B Hk S"], slots: int, limits
         next_slot=layer.next_slot,
         stats={name: jnp.take_along_axis(stat, source, axis=-1) for name, stat in layer.stats.items()},
     )
-
-
-def victim(
-    score: Float[Array, "B Hk C"],
-    positions: Int[Array, "B Hk C"],
-    alive: Bool[Array, "B Hk C"],
-    limits: Int[Array, "B"],
-) -> Int[Array, "B Hk"]:
-    """The slot to fill next: an empty one while the row holds fewer than its limit, else the lowest score.
-
-    Ties go to the older token. `alive` is False for empty slots and for entries that no query will see again.
-    """
-    held = jnp.sum(alive, axis=-1, keepdims=True, dtype=jnp.int32)
-    room = held < limits[:, None, None]
-    score = jnp.where(alive, score.astype(jnp.float32), jnp.where(room, NEVER, ALWAYS))
-    slot = lax.broadcasted_iota(jnp.int32, score.shape, score.ndim - 1)
-
-    def lower(a, b):
-        (sa, pa, ia), (sb, pb, ib) = a, b
-        first = (sa < sb) | ((sa == sb) & ((pa < pb) | ((pa == pb) & (ia < ib))))
-        return jnp.where(first, sa, sb), jnp.where(first, pa, pb), jnp.where(first, ia, ib)
-
-    big = jnp.iinfo(jnp.int32).max
-    start = (jnp.float32(jnp.inf), jnp.int32(big), jnp.int32(big))
-    return lax.reduce((score, positions, slot), start, lower, (score.ndim - 1,))[2]

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxkv import cache as slots_of
+from pallas_kernels.decode_attend_score.victim import victim
 
 
 def layer_with(positions: np.ndarray, seed: int = 0) -> slots_of.LayerCache:
@@ -65,9 +66,7 @@ def test_keep_is_a_stable_top_k_in_time_order(case, slots, limit):
 def test_victim_is_free_then_lowest_then_oldest(case, limit):
     positions, scores = case
     limits = jnp.full(positions.shape[0], limit, jnp.int32)
-    chosen = slots_of.victim(
-        jnp.asarray(scores), jnp.asarray(positions, jnp.int32), jnp.asarray(positions >= 0), limits
-    )
+    chosen = victim(jnp.asarray(scores), jnp.asarray(positions, jnp.int32), jnp.asarray(positions >= 0), limits)
     for b, h in np.ndindex(positions.shape[:2]):
         held, score, slot = positions[b, h], scores[b, h], int(chosen[b, h])
         count = int((held >= 0).sum())

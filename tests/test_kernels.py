@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.decode_attend_score import api as decode_api
+from pallas_kernels.decode_attend_score.victim import Rule
 from pallas_kernels.prefill_attend import api as attend_api
 from pallas_kernels.prefill_attend_mass import api as mass_api
 
@@ -29,6 +30,26 @@ def softmax_weights(q, keys, q_pos, k_pos, scale, window, cap):
     )
 
 
+def next_slots(position, positions, mass, weight, bias, limit, recent, window, rule):
+    """[Hk] slots for the token after `position` of one row [Hk, C], spelled out."""
+    now, out = position + 1, []
+    score = weight * mass + bias
+    if rule is not None and rule.heads != "each":
+        score = np.broadcast_to({"sum": score.sum, "mean": score.mean}[rule.heads](axis=0), score.shape)
+    for held, worth in zip(positions, score, strict=True):
+        live = (held >= 0) & ((held > now - window) if window is not None else True)
+        if rule is None:
+            out.append(int(np.argmin(live)))
+            continue
+        if live.sum() < min(limit, len(held)):
+            out.append(min((held[c], c) for c in range(len(held)) if not live[c])[1])
+            continue
+        safe = (held < rule.sinks) | (held >= now - recent)
+        order = [(np.inf if safe[c] else worth[c], held[c], c) for c in range(len(held)) if live[c]]
+        out.append(min(order)[2])
+    return np.array(out)
+
+
 def inputs(rng, batch, kv_heads, group, slots, dim, length, dtype):
     """Random arrays in `dtype`, with some slots empty (NaN) and one row with none filled."""
 
@@ -42,6 +63,59 @@ def inputs(rng, batch, kv_heads, group, slots, dim, length, dtype):
     hollow = jnp.asarray(np.where(positions < 0, np.nan, 1.0)[..., None], dtype)
     keys, values = draw(batch, kv_heads, slots, dim) * hollow, draw(batch, kv_heads, slots, dim) * hollow
     return draw(batch, kv_heads * group, length, dim), keys, values, positions
+
+
+RULES = {  # rule, weight, bias, limit as a share of the slots, recents
+    "longflow": (Rule("sum"), True, False, 1.0, 0),
+    "longflow, each head, sinks and recents": (Rule("each", sinks=4), True, False, 1.0, 3),
+    "h2o": (Rule("each"), False, True, 1.0, 9),
+    "recency, sinks": (Rule("each", sinks=4), 0.0, True, 1.0, 0),
+    "tova, room left": (Rule("mean"), False, False, 2.0, 1),
+    "half the slots": (Rule("sum", sinks=1), True, True, 0.5, 1),
+    "ties": (Rule("each"), 0.0, 0.0, 1.0, 0),
+    "adds": (None, False, False, 1.0, 0),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("slots, window, full", [(40, None, True), (129, 90, True), (64, None, False)])
+@pytest.mark.parametrize("implementation", decode_api.IMPLEMENTATIONS)
+def test_decode_attend_score_chooses_the_next_slot(implementation, dtype, slots, window, full, name):
+    """The victim of the returned mass, by a plain loop."""
+    rule, weight, bias, share, recent = RULES[name]
+    rng = np.random.default_rng(slots)
+    batch, kv_heads, group, dim = 3, 2, 4, 64
+    query, keys, values, positions = inputs(rng, batch, kv_heads, group, slots, dim, 1, dtype)
+    if full:
+        positions = np.broadcast_to(rng.permutation(slots), positions.shape)
+        keys, values = jnp.nan_to_num(keys), jnp.nan_to_num(values)
+    key, value = (jnp.asarray(rng.normal(size=(batch, kv_heads, dim)), dtype) for _ in range(2))
+    position = np.array([slots * 2, slots, -1], np.int32)
+    slot = rng.integers(0, slots, (batch, kv_heads)).astype(np.int32)
+    factor = {True: rng.random((batch, kv_heads, slots)).astype(np.float32), False: None}
+    weights = weight if isinstance(weight, float) else (factor[True] + 0.5 if weight else 1.0)
+    biases = bias if isinstance(bias, float) else (factor[True][..., ::-1].copy() if bias else 0.0)
+    if name == "ties":
+        biases = np.zeros((batch, kv_heads, slots), np.float32)
+    limit = int(slots * share)
+    got = decode_api.decode_attend_score(
+        query[:, :, 0], key, value, jnp.asarray(position), jnp.asarray(slot), keys, values,
+        jnp.asarray(positions, jnp.int32), jnp.full(batch, limit, jnp.int32), jnp.full(batch, recent, jnp.int32),
+        *(x if isinstance(x, float) else jnp.asarray(x) for x in (weights, biases)),
+        scale=dim**-0.5, window=window, group="sum", rule=rule, implementation=implementation,
+    )  # fmt: skip
+    for b in range(batch):
+        if position[b] < 0:
+            assert np.array_equal(np.asarray(got.next_slot[b]), slot[b])
+            continue
+        row = (
+            weights if isinstance(weights, float) else weights[b],
+            biases if isinstance(biases, float) else biases[b],
+        )
+        mass = np.asarray(got.mass[b])
+        expected = next_slots(position[b], np.asarray(got.positions[b]), mass, *row, limit, recent, window, rule)
+        assert np.array_equal(np.asarray(got.next_slot[b]), expected), (b, name)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -61,7 +135,7 @@ def test_decode_attend_score(implementation, dtype, kv_heads, group, dim, slots,
     options = dict(scale=scale, window=window, softcap=cap, group=reduce, implementation=implementation)
     call = jax.jit(lambda *arrays: decode_api.decode_attend_score(*arrays, **options))
     arrays = (query[:, :, 0], key, value, jnp.asarray(position), jnp.asarray(slot), keys, values,
-              jnp.asarray(positions, jnp.int32))  # fmt: skip
+              jnp.asarray(positions, jnp.int32), *jnp.full((2, batch), slots, jnp.int32))  # fmt: skip
     got = call(*arrays)
 
     for b, h in np.ndindex(batch, kv_heads):

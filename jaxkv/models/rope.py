@@ -6,6 +6,7 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 
@@ -51,6 +52,7 @@ def rotate(x: Float[Array, "*lead D"], positions: Int[Array, "..."], rope: Rope)
     An empty slot's position of -1 turns backwards by one: finite, and meant to be masked.
     """
     angles = positions[..., None].astype(jnp.float32) * frequencies(rope, x.shape[-1])
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    # the barrier keeps one table for all heads; without, XLA fuses the cosines into every use of them
+    cos, sin = lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.cache import time_order
 from jaxkv.errors import BadValue
+from pallas_kernels.decode_attend_score.victim import over_heads
 
 REDUCE = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}
 
@@ -43,9 +44,7 @@ class Aggregate:
 
     def over_heads(self, score: Float[Array, "B Hk S"]) -> Float[Array, "B Hk S"]:
         """The same score for every KV head of the layer, unless each decides for itself."""
-        if self.heads == "each":
-            return score
-        return jnp.broadcast_to(REDUCE[self.heads](score, axis=1, keepdims=True), score.shape)
+        return over_heads(score, self.heads)
 
     def along_text(
         self, mass: Float[Array, "B Hq S"], positions: Int[Array, "B Hk S"], apart: Bool[Array, "B Hk S"]

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxkv.errors import BadValue, unknown
 from jaxkv.policies import allocate, observe, score
@@ -13,6 +13,7 @@ from jaxkv.policies.allocate import Allocate, Uniform
 from jaxkv.policies.observe import NoQueries, Observe
 from jaxkv.policies.score import Recency, Score, Stats
 from jaxkv.policies.select import Select
+from pallas_kernels.decode_attend_score.victim import line
 
 UNLIMITED = 2**30  # the budget of a policy that evicts nothing
 
@@ -143,15 +144,9 @@ def priority(
     now: Int[Array, "B"],
     limits: Int[Array, "B"],
 ) -> Float[Array, "B Hk S"]:
-    """The phase's score over the heads, with +inf for what it protects."""
-    value = phase.aggregate.over_heads(phase.score.score(stats, positions, mass, now))
+    """The phase's score over the heads, from the statistics before this mass; +inf for what it protects."""
+    value = phase.aggregate.over_heads(line(mass, *phase.score.line(stats, positions, now)))
     return jnp.where(phase.protects.protected(positions, now, limits), jnp.inf, value)
-
-
-def alive(positions: Int[Array, "B Hk S"], now: Int[Array, "B"], window: int | None) -> Bool[Array, "B Hk S"]:
-    """True for entries that the query at position `now` can see: filled, and not behind the sliding window."""
-    filled = positions >= 0
-    return filled if window is None else filled & (positions > (now - window)[:, None, None])
 
 
 PARTS = {"observe": observe.KINDS, "score": score.KINDS, "allocate": allocate.KINDS}

@@ -1,8 +1,9 @@
 """score: how much each entry is worth, higher = keep, float32 [B, Hk, S].
 
 Every score has the same three functions. `enter` computes an entry's own statistics once, as it enters the cache;
-`observe` updates them from the attention mass that the observing queries gave; `score` reads them. `mass` is the
-aggregated attention of this observation, or None when nobody looked; `now [B]` is the position of the next token.
+`line` gives weight and bias of score = weight * mass + bias, from the statistics before an observation and its
+attention mass (a straight line, so that the attention kernel itself can score); `observe` updates the statistics from
+that mass. `now [B]` is the position of the next token.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv.errors import BadValue
+from pallas_kernels.decode_attend_score.victim import Factor
 
 Stats = dict[str, Float[Array, "B Hk S"]]
 
@@ -29,6 +31,9 @@ class _Score:
     def observe(self, stats: Stats, mass: Float[Array, "B Hk S"] | None) -> Stats:
         return {}
 
+    def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
+        raise NotImplementedError
+
 
 @dataclasses.dataclass(frozen=True)
 class Recency(_Score):
@@ -36,10 +41,8 @@ class Recency(_Score):
 
     kind: ClassVar[str] = "recency"
 
-    def score(
-        self, stats: Stats, positions: Int[Array, "B Hk S"], mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"]
-    ) -> Float[Array, "B Hk S"]:
-        return positions.astype(jnp.float32)
+    def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
+        return 0.0, positions.astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +55,8 @@ class KeyNorm(_Score):
     def enter(self, keys: Float[Array, "B Hk T D"], values: Float[Array, "B Hk T D"]) -> Stats:
         return {"key_norm": jnp.linalg.norm(keys.astype(jnp.float32), axis=-1)}
 
-    def score(
-        self, stats: Stats, positions: Int[Array, "B Hk S"], mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"]
-    ) -> Float[Array, "B Hk S"]:
-        return -stats["key_norm"]
+    def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
+        return 0.0, -stats["key_norm"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +66,8 @@ class Attention(_Score):
     kind: ClassVar[str] = "attention"
     looks: ClassVar[bool] = True
 
-    def score(
-        self, stats: Stats, positions: Int[Array, "B Hk S"], mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"]
-    ) -> Float[Array, "B Hk S"]:
-        assert mass is not None
-        return mass
+    def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
+        return 1.0, 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,13 +95,12 @@ class AccumulatedAttention(_Score):
     def observe(self, stats: Stats, mass: Float[Array, "B Hk S"] | None) -> Stats:
         return {} if mass is None else {"attention": stats["attention"] * self.decay + mass}
 
-    def score(
-        self, stats: Stats, positions: Int[Array, "B Hk S"], mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"]
-    ) -> Float[Array, "B Hk S"]:
+    def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
+        past = stats["attention"] * self.decay
         if not self.average:
-            return stats["attention"]
+            return 1.0, past
         seen = jnp.maximum(now[:, None, None] - positions, 1).astype(jnp.float32)
-        return stats["attention"] / seen
+        return 1 / seen, past / seen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,11 +114,8 @@ class AttentionValue(_Score):
     def enter(self, keys: Float[Array, "B Hk T D"], values: Float[Array, "B Hk T D"]) -> Stats:
         return {"value_l1": jnp.sum(jnp.abs(values.astype(jnp.float32)), axis=-1)}
 
-    def score(
-        self, stats: Stats, positions: Int[Array, "B Hk S"], mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"]
-    ) -> Float[Array, "B Hk S"]:
-        assert mass is not None
-        return mass * stats["value_l1"]
+    def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
+        return stats["value_l1"], 0.0
 
 
 Score = Recency | KeyNorm | Attention | AccumulatedAttention | AttentionValue

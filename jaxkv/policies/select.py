@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxkv.errors import BadValue
+from pallas_kernels.decode_attend_score.victim import protected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,4 +57,4 @@ class Select:
         self, positions: Int[Array, "B Hk S"], now: Int[Array, "B"], limits: Int[Array, "B"]
     ) -> Bool[Array, "B Hk S"]:
         """True for sinks and recent entries."""
-        return (positions < self.sinks) | self.recent_entries(positions, now, limits)
+        return protected(positions, now, self.sinks, self.recents(limits))

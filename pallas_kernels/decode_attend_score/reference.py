@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.decode_attend_score.victim import Factor, Rule, alive, line, over_heads, protected, victim
 from pallas_kernels.masking import filled, masked_softmax, soft_cap, visible
 
 GROUP = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}
@@ -20,6 +21,7 @@ class Attended(NamedTuple):
     keys: Float[Array, "B Hk C D"]
     values: Float[Array, "B Hk C D"]
     positions: Int[Array, "B Hk C"]
+    next_slot: Int[Array, "B Hk"]
 
 
 def decode_attend_score(
@@ -31,24 +33,30 @@ def decode_attend_score(
     keys: Float[Array, "B Hk C D"],
     values: Float[Array, "B Hk C D"],
     positions: Int[Array, "B Hk C"],
+    limits: Int[Array, "B"],
+    recents: Int[Array, "B"],
+    weight: Factor = 1.0,
+    bias: Factor = 0.0,
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     group: str = "sum",
+    rule: Rule | None = None,
     rotate: Callable | None = None,
 ) -> Attended:
     """Write (key, value, position) into `slot`, then softmax(scale * q . k) over the filled slots.
 
     `mass` is each slot's softmax weight, reduced over the G query heads of its KV head by `group`
-    ("sum", "mean" or "max"), float32. A row whose position is -1 writes nothing. `rotate(query, keys, positions)`
-    turns query and keys at read time, for caches that hold keys before RoPE.
+    ("sum", "mean" or "max"), float32. `next_slot` is the slot for the token after this one: an empty or expired slot
+    while the row holds fewer than `limits [B]`, else the lowest weight * mass + bias under the `rule`, which spares the
+    last `recents [B]` tokens; with no rule, the first empty or expired one. A row whose position is -1 changes
+    nothing. `rotate(query, keys, positions)` turns query and keys at read time, for caches that hold keys before RoPE.
     """
     batch, kv_heads, slots, dim = keys.shape
     heads = query.shape[1]
-    slot = jnp.where(position[:, None] < 0, slots, slot)  # out of range, so dropped
-    rows, columns = jnp.arange(batch)[:, None], jnp.arange(kv_heads)[None, :]
-    at = (rows, columns, slot)
+    target = jnp.where(position[:, None] < 0, slots, slot)  # out of range, so dropped
+    at = (jnp.arange(batch)[:, None], jnp.arange(kv_heads)[None, :], target)
     keys = keys.at[at].set(key, mode="drop")
     values = values.at[at].set(value, mode="drop")
     positions = positions.at[at].set(jnp.broadcast_to(position[:, None], slot.shape), mode="drop")
@@ -61,11 +69,21 @@ def decode_attend_score(
     output = jnp.einsum(
         "bhgc,bhcd->bhgd", weights.astype(values.dtype), filled(values, positions), preferred_element_type=jnp.float32
     )
+    mass = GROUP[group](weights, axis=2)
+    now = position + 1
+    live = alive(positions, now, window)
+    if rule is None:
+        aim = jnp.argmin(live, axis=-1).astype(jnp.int32)
+    else:
+        score = over_heads(line(mass, weight, bias), rule.heads)
+        score = jnp.where(protected(positions, now, rule.sinks, recents), jnp.inf, score)
+        aim = victim(score, positions, live, limits)
     return Attended(
         output=output.astype(query.dtype).reshape(batch, heads, dim),
         lse=lse.reshape(batch, heads),
-        mass=GROUP[group](weights, axis=2),
+        mass=mass,
         keys=keys,
         values=values,
         positions=positions,
+        next_slot=jnp.where(position[:, None] < 0, slot, aim),
     )
