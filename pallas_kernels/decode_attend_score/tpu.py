@@ -43,7 +43,7 @@ class _Plan:
     softcap: float | None
     group: str
     rule: Rule | None
-    weight: float | None  # None: an array
+    weight: float | None  # None: an array, which is an input then
     bias: float | None
 
     @property
@@ -81,21 +81,27 @@ def decode_attend_score(
 ) -> Attended:
     """`reference.decode_attend_score`, K and V read once.
 
-    Raises `NotImplementedError` for keys turned at read time (`rotate`), and where a row's logits, masses and positions
-    do not fit in on-chip memory.
+    Raises `NotImplementedError` for keys turned at read time (`rotate`), for 4 slots or fewer, and where a row's
+    logits, masses and positions do not fit in on-chip memory.
     """
     if rotate is not None:
         raise NotImplementedError("the TPU kernel reads keys as they lie in the cache: rotate= needs the reference")
     batch, kv_heads, slots, dim = keys.shape
     heads = query.shape[1]
+    if slots <= blocks_of.SUBLANES // 2:
+        raise NotImplementedError(f"{slots} slots lie in memory in smaller pieces than the kernel writes")
     columns = blocks_of.slots_along_lanes(slots, dim)
-    row_bytes = kv_heads * blocks_of.round_up(dim, blocks_of.SUBLANES if columns else blocks_of.LANES) * keys.dtype.itemsize
-    blocks, block = blocks_of.even_blocks(slots, BLOCK_BYTES // row_bytes // blocks_of.LANES * blocks_of.LANES)
+    row_bytes = (
+        kv_heads * blocks_of.round_up(dim, blocks_of.SUBLANES if columns else blocks_of.LANES) * keys.dtype.itemsize
+    )
+    blocks, block = blocks_of.even_blocks(slots, BLOCK_BYTES // row_bytes)
+    if rule is None:
+        weight = bias = 0.0
+    factors = [factor for factor in (weight, bias) if not isinstance(factor, float)]
     plan = _Plan(
         kv_heads, slots, columns, block, blocks, scale, window, softcap, group, rule,
         weight if isinstance(weight, float) else None, bias if isinstance(bias, float) else None,
     )  # fmt: skip
-    factors = [x for x in (weight, bias) if not isinstance(x, float)] if rule is not None else []
     width = blocks * block
     vmem = _vmem_bytes(plan, heads, row_bytes, len(factors))
     if vmem > blocks_of.VMEM_BYTES:
@@ -193,14 +199,14 @@ def _vmem_bytes(plan: _Plan, heads: int, row_bytes: int, factors: int) -> int:
     """On-chip memory: two blocks each of K and V, a row's logits, and two each of its positions, masses, factors."""
     rows = blocks_of.round_up(plan.kv_heads, blocks_of.SUBLANES)
     width = plan.block * plan.blocks
-    padded = max(heads, plan.kv_heads * min(blocks_of.SUBLANES, heads // plan.kv_heads))
+    padded = plan.kv_heads * blocks_of.round_up(heads // plan.kv_heads, blocks_of.SUBLANES)
     return 4 * plan.block * row_bytes + 4 * width * (padded + 2 * rows * (2 + factors)) + 2**22
 
 
 def _kernel(plan: _Plan, position_ref, slot_ref, limits_ref, recents_ref, *refs):
     query, new_key, new_value, keys, values, positions, *refs = refs
-    weight = refs.pop(0) if plan.rule is not None and plan.weight is None else None
-    bias = refs.pop(0) if plan.rule is not None and plan.bias is None else None
+    weight = refs.pop(0) if plan.weight is None else None
+    bias = refs.pop(0) if plan.bias is None else None
     output, lse, mass, aim, keys_out, values_out, logits, top, total, context, held, tiles, copied = refs
     row, step = pl.program_id(0), pl.program_id(1)
     position = position_ref[row]
@@ -239,15 +245,19 @@ def _kernel(plan: _Plan, position_ref, slot_ref, limits_ref, recents_ref, *refs)
 
     each_head(write)
 
-    def sight(step):
-        """Positions of a block's slots [Hk, S], which are filled, and which the query sees."""
-        place = positions[0, :, pl.ds(pl.multiple_of(step * plan.block, plan.block), plan.block)]
-        index = step * plan.block + lax.broadcasted_iota(jnp.int32, place.shape, 1)
-        place = jnp.where(index < plan.slots, place, -1)
-        seen = (place >= 0) & (place <= position)
-        return place, index, seen if plan.window is None else seen & (position - place < plan.window)
+    def columns_of(step):
+        """Where block `step` lies in arrays over all slots, and the slots' indices [Hk, S]."""
+        at = pl.ds(pl.multiple_of(step * plan.block, plan.block), plan.block)
+        return at, step * plan.block + lax.broadcasted_iota(jnp.int32, (plan.kv_heads, plan.block), 1)
 
-    place, _, seen = sight(step)
+    def sight(at, index):
+        """Positions of a block's slots [Hk, S], and which of them the query sees."""
+        place = jnp.where(index < plan.slots, positions[0, :, at], -1)
+        seen = (place >= 0) & (place <= position)
+        return place, seen if plan.window is None else seen & (position - place < plan.window)
+
+    at, index = columns_of(step)
+    place, seen = sight(at, index)
     held[...] += jnp.sum(_alive(plan, place, position + 1).astype(jnp.int32), axis=1, keepdims=True)
 
     @pl.when(jnp.any(place < 0))
@@ -260,7 +270,7 @@ def _kernel(plan: _Plan, position_ref, slot_ref, limits_ref, recents_ref, *refs)
     def _():
         some = _product(query[0], keys[0], contract=1 if plan.columns else 2) * plan.scale
         some = soft_cap(some, plan.softcap)
-        logits[:, :, pl.ds(pl.multiple_of(step * plan.block, plan.block), plan.block)] = some
+        logits[:, :, at] = some
         some = jnp.where(seen[:, None], some, MASKED)
         higher = jnp.maximum(top[...], jnp.max(some, axis=2, keepdims=True))
         shrink = jnp.exp(top[...] - higher)
@@ -277,16 +287,19 @@ def _kernel(plan: _Plan, position_ref, slot_ref, limits_ref, recents_ref, *refs)
         lse[0] = jnp.where(total[...] > 0, top[...] + jnp.log(whole), -jnp.inf)
 
         def look_back(step, best):
-            place, index, seen = sight(step)
-            at = pl.ds(pl.multiple_of(step * plan.block, plan.block), plan.block)
-            weights = jnp.where(seen[:, None], jnp.exp(logits[:, :, at] - top[...]) / whole, 0.0)
-            mass[0, :, at] = GROUP[plan.group](weights, axis=1)
-            factors = [None if factor is None else factor[0, :, at] for factor in (weight, bias)]
-            worth, age = _worth(
-                plan, mass[0, :, at], *factors, place, position + 1, held[...], limits_ref[row], recents_ref[row]
-            )
+            at, index = columns_of(step)
+            place, seen = sight(at, index)
             inside = index < plan.slots
-            return _lower(best, _lowest(*(jnp.where(inside, x, y) for x, y in ((worth, jnp.inf), (age, LAST), (index, LAST)))))
+            weights = jnp.where(seen[:, None], jnp.exp(logits[:, :, at] - top[...]) / whole, 0.0)
+            weights = GROUP[plan.group](weights, axis=1)
+            mass[0, :, at] = weights
+            score = weights * (plan.weight if weight is None else weight[0, :, at])
+            score = score + (plan.bias if bias is None else bias[0, :, at])
+            worth, age = _worth(plan, score, place, position + 1, held[...], limits_ref[row], recents_ref[row])
+            worth, age, index = (
+                jnp.where(inside, x, last) for x, last in ((worth, jnp.inf), (age, LAST), (index, LAST))
+            )
+            return _lower(best, _lowest(worth, age, index))
 
         start = (jnp.full(held.shape, jnp.inf, jnp.float32), *(jnp.full(held.shape, LAST, jnp.int32) for _ in "ab"))
         aim[0] = lax.fori_loop(0, plan.blocks, look_back, start)[2]
@@ -309,12 +322,11 @@ def _alive(plan: _Plan, place: jax.Array, now) -> jax.Array:
     return place >= 0 if plan.window is None else (place >= 0) & (place > now - plan.window)
 
 
-def _worth(plan: _Plan, mass, weight, bias, place, now, held, limit, recent):
+def _worth(plan: _Plan, score: jax.Array, place: jax.Array, now, held: jax.Array, limit, recent):
     """What `victim.victim` compares: the lowest worth goes, the lowest age among those, the lowest index then."""
     live = _alive(plan, place, now)
     if plan.rule is None:  # the first empty or expired slot
         return live.astype(jnp.float32), jnp.zeros(place.shape, jnp.int32)
-    score = mass * (weight if plan.weight is None else plan.weight) + (bias if plan.bias is None else plan.bias)
     if plan.rule.heads != "each":
         score = jnp.broadcast_to(HEADS[plan.rule.heads](score, axis=0, keepdims=True), score.shape)
     safe = (place < plan.rule.sinks) | (place >= now - recent)
