@@ -4,6 +4,9 @@ Written here, because what each query sees depends on the positions of query and
 jax's own TPU attention (functions of the index, or segments) cannot say.
 """
 
+import operator
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -40,10 +43,9 @@ def prefill_attend(
     tiles, tile = blocks_of.even_blocks(length, ROWS // group, blocks_of.QUERIES)
     blocks, block = blocks_of.even_blocks(slots, KEYS)
 
-    def last(i):
+    def last(i, least: Callable = jnp.minimum, divide: Callable = lax.div):
         """The last block of keys that a query of tile i may see."""
-        own = slots - length + jnp.minimum((i + 1) * tile, length)
-        return lax.div(own - 1, block) if own_keys_last else blocks - 1
+        return divide(slots - length + least((i + 1) * tile, length) - 1, block) if own_keys_last else blocks - 1
 
     def kernel(at_ref, place_ref, query_ref, key_ref, value_ref, output, top, total, context):
         i, j = pl.program_id(2), pl.program_id(3)
@@ -87,6 +89,9 @@ def prefill_attend(
     some = pl.BlockSpec((1, 1, block, dim), keys_block)
     mine = pl.BlockSpec((1, 1, group, tile, dim), lambda b, h, i, j: (b, h, 0, i, 0))
     rows = group * tile
+    read = sum(
+        min((last(i, min, operator.floordiv) + 1) * block, slots) for i in range(tiles)
+    )  # keys, over all tiles of queries
     out = pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((batch, kv_heads, group, length, dim), queries.dtype),
@@ -107,6 +112,12 @@ def prefill_attend(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=blocks_of.VMEM_BYTES,
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * batch * heads * tile * read * dim,
+            transcendentals=batch * heads * tile * read,
+            bytes_accessed=2 * keys.dtype.itemsize * batch * dim * (kv_heads * read + heads * length)
+            + 4 * batch * kv_heads * (read + length),
         ),
         name="prefill_attend",
         interpret=interpret,

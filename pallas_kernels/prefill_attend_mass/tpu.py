@@ -102,6 +102,8 @@ def prefill_attend_mass(
             spec((1, 1, group, block), lambda b, h, i, j: (b, h, 0, j)),
         ]
 
+    pairs, size = batch * heads * length * slots, keys.dtype.itemsize
+    key_bytes, query_bytes = batch * kv_heads * slots * (size * dim + 4), batch * heads * length * (size * dim + 4)
     call = functools.partial(
         pl.pallas_call,
         compiler_params=pltpu.CompilerParams(
@@ -124,6 +126,9 @@ def prefill_attend_mass(
         in_specs=inner,
         out_specs=lse_block,
         scratch_shapes=[pltpu.VMEM((rows, 1), jnp.float32), pltpu.VMEM((rows, 1), jnp.float32)],
+        cost_estimate=pl.CostEstimate(
+            flops=2 * pairs * dim, transcendentals=pairs, bytes_accessed=query_bytes + tiles * key_bytes
+        ),
         name="prefill_attend_lse",
     )(*arrays)
     *inner, mass_block = specs("ji")
@@ -133,6 +138,11 @@ def prefill_attend_mass(
         grid=(batch, kv_heads, blocks, tiles),
         in_specs=inner,
         out_specs=mass_block,
+        cost_estimate=pl.CostEstimate(
+            flops=2 * pairs * dim,
+            transcendentals=pairs,
+            bytes_accessed=key_bytes + blocks * query_bytes + 4 * batch * heads * slots,
+        ),
         name="prefill_attend_mass",
     )(*arrays, lse)
     mass = mass.reshape(batch, heads, slots)
