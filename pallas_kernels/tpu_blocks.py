@@ -7,7 +7,7 @@ from jax import lax
 LANES = 128  # a vector register holds 8 sublanes of 128 lanes
 SUBLANES = 8
 QUERIES = 16  # a block of queries is a multiple of it: rows of bfloat16 lie packed in tiles of 16
-VMEM_BYTES = 48 * 2**20  # of on-chip memory that a kernel may take
+VMEM_BYTES = 48 * 2**20  # of on-chip memory that a kernel may take: v5p has 64 MiB, v5e and v6e 128
 
 
 def round_up(size: int, multiple: int) -> int:

@@ -119,7 +119,7 @@ def decode_attend_score(
         cache = pl.BlockSpec((1, kv_heads, dim, block), lambda b, j, *_: (b, 0, 0, j))
     else:
         cache = pl.BlockSpec((1, kv_heads, block, dim), lambda b, j, *_: (b, 0, j, 0))
-    untouched = pl.BlockSpec(memory_space=pl.ANY)
+    untouched = pl.BlockSpec(memory_space=pltpu.HBM)
     if interpret:  # the interpreter fills an array up to whole blocks, and gives an aliased one back so
         grow = [(0, 0), (0, 0), (0, 0), (0, width - slots)] if columns else [(0, 0), (0, 0), (0, width - slots), (0, 0)]
         keys, values = (jnp.pad(x, grow, constant_values=jnp.nan) for x in (keys, values))
@@ -132,8 +132,8 @@ def decode_attend_score(
             jax.ShapeDtypeStruct((batch, kv_heads, group_size, 1), jnp.float32),
             jax.ShapeDtypeStruct((batch, kv_heads, slots), jnp.float32),
             jax.ShapeDtypeStruct((batch, kv_heads, 1), jnp.int32),
-            jax.ShapeDtypeStruct(keys.shape, keys.dtype),
-            jax.ShapeDtypeStruct(values.shape, values.dtype),
+            pltpu.HBM(keys.shape, keys.dtype),  # else XLA takes a small cache on the chip first, and back behind
+            pltpu.HBM(values.shape, values.dtype),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
@@ -199,8 +199,11 @@ def _vmem_bytes(plan: _Plan, heads: int, row_bytes: int, factors: int) -> int:
     """On-chip memory: two blocks each of K and V, a row's logits, and two each of its positions, masses, factors."""
     rows = blocks_of.round_up(plan.kv_heads, blocks_of.SUBLANES)
     width = plan.block * plan.blocks
-    padded = plan.kv_heads * blocks_of.round_up(heads // plan.kv_heads, blocks_of.SUBLANES)
-    return 4 * plan.block * row_bytes + 4 * width * (padded + 2 * rows * (2 + factors)) + 2**22
+    group = heads // plan.kv_heads
+    padded = (
+        2 ** (group - 1).bit_length() if group < blocks_of.SUBLANES else blocks_of.round_up(group, blocks_of.SUBLANES)
+    )
+    return 4 * plan.block * row_bytes + 4 * width * (plan.kv_heads * padded + 2 * rows * (2 + factors)) + 2**22
 
 
 def _kernel(plan: _Plan, position_ref, slot_ref, limits_ref, recents_ref, *refs):
