@@ -17,6 +17,7 @@ from jaxkv.attend import LayerState, decode_layer, prefill_layer
 from jaxkv.cache import EMPTY, KVCache, LayerCache
 from jaxkv.models import Decoder, ModelConfig, graphdef
 from jaxkv.plan import Plan
+from jaxkv.policies.observe import Replay
 from jaxkv.policies.policy import Policy
 from jaxkv.sampling import Sampler
 
@@ -52,19 +53,32 @@ def prefill(
     """Run the left-padded prompt (padding at position -1) in blocks; the layers it leaves and the last logits.
 
     `lengths [B]` tokens were seen before. The pseudo tokens run behind every block, at the positions that the first
-    decoded tokens will have.
+    decoded tokens will have; when the block itself is replayed, they are its instruction and come before it.
     """
     model = _model(config, weights)
+    replays = plan.look and policy.prefill is not None and isinstance(policy.prefill.observe, Replay)
     end = lengths + jnp.sum(positions >= 0, axis=-1, dtype=jnp.int32)
     ahead = end[:, None] + jnp.arange(pseudo.shape[1], dtype=jnp.int32)
 
     def block(layers: Layers, tokens, positions):
         now = jnp.where(positions[:, -1] < 0, lengths, positions[:, -1] + 1)  # a row of padding has not begun
+        behind, places = pseudo, ahead
+        if replays:
+            behind = jnp.concatenate([pseudo, tokens], axis=1)
+            places = now[:, None] + jnp.cumsum(jnp.concatenate([pseudo >= 0, positions >= 0], axis=1), axis=1) - 1
+            real = jnp.concatenate([pseudo >= 0, positions >= 0], axis=1)
+            places = jnp.where(real, places, EMPTY).astype(positions.dtype)
         attend = functools.partial(
-            prefill_layer, policy, jnp.concatenate([positions, ahead], axis=1), now, implementation
+            prefill_layer, policy, jnp.concatenate([positions, places], axis=1), now, implementation
         )
-        states = [LayerState(layer, plan.slots[i], limits[i], plan.look) for i, layer in enumerate(layers)]
-        hidden, states = model(jnp.concatenate([tokens, pseudo], axis=1), states, attend)
+        states = [
+            LayerState(
+                layer, plan.slots[i], limits[i], plan.look, behind.shape[1], i, config.num_layers,
+                model.output_matrix(i) if policy.projects else None,
+            )
+            for i, layer in enumerate(layers)
+        ]  # fmt: skip
+        hidden, states = model(jnp.concatenate([tokens, behind], axis=1), states, attend)
         return tuple(state.cache for state in states), hidden[:, tokens.shape[1] - 1]
 
     layers, hidden = block(layers, tokens[:, : plan.first], positions[:, : plan.first])
@@ -135,8 +149,14 @@ def decode_step(
     running = ~state.done & (state.left > 0)
     position = jnp.where(running, cache.lengths, EMPTY)
     attend = functools.partial(decode_layer, policy, position, implementation)
-    states = [LayerState(layer, layer.slots, cache.limits[i]) for i, layer in enumerate(cache.layers)]
     model = _model(config, weights)
+    states = [
+        LayerState(
+            layer, layer.slots, cache.limits[i], layer=i, layers=config.num_layers,
+            out=model.output_matrix(i) if policy.projects else None,
+        )
+        for i, layer in enumerate(cache.layers)
+    ]  # fmt: skip
     hidden, states = model(jnp.maximum(cache.pending, 0)[:, None], states, attend)
     cache = dataclasses.replace(
         cache,

@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.errors import BadValue
+from jaxkv.policies.order import BIG, best_first, in_time
 from pallas_kernels.decode_attend_score.victim import protected
 
 
@@ -14,11 +16,15 @@ class Select:
     """Protects the first `sinks` tokens of the text and the `recent` last ones.
 
     `recent` is a number of tokens, a fraction of the budget when it lies strictly between 0 and 1, or "window": as
-    many as the phase's observation window has.
+    many as the phase's observation window has. The others stay one by one, or by chunks of `chunk` tokens of the text:
+    `by="whole"` keeps whole chunks, the best by their mean over all heads (ChunkKV, arXiv 2502.00299), and cuts the
+    last one to fit; `by="even"` keeps the best tokens of every chunk, equally many of each (Finch's chunks).
     """
 
     sinks: int = 0
     recent: int | float | str = 0
+    chunk: int = 1
+    by: str = "whole"
 
     def __post_init__(self):
         recent = 0 if self.recent == "window" else self.recent
@@ -27,6 +33,8 @@ class Select:
                 f"sinks={self.sinks}, recent={self.recent!r}: expected counts of at least 0; recent may also be a "
                 "fraction of the budget or 'window'"
             )
+        if self.chunk < 1 or self.by not in ("whole", "even"):
+            raise BadValue(f"chunk={self.chunk}, by={self.by!r}: expected at least 1 token, and 'whole' or 'even'")
 
     def resolved(self, window: int) -> "Select":
         """With "window" replaced by the number of tokens of the observation window."""
@@ -58,3 +66,31 @@ class Select:
     ) -> Bool[Array, "B Hk S"]:
         """True for sinks and recent entries."""
         return protected(positions, now, self.sinks, self.recents(limits))
+
+    @property
+    def plain(self) -> bool:
+        """Whether entries stay one by one."""
+        return self.chunk == 1
+
+    def by_chunks(
+        self, score: Float[Array, "B Hk S"], positions: Int[Array, "B Hk S"], protected: Bool[Array, "B Hk S"]
+    ) -> Float[Array, "B Hk S"]:
+        """The scores that keep whole chunks, or equally many tokens of each. Chunks begin at multiples of `chunk`."""
+        order, slots = in_time(positions), positions.shape[-1]
+        chunk, score = order.put(positions // self.chunk), order.put(jnp.where(positions < 0, 0.0, score))
+        starts = jnp.concatenate([jnp.ones_like(chunk[..., :1], bool), chunk[..., 1:] != chunk[..., :-1]], axis=-1)
+        starts = starts | ~order.filled  # every empty slot is a chunk of its own
+        number = jnp.cumsum(starts, axis=-1) - 1
+
+        def totals(x):
+            add = jax.vmap(jax.vmap(lambda x, number: jax.ops.segment_sum(x, number, slots)))
+            return jnp.take_along_axis(add(x, number), number, axis=-1)
+
+        if self.by == "whole":
+            stays = totals(order.put(protected).astype(jnp.float32)) > 0
+            worth = jnp.where(stays, BIG, totals(score) / totals(jnp.ones_like(score)))
+            return order.slots(worth)
+        place = jnp.argsort(jnp.lexsort((best_first(score, order.put(positions)), number), axis=-1), axis=-1)
+        begins = jnp.where(starts, jnp.arange(slots), 0)  # a chunk's entries stand side by side in both orders
+        begins = jax.lax.cummax(begins, axis=begins.ndim - 1)
+        return order.slots((begins - place).astype(jnp.float32))
