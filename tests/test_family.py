@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -180,25 +181,27 @@ def entries():
     return sight, {"keys": keys, "values": values, "mass": mass, "slots": slots, "in_time": in_time}
 
 
-def test_redundancy_of_copies(entries):
-    """R-KV's second term by its formula, and: of two copies the newer is not redundant."""
+@pytest.mark.parametrize("threshold", [0.5, 0.9])
+def test_redundancy_of_copies(entries, threshold):
+    """R-KV's second term by its formula, and: of three copies the newest is the least redundant."""
     sight, arrays = entries
     keys = arrays["keys"].copy()
-    keys[:, :, 5] = keys[:, :, 11]
+    keys[:, :, 5] = keys[:, :, 11] = keys[:, :, 17]
     sight = dataclasses.replace(sight, keys=arrays["slots"](keys, np.float32(np.nan)))
-    got = arrays["in_time"](Redundancy(threshold=0.5).score({}, sight))[0]
+    got = arrays["in_time"](Redundancy(threshold=threshold).score({}, sight))[0]
     unit = keys[0] / np.linalg.norm(keys[0], axis=-1, keepdims=True)
     for head in range(HEADS):
         cos = unit[head] @ unit[head].T
         np.fill_diagonal(cos, 0)
         for row in cos:
-            near = np.flatnonzero(row > 0.5)
+            near = np.flatnonzero(row > threshold)
             if len(near):
                 row[near[-1]] = 0
         mean = cos.mean(axis=0)
         want = -np.exp(mean) / np.exp(mean).sum()
         np.testing.assert_allclose(got[head], want, rtol=RTOL)
-        assert got[head, 5] < got[head, 11]
+        if threshold == 0.9:  # nothing else is near them
+            assert got[head, 5] < got[head, 11] < got[head, 17]
 
 
 @pytest.mark.parametrize("sketch", [0, 4])
@@ -254,9 +257,8 @@ def test_non_causal_chunks_do_not_leak(pads):
     np.testing.assert_allclose(got, want, rtol=RTOL)
 
 
-def test_recurrence_by_hand(entries):
+def test_recurrence_by_hand():
     """Two entries' gaps over a hand-made history: the one that comes back soon is worth more when it is due."""
-    sight, _ = entries
     part = Recurrence(threshold=0.5)
     stats = part.enter(Entering(jnp.zeros((1, 1, 2, DIMS)), jnp.zeros((1, 1, 2, DIMS)), positions=jnp.array([[0, 1]])))
     assert stats["last_seen"].tolist() == [[[0.0, 1.0]]]
@@ -267,7 +269,7 @@ def test_recurrence_by_hand(entries):
     assert stats["last_seen"].tolist() == [[[10.0, 9.0]]]
     assert stats["longest_gap"].tolist() == [[[5.0, 8.0]]]
     at = jnp.array([[[0, 1]]], jnp.int32)
-    sight = dataclasses.replace(sight, positions=at, mass=None, now=jnp.array([13]))
+    sight = Sight(positions=at, now=jnp.array([13]))
     sigmoid = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
     want = [2 * sigmoid(-2 / 5) + 2 * sigmoid(1 - 5), 2 * sigmoid(-3 / 8) + 2 * sigmoid(1 - 8)]
     np.testing.assert_allclose(np.asarray(part.score(stats, sight))[0, 0], want, rtol=RTOL)
@@ -429,7 +431,7 @@ def test_chunks(entries, by):
 
 
 def _ids(length, seed=0):
-    return np.random.default_rng(seed).integers(3, 150, length).astype(np.int32)
+    return np.random.default_rng(seed).integers(3, 120, length).astype(np.int32)
 
 
 def test_keys_turned_to_their_places(tiny):
@@ -472,16 +474,12 @@ def test_replay_looks_at_its_own_block(tiny):
 
     def recorded(query, keys, values, at, key_positions, **options):
         weights = np.einsum("bhgtd,bhsd->bhgts", query.reshape(1, 2, -1, *query.shape[2:]), keys) * options["scale"]
-        weights = np.where(
-            np.asarray(key_positions)[:, :, None, None] <= np.asarray(at)[:, None, None, :, None], weights, -np.inf
-        )
-        weights = np.where(np.asarray(key_positions)[:, :, None, None] >= 0, weights, -np.inf)
+        place = np.asarray(key_positions)[:, :, None, None]
+        weights = np.where((place >= 0) & (place <= np.asarray(at)[:, None, None, :, None]), weights, -1e30)
         weights = np.exp(weights - weights.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
         queries[len(queries)] = weights
         return attend(query, keys, values, at, key_positions, **options)
-
-    from unittest import mock
 
     with mock.patch.object(jaxkv.attend, "prefill_attend", recorded), jax.disable_jit():
         jaxkv.prefill(params, np.concatenate([ids, ids]), policy=full)
@@ -505,13 +503,12 @@ def test_scope_keeps_the_prompt(tiny):
             assert set(new[-2:]) == {87, 88}
 
 
-@pytest.mark.parametrize("name", ["streaming-llm", "lagkv", "treekv", "lazyeviction"])
+@pytest.mark.parametrize("name", ["streaming-llm", "lagkv", "lazyeviction"])
 def test_two_thousand_steps(tiny, name):
     """Sinks, recents and the order of time hold to the end, where kvpress loses them (slots in score order)."""
     options = {
         "streaming-llm": {"rope": "text"},
         "lagkv": {"lag": 8, "every": 8},
-        "treekv": {},
         "lazyeviction": {"window": 8, "decode_recent": 8, "every": 8},
     }[name]
     params, policy = tiny("llama3"), jaxkv.policy(name, budget=32, **options)
@@ -521,5 +518,5 @@ def test_two_thousand_steps(tiny, name):
         for held in _held(layer):
             assert len(set(held)) == len(held) >= 32
             assert set(range(policy.decode.select.sinks)) <= set(held)
-            recent = {"streaming-llm": 28, "lagkv": 8, "lazyeviction": 8}.get(name, 1)
+            recent = {"streaming-llm": 28, "lagkv": 8, "lazyeviction": 8}[name]
             assert set(range(last - recent + 1, last + 1)) <= set(held)

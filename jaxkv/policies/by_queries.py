@@ -151,6 +151,7 @@ class QuestionAttention(Score):
 
     question: int = 32
     kind: ClassVar[str] = "question-attention"
+    aware: ClassVar[bool] = True
     straight: ClassVar[bool] = False
     asks: ClassVar[bool] = True
 

@@ -134,6 +134,21 @@ class Policy:
         return tuple(sorted({name for phase in self.phases for name in phase.score.stats}))
 
     @property
+    def query_aware(self) -> bool:
+        """Whether a question at the end of the prompt steers what is kept of it."""
+        if self.prefill is None:
+            return False
+        seen = self.prefill.observe
+        steered = seen.window > 0 or isinstance(seen, observe.PseudoQueries | observe.Lookahead)
+        scored = self.prefill.score
+        return (steered and scored.looks) or any(leaf.aware for leaf in scored.leaves())
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether a score needs numbers measured on the model before."""
+        return any(leaf.calibrated for phase in self.phases for leaf in phase.score.leaves())
+
+    @property
     def projects(self) -> bool:
         """Whether a score needs the layers' output matrices."""
         return any(phase.score.projects for phase in self.phases)

@@ -112,6 +112,8 @@ class Score:
     asks: ClassVar[bool] = False  # needs the prompt's queries, so it scores at prefill only
     projects: ClassVar[bool] = False  # needs the output matrix
     signed: ClassVar[bool] = False  # may be negative
+    aware: ClassVar[bool] = False  # the prompt's last tokens decide, whoever observes
+    calibrated: ClassVar[bool] = False  # needs numbers measured on the model before
     parts: ClassVar[tuple["Score", ...]] = ()  # the scores it is made of
 
     def enter(self, new: Entering) -> Stats:
