@@ -29,10 +29,13 @@ SMALL = {  # published windows are longer than the tiny prompts
     "a2sf": {"window": 6},
     "chunk-topk": {"chunk": 8},
     "chunkkv": {"window": 4, "chunk": 4},
+    "chunkkv-entropy": {"window": 4, "chunk": 4, "gate": 2},
     "compactor": {"sinks": 2, "recent": 2, "chunk": 8},
     "criticalkv": {"window": 4},
     "cur": {"every": 4, "local": 4},
+    "ems": {"question": 4, "prefill_recent": 4, "decode_recent": 4},
     "finch": {"question": 4, "recent": 4},
+    "graphkv": {"window": 6},
     "keydiff": {"every": 4},
     "kvcrush": {"window": 6},
     "lacache": {"every": 4},
@@ -146,6 +149,8 @@ def test_padding_and_batch_change_nothing(tiny, name, size):
     options = {**SMALL.get(name, {}), "block": 16}
     chosen = jaxkv.policy(name, **options, **(size if catalogue()[name].evicts else {}))
     prompts = [ids(45, 1), ids(9, 2), ids(30, 3), ids(17, 4)]
+    if "ratio" in size:  # slots differ with the length then, so every row alone compiles on its own
+        prompts = prompts[:2]
     together = generated(params, prompts, chosen, 24)
     for row, prompt in enumerate(prompts):
         alone = generated(params, prompt, chosen, 24)
@@ -156,7 +161,7 @@ def test_padding_and_batch_change_nothing(tiny, name, size):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_compilation_per_shape(tiny, name):
-    params, chosen = tiny(FAMILY), policy(name, budget=18)
+    params, chosen = tiny(FAMILY), policy(name)
     generated(params, [ids(40, 1), ids(33, 2)], chosen, 9)
     before = run.prefill._cache_size(), run.decode._cache_size()
     generated(params, [ids(40, 3), ids(21, 4)], chosen, 9)
@@ -187,12 +192,12 @@ def test_scan_equals_stepping_by_hand(tiny, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_save_and_restore_equals_going_on(tiny, name, tmp_path):
     params, chosen = tiny(FAMILY), policy(name)
-    out = generated(params, [ids(40), ids(12, 1)], chosen, 7)
+    out = generated(params, [ids(40), ids(12, 1)], chosen, 9)  # compiled by the test before; the steps below as well
     jaxkv.save(out.cache, tmp_path / "cache")
     restored = jaxkv.restore(tmp_path / "cache", params)
     assert restored.policy == out.cache.policy
-    one = generated(params, None, None, 9, cache=out.cache)
-    two = generated(params, None, None, 9, cache=restored)
+    one = generated(params, None, None, 8, cache=out.cache)
+    two = generated(params, None, None, 8, cache=restored)
     assert one.tokens.tolist() == two.tokens.tolist()
     for a, b in zip(jax.tree.leaves(one.cache), jax.tree.leaves(two.cache), strict=True):
         assert np.array_equal(np.asarray(a), np.asarray(b))
@@ -237,6 +242,8 @@ def test_rules_of_the_family(tiny, name):
     for mine, theirs in zip(other.cache.layers, cache.layers, strict=True):
         assert entries(mine) == entries(theirs, 1)
 
+    if chosen.decode is None:
+        return  # from here on it is the full cache's code
     dirty = dataclasses.replace(cache, layers=tuple(poisoned(layer) for layer in cache.layers))
     clean, dirty = (generated(params, None, None, 8, cache=each) for each in (cache, dirty))
     assert clean.tokens.tolist() == dirty.tokens.tolist()

@@ -25,9 +25,9 @@ class KeyDiff(Score):
     straight: ClassVar[bool] = False
 
     def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        unit = _unit(sight.k)
-        anchor = _unit(jnp.sum(unit, axis=2) / count(sight.live, -1, keepdims=True))
-        return -jnp.einsum("bhsd,bhd->bhs", unit, anchor)
+        turned = unit(sight.k)
+        anchor = unit(jnp.sum(turned, axis=2) / count(sight.live, -1, keepdims=True))
+        return -jnp.einsum("bhsd,bhd->bhs", turned, anchor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,14 +158,14 @@ class Redundancy(Score):
     straight: ClassVar[bool] = False
 
     def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        unit, at, live = _unit(sight.k), sight.at, sight.live
+        keys, at, live = unit(sight.k), sight.at, sight.live
         slots = at.shape[-1]
         rows = 256  # at a time: there is never an S x S array
-        blocks = in_chunks(unit, rows), in_chunks(at + 1, rows) - 1, in_chunks(jnp.arange(slots)[None, None], rows)
+        blocks = in_chunks(keys, rows), in_chunks(at + 1, rows) - 1, in_chunks(jnp.arange(slots)[None, None], rows)
 
         def some(total, block):
             mine, when, slot = block
-            cos = jnp.einsum("bhrd,bhsd->bhrs", mine, unit)
+            cos = jnp.einsum("bhrd,bhsd->bhrs", mine, keys)
             self_too = slot[0, 0][:, None] == jnp.arange(slots)
             cos = jnp.where(self_too | (when < 0)[..., None], 0.0, cos)
             newest = jnp.max(jnp.where(cos > self.threshold, at[:, :, None], -1), axis=-1)
@@ -187,6 +187,6 @@ def z_score(x: Float[Array, "B Hk S"], sight: Sight) -> Float[Array, "B Hk S"]:
     return (x - mean) / jnp.maximum(jnp.sqrt(square), 1e-6)
 
 
-def _unit(x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
+def unit(x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
     """x / ||x||, 0 where x is 0."""
     return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)

@@ -12,7 +12,7 @@ from jaxkv.policies.score import Entering, Score, Sight, Stats
 from pallas_kernels.decode_attend_score.victim import Factor
 
 
-class _Combined(Score):
+class Combined(Score):
     """What all of them share: everything that their parts need."""
 
     def _join(self, *parts: Score) -> None:
@@ -28,7 +28,7 @@ class _Combined(Score):
 
 
 @dataclasses.dataclass(frozen=True)
-class Scaled(_Combined):
+class Scaled(Combined):
     """score = (of + epsilon) * size of the value: ||v||_1, ||v||_2, or the mean over the group of ||v W_O||_1.
 
     `by`: "value-l1", "value-l2", "output-l1". Only for scores that are never negative.
@@ -83,7 +83,7 @@ class Scaled(_Combined):
 
 
 @dataclasses.dataclass(frozen=True)
-class Weighted(_Combined):
+class Weighted(Combined):
     """score = first_weight * first + second_weight * second, each `scale`d before: "none", "unit" or "rank".
 
     "unit" runs from 0 for the lowest entry of a head to 1 for the highest, "rank" counts places. A weight "ratio" is
@@ -119,7 +119,7 @@ class Weighted(_Combined):
 
 
 @dataclasses.dataclass(frozen=True)
-class Maximum(_Combined):
+class Maximum(Combined):
     """score = the larger of the two, each `scale`d before ("none", "unit", "rank"): either reason is enough. Ours."""
 
     first: Score
@@ -140,7 +140,7 @@ class Maximum(_Combined):
 
 
 @dataclasses.dataclass(frozen=True)
-class Then(_Combined):
+class Then(Combined):
     """A `share` of the budget goes to the best by `first` (what is protected counts), the rest to the best by `second`.
 
     Source: CriticalKV's two stages (arXiv 2502.03805).
@@ -168,7 +168,7 @@ class Then(_Combined):
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptFirst(_Combined):
+class PromptFirst(Combined):
     """What the prompt left is never evicted at decode; the new tokens compete among themselves by `of`.
 
     Leave them room with `reserve` in the prefill phase. Source: SCOPE (arXiv 2412.13649).

@@ -171,7 +171,9 @@ class Policy:
         new = Entering(keys, values, **more)
         return {name: stat for phase in self.phases for name, stat in phase.score.enter(new).items()}
 
-    def observe(self, phase: Phase, stats: Stats, mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"]) -> Stats:
+    def observe(
+        self, phase: Phase, stats: Stats, mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"] | None = None
+    ) -> Stats:
         """The statistics after the phase's queries gave each entry this mass; a score in both phases counts once."""
         leaves = [leaf for each in (*self.phases, phase) for leaf in each.score.leaves()]
         scores = {leaf.kind: leaf for leaf in leaves}  # of one kind, the phase's own

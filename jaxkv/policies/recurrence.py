@@ -37,9 +37,10 @@ class Recurrence(Score):
         came = jnp.broadcast_to(new.positions[:, None], new.keys.shape[:-1]).astype(jnp.float32)
         return {"last_seen": came, "longest_gap": jnp.zeros(came.shape, jnp.float32)}
 
-    def observe(self, stats: Stats, mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"]) -> Stats:
+    def observe(self, stats: Stats, mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"] | None) -> Stats:
         if mass is None:
             return {}
+        assert now is not None
         hit, when = mass > self.threshold, (now[:, None, None] - 1).astype(jnp.float32)
         gap = jnp.maximum(stats["longest_gap"], when - stats["last_seen"])
         return {

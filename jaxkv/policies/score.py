@@ -119,7 +119,7 @@ class Score:
     def enter(self, new: Entering) -> Stats:
         return {}
 
-    def observe(self, stats: Stats, mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"]) -> Stats:
+    def observe(self, stats: Stats, mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"] | None) -> Stats:
         return {}
 
     def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
@@ -191,7 +191,7 @@ class AccumulatedAttention(Score):
     def enter(self, new: Entering) -> Stats:
         return {"attention": jnp.zeros(new.keys.shape[:-1], jnp.float32)}
 
-    def observe(self, stats: Stats, mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"]) -> Stats:
+    def observe(self, stats: Stats, mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"] | None) -> Stats:
         return {} if mass is None else {"attention": stats["attention"] * self.decay + mass}
 
     def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
@@ -265,7 +265,7 @@ class PeakAttention(Score):
     def enter(self, new: Entering) -> Stats:
         return {"peak": jnp.zeros(new.keys.shape[:-1], jnp.float32)}
 
-    def observe(self, stats: Stats, mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"]) -> Stats:
+    def observe(self, stats: Stats, mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"] | None) -> Stats:
         return {} if mass is None else {"peak": jnp.maximum(stats["peak"], mass)}
 
     def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:

@@ -3,6 +3,7 @@
 from jaxkv.policies.by_keys import Cur, KeyDiff, LagKV, Leverage, Redundancy
 from jaxkv.policies.by_queries import Capacity, ExpectedAttention, NonCausal, QuestionAttention
 from jaxkv.policies.combine import Maximum, PromptFirst, Scaled, Then, Weighted
+from jaxkv.policies.graph import Propagated
 from jaxkv.policies.patterns import Crush, Ladder, Neighbours
 from jaxkv.policies.recurrence import Recurrence
 from jaxkv.policies.score import (
@@ -24,6 +25,6 @@ KINDS: dict[str, type[Score]] = {
         *(KeyDiff, LagKV, Cur, Leverage, Redundancy),
         *(ExpectedAttention, Capacity, NonCausal, QuestionAttention),
         *(Recurrence, Ladder, Neighbours, Crush),
-        *(Scaled, Weighted, Maximum, Then, PromptFirst),
+        *(Scaled, Weighted, Maximum, Then, PromptFirst, Propagated),
     )
 }

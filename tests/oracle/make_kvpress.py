@@ -109,8 +109,11 @@ FAMILY = {
     "noncausal-c40": (lambda r: kvpress.NonCausalAttnPress(r, chunk_size=40), "sdpa"),
     "chunk-c40-knorm": (lambda r: kvpress.ChunkPress(kvpress.KnormPress(r), chunk_length=40), "sdpa"),
     "finch-w8": (lambda r: finch(r, 8), "sdpa"),
+    "egchunkkv-c10-knorm": (lambda r: kvpress.EntropyGatedChunkKVPress(kvpress.KnormPress(r), chunk_length=10), "sdpa"),
 }
-PLAIN_FAMILY = {name: FAMILY[name] for name in ("leverage-s48", "noncausal-c40", "chunk-c40-knorm")}
+PLAIN_FAMILY = {
+    name: FAMILY[name] for name in ("leverage-s48", "noncausal-c40", "chunk-c40-knorm", "egchunkkv-c10-knorm")
+}
 LAST = {
     "gemma3_text": PLAIN_FAMILY,
     "qwen2": PLAIN_FAMILY | {"finch-w8": FAMILY["finch-w8"]},  # CriticalKV wants a head_dim in the configuration
@@ -142,6 +145,19 @@ def margins(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
     highest = np.where(mask, -np.inf, scores).max(-1)
     size = np.maximum(np.abs(lowest), np.abs(highest))
     return ((lowest - highest) / np.where(size > 0, size, 1)).astype(np.float32)
+
+
+def gate_margin(scores: np.ndarray, press) -> float:
+    """How far apart any two of the tokens' and the chunks' scores and entropies [S] are, at least, relatively."""
+    chunks = scores.reshape(-1, press.chunk_length)
+    above = chunks - np.minimum(chunks.min(1, keepdims=True), 0)
+    share = above / (above.sum(1, keepdims=True) + 1e-8)
+    entropy = -(share * np.log(share + 1e-8)).sum(1) / np.log(press.chunk_length)
+    smallest = 1.0
+    for values in (scores, chunks.mean(1), entropy):
+        line = np.sort(values)
+        smallest = min(smallest, float((np.diff(line) / np.maximum(np.abs(line[1:]), 1e-12)).min()))
+    return smallest
 
 
 def watch(press, seen: dict[int, dict[str, np.ndarray]]):
@@ -184,6 +200,8 @@ def watch(press, seen: dict[int, dict[str, np.ndarray]]):
                 sizes = np.diff([*starts, scores.shape[-1]])
                 means = np.add.reduceat(scores.sum(0), starts) / sizes
                 entry["margin"] = np.repeat(margins(means[None], mask[0, starts][None]), len(scores))
+            elif isinstance(press, kvpress.EntropyGatedChunkKVPress):
+                entry["margin"] = np.full(len(scores), gate_margin(scores.sum(0), press))
             elif isinstance(press, kvpress.ChunkPress):
                 ends = range(0, scores.shape[-1], press.chunk_length)
                 each = [
