@@ -64,8 +64,9 @@ def prefill(
             prefill_layer, policy, jnp.concatenate([positions, ahead], axis=1), now, implementation
         )
         states = [LayerState(layer, plan.slots[i], limits[i], plan.look) for i, layer in enumerate(layers)]
-        hidden, states = model(jnp.concatenate([tokens, pseudo], axis=1), states, attend)
-        return tuple(state.cache for state in states), hidden[:, tokens.shape[1] - 1]
+        everything = jnp.concatenate([tokens, pseudo], axis=1)
+        hidden, states = model(everything, states, attend, only=tokens.shape[1] - 1)
+        return tuple(state.cache for state in states), hidden[:, 0]
 
     layers, hidden = block(layers, tokens[:, : plan.first], positions[:, : plan.first])
 
