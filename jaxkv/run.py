@@ -62,12 +62,7 @@ def prefill(
 
     def block(layers: Layers, tokens, positions):
         now = jnp.where(positions[:, -1] < 0, lengths, positions[:, -1] + 1)  # a row of padding has not begun
-        behind, places = pseudo, ahead
-        if replays:
-            behind = jnp.concatenate([pseudo, tokens], axis=1)
-            places = now[:, None] + jnp.cumsum(jnp.concatenate([pseudo >= 0, positions >= 0], axis=1), axis=1) - 1
-            real = jnp.concatenate([pseudo >= 0, positions >= 0], axis=1)
-            places = jnp.where(real, places, EMPTY).astype(positions.dtype)
+        behind, places = (pseudo, ahead) if not replays else _replayed(pseudo, tokens, positions, now)
         attend = functools.partial(
             prefill_layer, policy, jnp.concatenate([positions, places], axis=1), now, implementation
         )
@@ -78,8 +73,9 @@ def prefill(
             )
             for i, layer in enumerate(layers)
         ]  # fmt: skip
-        hidden, states = model(jnp.concatenate([tokens, behind], axis=1), states, attend)
-        return tuple(state.cache for state in states), hidden[:, tokens.shape[1] - 1]
+        everything = jnp.concatenate([tokens, behind], axis=1)
+        hidden, states = model(everything, states, attend, only=tokens.shape[1] - 1)
+        return tuple(state.cache for state in states), hidden[:, 0]
 
     layers, hidden = block(layers, tokens[:, : plan.first], positions[:, : plan.first])
 
@@ -96,6 +92,16 @@ def prefill(
         ]
         (layers, hidden), _ = lax.scan(more, (layers, hidden), (jnp.arange(1, plan.blocks + 1), *rest))
     return layers, model.logits(hidden)
+
+
+def _replayed(
+    instruction: Int[Array, "B N"], tokens: Int[Array, "B T"], positions: Int[Array, "B T"], now: Int[Array, "B"]
+) -> tuple[Int[Array, "B NT"], Int[Array, "B NT"]]:
+    """The instruction and the block's own tokens once more, and their positions from `now` on (padding at -1)."""
+    behind = jnp.concatenate([instruction, tokens], axis=1)
+    real = jnp.concatenate([instruction >= 0, positions >= 0], axis=1)
+    places = now[:, None] + jnp.cumsum(real, axis=1, dtype=positions.dtype) - 1
+    return behind, jnp.where(real, places, EMPTY)
 
 
 @jax.tree_util.register_dataclass

@@ -126,7 +126,7 @@ class Replay:
     instruction: str = "\n\nRepeat the previous context exactly."
     kind: ClassVar[str] = "replay"
     window: ClassVar[int] = 0
-    extra: ClassVar[int] = 1  # at least; it depends on the block
+    extra: ClassVar[int] = 0  # besides the block itself and the instruction
 
 
 Observe = NoQueries | LastQueries | AllQueries | CurrentQuery | PseudoQueries | Lookahead | Replay

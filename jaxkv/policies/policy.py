@@ -93,7 +93,8 @@ class Policy:
             raise BadValue(f"block={self.block}: expected at least 1 token")
         if self.prefill is None and self.decode is not None:
             raise BadValue(f"policy {self.name!r} evicts at decode but not at prefill: its cache would not be bounded")
-        if self.decode is not None and self.decode.observe.extra:
+        behind = observe.PseudoQueries | observe.Lookahead | observe.Replay
+        if self.decode is not None and isinstance(self.decode.observe, behind):
             raise BadValue("pseudo queries stand in for decode queries: use observe kind 'current-query' at decode")
         if self.decode is not None and self.decode.score.asks:
             raise BadValue(f"score {self.decode.score.kind!r} needs the prompt's queries: it scores at prefill only")

@@ -195,13 +195,13 @@ def watch(press, seen: dict[int, dict[str, np.ndarray]]):
             mask = np.zeros(scores.shape, bool)
             np.put_along_axis(mask, kept.astype(int), True, axis=-1)
             entry["kept"] = kept
-            if isinstance(press, kvpress.ChunkKVPress):
+            if isinstance(press, kvpress.EntropyGatedChunkKVPress):
+                entry["margin"] = np.full(len(scores), gate_margin(scores.sum(0), press), np.float32)
+            elif isinstance(press, kvpress.ChunkKVPress):
                 starts = np.arange(0, scores.shape[-1], press.chunk_length)
                 sizes = np.diff([*starts, scores.shape[-1]])
                 means = np.add.reduceat(scores.sum(0), starts) / sizes
                 entry["margin"] = np.repeat(margins(means[None], mask[0, starts][None]), len(scores))
-            elif isinstance(press, kvpress.EntropyGatedChunkKVPress):
-                entry["margin"] = np.full(len(scores), gate_margin(scores.sum(0), press))
             elif isinstance(press, kvpress.ChunkPress):
                 ends = range(0, scores.shape[-1], press.chunk_length)
                 each = [
