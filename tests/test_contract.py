@@ -148,15 +148,17 @@ def test_padding_and_batch_change_nothing(tiny, name, size):
     params = tiny(FAMILY)
     options = {**SMALL.get(name, {}), "block": 16}
     chosen = jaxkv.policy(name, **options, **(size if catalogue()[name].evicts else {}))
-    prompts = [ids(45, 1), ids(9, 2), ids(30, 3), ids(17, 4)]
-    if "ratio" in size:  # slots differ with the length then, so every row alone compiles on its own
-        prompts = prompts[:2]
+    prompts, alone = [ids(45, 1), ids(9, 2), ids(30, 3), ids(17, 4)], (1, 2)
+    if "ratio" in size:
+        prompts, alone = prompts[:2], (1,)
     together = generated(params, prompts, chosen, 24)
-    for row, prompt in enumerate(prompts):
-        alone = generated(params, prompt, chosen, 24)
-        assert together.tokens[row].tolist() == alone.tokens[0].tolist()
-        for mine, theirs in zip(together.cache.layers, alone.cache.layers, strict=True):
-            assert entries(mine, row) == entries(theirs)
+    turned = generated(params, prompts[::-1], chosen, 24)  # other neighbours, compiled already
+    others = [(turned, len(prompts) - 1 - row, row) for row in range(len(prompts))]
+    others += [(generated(params, prompts[row], chosen, 24), 0, row) for row in alone]  # each compiles on its own
+    for other, at, row in others:
+        assert together.tokens[row].tolist() == other.tokens[at].tolist()
+        for mine, theirs in zip(together.cache.layers, other.cache.layers, strict=True):
+            assert entries(mine, row) == entries(theirs, at)
 
 
 @pytest.mark.parametrize("name", NAMES)
