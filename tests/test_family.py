@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import re
+import tomllib
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -33,10 +36,12 @@ from jaxkv.policies import (
     Then,
     Weighted,
     catalogue,
+    observe,
 )
 from jaxkv.policies.order import BIG
 from jaxkv.policies.policy import from_dict, to_dict
 from jaxkv.policies.score import Entering, KeyNorm, Recency, Sight
+from jaxkv.policies.scores import KINDS
 
 RTOL = 1e-4
 CLEAR = 2e-5  # smallest margin of every golden here: rounding can't change what is kept
@@ -537,3 +542,16 @@ def test_two_thousand_steps(tiny, name):
             assert set(range(policy.decode.select.sinks)) <= set(held)
             recent = {"streaming-llm": 28, "lagkv": 8, "lazyeviction": 8}[name]
             assert set(range(last - recent + 1, last + 1)) <= set(held)
+
+
+def test_the_policies_of_the_docs():
+    """What docs/policies.md shows can be made, and every kind that there is stands in it."""
+    text = (Path(__file__).parent.parent / "docs" / "policies.md").read_text(encoding="utf-8")
+    code = re.search(r"```python\n(.*?)```", text, re.S)
+    table = re.search(r"```toml\n(.*?)```", text, re.S)
+    made = {}
+    exec(code[1], made)
+    assert from_dict({"name": "x", **tomllib.loads(table[1])}).prefill == made["stages"]
+    assert made["either"].decode.straight and not made["either"].prefill.straight
+    for kind in (*KINDS, *observe.KINDS):
+        assert f"`{kind}`" in text, kind
