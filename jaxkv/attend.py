@@ -36,7 +36,6 @@ class LayerState:
     look: bool = True
     extra: int = 0
     layer: int = 0
-    layers: int = 1
     out: Float[Array, "Hq D M"] | None = None
 
 
@@ -60,12 +59,12 @@ def prefill_layer(
     each_head = jnp.broadcast_to(positions[:, None, :], key.shape[:3])
     rotation = functools.partial(_turned, spec)
     entered = policy.enter(  # before RoPE, so that a token's norm is the same wherever it stands
-        key, value, queries=query, positions=positions, rotate=rotation, scale=spec.scale, out=state.out
+        key, value, queries=query, positions=positions, rotate=rotation
     )
     own = positions.shape[1] - state.extra
     sight = Sight(
         queries=query[:, :, :own], query_positions=positions[:, :own], query_places=positions[:, :own],
-        rotate=rotation, scale=spec.scale, layer=state.layer, layers=state.layers,
+        rotate=rotation, scale=spec.scale, layer=state.layer, out=state.out,
     )  # fmt: skip
     if policy.rope == "text":
         query = rotate(query, positions[:, None, :], spec.rope)
@@ -201,11 +200,8 @@ def decode_layer(
     active = position >= 0
     at_once = phase is not None and phase.every == 1
     rule = Rule(phase.aggregate.heads, phase.protects.sinks) if phase and at_once and phase.straight else None
-    sight = Sight(rotate=functools.partial(_turned, spec), scale=spec.scale, layer=state.layer, layers=state.layers)
-    entered = policy.enter(
-        key[:, :, None], value[:, :, None], positions=position[:, None], rotate=sight.rotate, scale=spec.scale,
-        out=state.out, prompt=False,
-    )  # fmt: skip
+    sight = Sight(rotate=functools.partial(_turned, spec), scale=spec.scale, layer=state.layer, out=state.out)
+    entered = policy.enter(key[:, :, None], value[:, :, None], positions=position[:, None], prompt=False)
     stats = _write_stats(layer, entered, active)
 
     turn = None

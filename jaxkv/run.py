@@ -68,7 +68,7 @@ def prefill(
         )
         states = [
             LayerState(
-                layer, plan.slots[i], limits[i], plan.look, behind.shape[1], i, config.num_layers,
+                layer, plan.slots[i], limits[i], plan.look, behind.shape[1], i,
                 model.output_matrix(i) if policy.projects else None,
             )
             for i, layer in enumerate(layers)
@@ -158,8 +158,8 @@ def decode_step(
     model = _model(config, weights)
     states = [
         LayerState(
-            layer, layer.slots, cache.limits[i], layer=i, layers=config.num_layers,
-            out=model.output_matrix(i) if policy.projects else None,
+            layer, layer.slots, cache.limits[i], layer=i,
+            out=model.output_matrix(i) if policy.decode is not None and policy.decode.score.projects else None,
         )
         for i, layer in enumerate(cache.layers)
     ]  # fmt: skip

@@ -4,6 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv.errors import BadValue
@@ -31,7 +32,8 @@ class Combined(Score):
 class Scaled(Combined):
     """score = (of + epsilon) * size of the value: ||v||_1, ||v||_2, or the mean over the group of ||v W_O||_1.
 
-    `by`: "value-l1", "value-l2", "output-l1". Only for scores that are never negative.
+    `by`: "value-l1", "value-l2", "output-l1". Only for scores that are never negative. The first two are fixed as a
+    token enters; the last is computed from the values at every cut, for it reads the layer's output matrix.
     Source: VATP (arXiv 2406.12335) with value-l1; CriticalKV (arXiv 2502.03805) with output-l1.
     """
 
@@ -46,9 +48,10 @@ class Scaled(Combined):
         if any(leaf.signed for leaf in self.of.leaves()):
             raise BadValue(f"score {self.of.kind!r} can be negative, and scaling would turn its order around")
         self._join(self.of)
-        object.__setattr__(self, "stats", (*self.stats, self.name))
-        object.__setattr__(self, "straight", self.of.straight)
-        object.__setattr__(self, "projects", self.projects or self.by == "output-l1")
+        projects = self.by == "output-l1"
+        object.__setattr__(self, "stats", self.stats if projects else (*self.stats, self.name))
+        object.__setattr__(self, "straight", self.of.straight and not projects)
+        object.__setattr__(self, "projects", self.projects or projects)
 
     @property
     def name(self) -> str:
@@ -56,21 +59,11 @@ class Scaled(Combined):
         return self.by.replace("-", "_")
 
     def enter(self, new: Entering) -> Stats:
-        values = new.values.astype(jnp.float32)
-        if self.by == "value-l1":
-            size = jnp.sum(jnp.abs(values), axis=-1)
-        elif self.by == "value-l2":
-            size = jnp.linalg.norm(values, axis=-1)
-        else:
-            assert new.out is not None
-            kv_heads = values.shape[1]
-            group = new.out.shape[0] // kv_heads
-            out = new.out.astype(jnp.float32).reshape(kv_heads, group, *new.out.shape[1:])
-            one = [  # a head at a time: a prompt's v W_O of all heads would be Hq / Hk times as large
-                jnp.sum(jnp.abs(jnp.einsum("bhtd,hdm->bhtm", values, out[:, g])), axis=-1) for g in range(group)
-            ]
-            size = sum(one[1:], one[0]) / group
-        return {**super().enter(new), self.name: size}
+        values, more = new.values.astype(jnp.float32), super().enter(new)
+        if self.by == "output-l1":
+            return more
+        size = jnp.sum(jnp.abs(values), axis=-1) if self.by == "value-l1" else jnp.linalg.norm(values, axis=-1)
+        return {**more, self.name: size}
 
     def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
         weight, bias = self.of.line(stats, positions, now)
@@ -79,7 +72,8 @@ class Scaled(Combined):
         return 0.0 if none else jnp.multiply(size, weight), jnp.multiply(size, jnp.add(bias, self.epsilon))
 
     def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        return (self.of.score(stats, sight) + self.epsilon) * stats[self.name]
+        size = _output_size(sight) if self.by == "output-l1" else stats[self.name]
+        return (self.of.score(stats, sight) + self.epsilon) * size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,6 +186,20 @@ class PromptFirst(Combined):
 
     def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
         return jnp.where(stats["prompt"] > 0, BIG, self.of.score(stats, sight))
+
+
+def _output_size(sight: Sight) -> Float[Array, "B Hk S"]:
+    """The mean over the group of ||v W_O||_1."""
+    assert sight.out is not None, "this score needs the output matrix"
+    values, kv_heads = sight.v, sight.at.shape[1]
+    out = sight.out.astype(jnp.float32).reshape(kv_heads, -1, *sight.out.shape[1:])
+    group = out.shape[1]
+
+    def one(total, matrix):  # a head of each group at a time, or v W_O would take Hq times its memory
+        return total + jnp.sum(jnp.abs(jnp.einsum("bhsd,hdm->bhsm", values, matrix)), axis=-1), None
+
+    total, _ = lax.scan(one, jnp.zeros(sight.at.shape, jnp.float32), jnp.moveaxis(out, 1, 0))
+    return total / group
 
 
 def _check_scale(scale: str) -> None:

@@ -27,8 +27,7 @@ Rotate = Callable[[jax.Array, jax.Array], jax.Array]
 class Entering:
     """Tokens as they enter a layer's cache: keys and queries before RoPE, and how RoPE turns them to positions.
 
-    `out` is the layer's output matrix by query heads; only scores that say `projects` get it. `prompt` tells prefill
-    from decode.
+    `prompt` tells prefill from decode.
     """
 
     keys: Float[Array, "B Hk T D"]
@@ -36,8 +35,6 @@ class Entering:
     queries: Float[Array, "B Hq T D"] | None = None
     positions: Int[Array, "B T"] | None = None
     rotate: Rotate | None = None
-    scale: float = 1.0
-    out: Float[Array, "Hq D M"] | None = None
     prompt: bool = True
 
 
@@ -46,7 +43,8 @@ class Sight:
     """What a score that is no straight line may look at: a layer's entries, and at prefill the block's queries.
 
     `keys` are turned to `places` (text or cache positions, by the policy's rope), `queries` are before RoPE.
-    `limits` is the number of entries to keep, `protected` marks those that stay whatever their score.
+    `limits` is the number of entries to keep, `protected` marks those that stay whatever their score. `out` is the
+    layer's output matrix by query heads, for scores that say `projects`.
     """
 
     keys: Float[Array, "B Hk S D"] | None = None
@@ -58,7 +56,7 @@ class Sight:
     rotate: Rotate | None = None
     scale: float = 1.0
     layer: int = 0
-    layers: int = 1
+    out: Float[Array, "Hq D M"] | None = None
     positions: Int[Array, "B Hk S"] | None = None
     mass: Float[Array, "B Hk S"] | None = None
     now: Int[Array, "B"] | None = None
