@@ -6,11 +6,15 @@ Every policy runs in turns with its reference in one process. Policies without a
 """
 
 import argparse
+import dataclasses
 from typing import Any
+
+from flax import nnx
 
 import jaxkv
 from benchmarks.flat_cost import Run, in_turns
 from benchmarks.report import prose_rows, table, write
+from jaxkv.models import graphdef
 from jaxkv.policies.catalogue import catalogue
 
 REFERENCE = "longflow"
@@ -32,6 +36,14 @@ def decoded(params: Any, policy: jaxkv.Policy, rows: list[list[int]], new_tokens
     return run
 
 
+def first_layers(params: Any, layers: int) -> Any:
+    """The model cut off after so many layers: the same shapes, sooner done."""
+    config = dataclasses.replace(params.config, num_layers=layers, layer_types=params.config.layer_types[:layers])
+    model = nnx.merge(graphdef(params.config), params.weights)
+    model.config, model.layers = config, nnx.List(list(model.layers)[:layers])
+    return dataclasses.replace(params, config=config, weights=nnx.state(model))
+
+
 def main() -> None:
     """Measure, print the table, store the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -41,9 +53,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=None, help="run the model's first layers only")
     parser.add_argument("--name", default="family_cost", help="of the JSON file in benchmarks/results")
     options = parser.parse_args()
     params = jaxkv.load(options.model)
+    if options.layers is not None:
+        params = first_layers(params, options.layers)
     rows = prose_rows(params.tokenizer, 1, options.tokens)
     names = options.policies or [name for name, policy in catalogue().items() if policy.evicts]
     reference = jaxkv.policy(REFERENCE, budget=options.budget)

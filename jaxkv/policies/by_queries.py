@@ -46,7 +46,8 @@ class ExpectedAttention(Score):
             off = jnp.where(seen[:, None, :, None], queries - mean[:, :, None], 0.0)
             spread = jnp.einsum("bhtd,bhte->bhde", off, off) / many[..., None]
             spread = _grouped(jnp.einsum("bij,bhjk,blk->bhil", turn, spread, turn), keys.shape[1])
-            z = z + jnp.einsum("bhsd,bhgde,bhse->bhgs", keys, spread, keys) * sight.scale**2 / 2
+            spent = jnp.einsum("bhsd,bhgde->bhgse", keys, spread)
+            z = z + jnp.einsum("bhgse,bhse->bhgs", spent, keys) * sight.scale**2 / 2
         free = (sight.live & (sight.at >= sight.sinks))[:, :, None]
         weight = jnp.where(free, jax.nn.softmax(jnp.where(free, z, -1e30), axis=-1), 0.0)
         return jnp.mean(weight, axis=2) + self.epsilon
@@ -79,7 +80,8 @@ class Capacity(Score):
         weight = jnp.where(free, jnp.exp(self.tau * (cos - top)), 0.0)
         more = jnp.where(free, weight + self.epsilon, 0.0)
         exact = lax.Precision.HIGHEST
-        gram = jnp.einsum("bhgs,bhsd,bhse->bhgde", more, values, values, precision=exact) + jnp.eye(values.shape[-1])
+        heavy = more[..., None] * values[:, :, None]
+        gram = jnp.einsum("bhgsd,bhse->bhgde", heavy, values, precision=exact) + jnp.eye(values.shape[-1])
         turned = jnp.broadcast_to(jnp.swapaxes(values, 2, 3)[:, :, None], (*gram.shape[:4], values.shape[2]))
         solved = jax.scipy.linalg.cho_solve((jnp.linalg.cholesky(gram), True), turned)
         return jnp.mean(weight * jnp.einsum("bhsd,bhgds->bhgs", values, solved), axis=2)
