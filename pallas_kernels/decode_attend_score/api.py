@@ -1,9 +1,9 @@
 """decode_attend_score: picks the implementation for where it runs."""
 
-from pallas_kernels.decode_attend_score import reference
+from pallas_kernels.decode_attend_score import reference, tpu
 from pallas_kernels.dispatch import dispatch
 
-IMPLEMENTATIONS = {"reference": reference.decode_attend_score}
+IMPLEMENTATIONS = {"tpu": tpu.decode_attend_score, "reference": reference.decode_attend_score}
 
 
 def decode_attend_score(*args, implementation: str | None = None, **kwargs) -> reference.Attended:

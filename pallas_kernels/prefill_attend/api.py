@@ -3,9 +3,9 @@
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.prefill_attend import reference
+from pallas_kernels.prefill_attend import reference, tpu
 
-IMPLEMENTATIONS = {"reference": reference.prefill_attend}
+IMPLEMENTATIONS = {"tpu": tpu.prefill_attend, "reference": reference.prefill_attend}
 
 
 def prefill_attend(*args, implementation: str | None = None, **kwargs) -> Float[Array, "B Hq T D"]:

@@ -3,9 +3,9 @@
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.prefill_attend_mass import reference
+from pallas_kernels.prefill_attend_mass import reference, tpu
 
-IMPLEMENTATIONS = {"reference": reference.prefill_attend_mass}
+IMPLEMENTATIONS = {"tpu": tpu.prefill_attend_mass, "reference": reference.prefill_attend_mass}
 
 
 def prefill_attend_mass(*args, implementation: str | None = None, **kwargs) -> Float[Array, "B Hq S"]:
