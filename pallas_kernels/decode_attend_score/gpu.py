@@ -151,8 +151,8 @@ def attend(
     plan = _plan(rows, slots, dim, heads, keys.dtype, scale, window, softcap, keeps_logits)
     width = plan.blocks * plan.block
     held = jnp.pad(positions, ((0, 0), (0, width - slots)), constant_values=-1)
-    shift = np.arange(rows)[:, None] * slots % 8
-    if shift.any():
+    shift = np.arange(rows)[:, None] * slots % 8  # where a head begins within its eight slots
+    if slots % 8:
         place = np.arange(width) - shift
         held = jnp.where((place >= 0) & (place < slots), jnp.take_along_axis(held, place % width, axis=1), -1)
     outputs = [
@@ -177,7 +177,8 @@ def attend(
         "k_here": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         "v_here": plgpu.Barrier(num_barriers=STAGES),
     }
-    cache = [jax.new_ref(x.reshape(rows * slots, dim)) for x in (keys, values)]
+    whole = (1, rows * slots, dim) if slots % 8 else (rows, slots, dim)
+    cache = [jax.new_ref(x.reshape(whole)) for x in (keys, values)]
     parts, sums, *logits = plgpu.kernel(
         functools.partial(_attend_block, plan),
         out_type=outputs,
@@ -205,7 +206,7 @@ def attend(
     if keeps_logits:
         logits = logits[0][:, :, :heads]
         place = (np.arange(slots) + shift)[..., None]
-        logits = jnp.take_along_axis(logits, place, axis=1) if shift.any() else logits[:, :slots]
+        logits = jnp.take_along_axis(logits, place, axis=1) if slots % 8 else logits[:, :slots]
     return output, lse, logits if keeps_logits else None, *(jax.freeze(x).reshape(keys.shape) for x in cache)
 
 
@@ -218,9 +219,12 @@ def _attend_block(
     first = split * plan.each
     count = jnp.minimum(plan.each, plan.blocks - first)
     now, target = position[row], slot[row]
-    # Memory is read from a multiple of 8 on, so a block may reach into another head's slots: they are not seen.
-    shift = lax.rem(row * plan.slots, 8)
-    head_start = pl.multiple_of(row * plan.slots - shift, 8)
+    head, begin, shift = row, 0, 0
+    if plan.slots % 8:
+        # Slots are read by eights, so all heads' lie in one row, and a block may reach into those of the heads beside:
+        # they are not seen, so it does not matter either that their programs may be writing there.
+        head, begin = 0, row * plan.slots
+        shift = lax.rem(begin, 8)
     # From a traced 0, so that the slice may reach past the array: the copy engine reads zeros there and writes nothing.
     zero = row * 0
     all_dims, all_heads = pl.ds(zero, plan.dim), pl.ds(zero, plan.columns)
@@ -230,15 +234,15 @@ def _attend_block(
         for new, row_of, cache in ((key, 0, keys), (value, 1, values)):
             plgpu.copy_gmem_to_smem(new.at[row], new_mem.at[row_of], once)
             plgpu.barrier_wait(once)
-            plgpu.copy_smem_to_gmem(new_mem.at[row_of], cache.at[row * plan.slots + target])
+            plgpu.copy_smem_to_gmem(new_mem.at[row_of], cache.at[head, begin + target])
         plgpu.wait_smem_to_gmem(0)  # in memory before the block around it is read
 
     def fetch(index):
         stage, start = lax.rem(index, STAGES), (first + index) * plan.block
-        some = pl.ds(pl.multiple_of(head_start + start, 8), plan.block)
+        some = pl.ds(pl.multiple_of(begin - shift + start, 8), plan.block)
         plgpu.copy_gmem_to_smem(positions.at[row, pl.ds(start, plan.block)], p_mem.at[stage], k_here.at[stage])
-        plgpu.copy_gmem_to_smem(keys.at[some, all_dims], k_mem.at[stage], k_here.at[stage])
-        plgpu.copy_gmem_to_smem(values.at[some, all_dims], v_mem.at[stage], v_here.at[stage])
+        plgpu.copy_gmem_to_smem(keys.at[head, some, all_dims], k_mem.at[stage], k_here.at[stage])
+        plgpu.copy_gmem_to_smem(values.at[head, some, all_dims], v_mem.at[stage], v_here.at[stage])
 
     for index in range(STAGES):
         pl.when(index < count)(functools.partial(fetch, jnp.int32(index)))
