@@ -10,8 +10,12 @@ import pytest
 
 from pallas_kernels.decode_attend_score import reference
 from pallas_kernels.decode_attend_score.victim import Rule
+from pallas_kernels.prefill_attend import reference as attend_reference
+from pallas_kernels.prefill_attend_mass import reference as mass_reference
 
 gpu = pytest.importorskip("pallas_kernels.decode_attend_score.gpu", reason="this jaxlib carries no Mosaic GPU")
+attend_gpu = pytest.importorskip("pallas_kernels.prefill_attend.gpu")
+mass_gpu = pytest.importorskip("pallas_kernels.prefill_attend_mass.gpu")
 plgpu = gpu.plgpu
 
 NATIVE = jax.default_backend() == "gpu"
@@ -54,12 +58,16 @@ def inputs(batch, kv_heads, group, slots, dim, dtype="bfloat16", rule="longflow"
     return arrays, {"scale": dim**-0.5, "rule": chosen}
 
 
+def native_or_not(races=True):
+    return {} if NATIVE else {"interpret": plgpu.InterpretGPUParams(detect_races=races)}
+
+
 def run(implementation, arrays, **options):
     arrays, factors = arrays[:10], arrays[10:]
-    if implementation is gpu and not NATIVE:
+    if implementation is gpu:
         # Where heads do not begin at a multiple of 8, what lies beside a head is read and thrown away, written or not.
         races = arrays[5].shape[2] % 8 == 0
-        options["interpret"] = plgpu.InterpretGPUParams(detect_races=races)
+        options |= native_or_not(races)
     return jax.jit(lambda *args: implementation.decode_attend_score(*args, *factors, **options))(*arrays)
 
 
@@ -169,3 +177,71 @@ def test_refuses_keys_turned_at_read_time():
     arrays, options = inputs(1, 1, 1, 64, 64)
     with pytest.raises(NotImplementedError, match="rotate"):
         run(gpu, arrays, **options, rotate=lambda q, k, p: (q, k))
+
+
+def prompt(heads, kv_heads, length, past, dim, dtype="bfloat16"):
+    """Arguments of prefill: `past` slots in no order, three in ten empty and full of NaN, and the block's own keys.
+
+    The first row's first tokens are padding.
+    """
+    rng, batch = np.random.default_rng(1), 2
+    held = np.stack([rng.permutation(2 * past)[:past] for _ in range(batch * kv_heads)]).reshape(batch, kv_heads, past)
+    held = np.where(rng.random(held.shape) < 0.3, -1, held)
+    asking = np.broadcast_to(np.arange(length) + 2 * past, (batch, length)).copy()
+    asking[0, :5] = -1
+    held = np.concatenate([held, np.broadcast_to(asking[:, None], (batch, kv_heads, length))], axis=-1)
+    hollow = np.where(held < 0, np.nan, 1.0)[..., None]
+
+    def draw(heads, tokens):
+        return rng.normal(size=(batch, heads, tokens, dim))
+
+    queries, *cache = draw(heads, length), *(draw(kv_heads, past + length) * hollow for _ in range(2))
+    queries, keys, values = (jnp.asarray(x, dtype) for x in (queries, *cache))
+    return queries, keys, values, jnp.asarray(asking, jnp.int32), jnp.asarray(held, jnp.int32)
+
+
+PROMPTS = {  # Hq, Hk, T, past, D, dtype, options
+    "two heads to one, several blocks": (2, 1, 70, 90, 64, "bfloat16", {"own_keys_last": True}),
+    "D 80, window, soft cap": (1, 1, 20, 77, 80, "float16", {"window": 40, "softcap": 10.0}),
+    "D 256": (1, 1, 64, 0, 256, "bfloat16", {"own_keys_last": True}),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prefill_equals_the_reference(name):
+    *shape, options = PROMPTS[name]
+    arrays, options = prompt(*shape), options | {"scale": shape[4] ** -0.5}
+    got = jax.jit(lambda *args: attend_gpu.prefill_attend(*args, **options, **native_or_not()))(*arrays)
+    want = jax.jit(lambda *args: attend_reference.prefill_attend(*args, **options))(*arrays)
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), atol=1.6e-2)
+
+
+@pytest.mark.parametrize(("name", "reduce"), list(zip(PROMPTS, ("sum", "max", "mean"), strict=True)))
+def test_mass_equals_the_reference(name, reduce):
+    *shape, options = PROMPTS[name]
+    queries, keys, _, asking, held = prompt(*shape)
+    options = {"scale": shape[4] ** -0.5, "reduce": reduce} | options
+    options.pop("own_keys_last", None)
+    arrays = queries[:, :, -32:], keys, asking[:, -32:], held
+    got = jax.jit(lambda *args: mass_gpu.prefill_attend_mass(*args, **options, **native_or_not()))(*arrays)
+    want = jax.jit(lambda *args: mass_reference.prefill_attend_mass(*args, **options))(*arrays)
+    np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_mass_of_all_queries():
+    queries, keys, _, asking, held = prompt(2, 1, 70, 90, 64)
+    got = mass_gpu.prefill_attend_mass(queries, keys, asking, held, scale=0.125, **native_or_not())
+    want = mass_reference.prefill_attend_mass(queries, keys, asking, held, scale=0.125)
+    np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_prefill_lowers_for_cuda(dim):
+    queries, keys, values, asking, held = prompt(4, 2, 100, 57, dim)
+    more = {"scale": 0.1, "window": 50, "softcap": 30.0}
+    for step, arrays in (
+        (attend_gpu.prefill_attend, (queries, keys, values, asking, held)),
+        (mass_gpu.prefill_attend_mass, (queries, keys, asking, held)),
+    ):
+        traced = jax.jit(functools.partial(step, **more)).trace(*arrays)
+        assert "@mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()

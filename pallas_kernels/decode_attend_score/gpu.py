@@ -22,8 +22,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import gpu_blocks as blocks_of
 from pallas_kernels.decode_attend_score.reference import GROUP, Attended
 from pallas_kernels.decode_attend_score.victim import Factor, Rule, alive, line, over_heads, protected, victim
+from pallas_kernels.gpu_blocks import per_key, per_query
 from pallas_kernels.masking import MASKED
 
 PROGRAMS = 2 * 132  # what an H100 or H200 runs at once: two to a multiprocessor, so that one copies while one computes
@@ -37,7 +39,6 @@ class _Plan:
 
     slots: int  # C
     dim: int  # D, filled up to a multiple of 64 with zeros that the copy engine makes
-    tile: int  # 64, 32 or 16, which divides D: operands of the tensor cores lie in tiles of 8 rows by so many columns
     columns: int  # G, filled up to 8 or 16
     stored: int  # G, filled up to a multiple of 4: a row of logits in memory is whole 16 bytes
     block: int  # slots at a time
@@ -161,13 +162,12 @@ def attend(
     ]
     if keeps_logits:
         outputs.append(jax.ShapeDtypeStruct((rows, width, plan.stored), jnp.float32))
-    tiles = plgpu.TilingTransform((8, plan.tile)), plgpu.SwizzleTransform(2 * plan.tile)
-    staged = functools.partial(plgpu.SMEM, dtype=keys.dtype, transforms=tiles)
+    operand = blocks_of.operand(blocks_of.tile_width(dim), keys.dtype)
     scratch = {
-        "q_mem": staged((plan.columns, plan.dim)),
-        "k_mem": staged((STAGES, plan.block, plan.dim)),
-        "v_mem": staged((STAGES, plan.block, plan.dim)),
-        "w_mem": staged((plan.columns, plan.block)),
+        "q_mem": operand(plan.columns, plan.dim),
+        "k_mem": operand(STAGES, plan.block, plan.dim),
+        "v_mem": operand(STAGES, plan.block, plan.dim),
+        "w_mem": operand(plan.columns, plan.block),
         "p_mem": plgpu.SMEM((STAGES, plan.block), jnp.int32),
         "new_mem": plgpu.SMEM((2, dim), keys.dtype),
         "logit_mem": plgpu.SMEM((plan.block, plan.columns), jnp.float32),
@@ -249,28 +249,22 @@ def _attend_block(
     plgpu.copy_gmem_to_smem(query.at[row, :, all_dims], q_mem, once)
     plgpu.barrier_wait(once)
 
-    def over_slots(x):
-        return lax.broadcast_in_dim(x, (plan.block, plan.columns), [1])
-
-    def over_dims(x):
-        return lax.broadcast_in_dim(x, (plan.dim, plan.columns), [1])
-
     def step(index, carry):
         top, total, output = carry
         stage = lax.rem(index, STAGES)
         plgpu.barrier_wait(k_here.at[stage])
-        scores = _product(k_mem.at[stage], q_mem.transpose((1, 0))) * plan.scale
+        scores = blocks_of.product(k_mem.at[stage], q_mem.transpose((1, 0))) * plan.scale
         if plan.softcap is not None:
             scores = plan.softcap * jnp.tanh(scores / plan.softcap)
-        held = plgpu.layout_cast(p_mem[stage], plgpu.Layout.WGMMA.reduce(1))
+        held = plgpu.layout_cast(p_mem[stage], blocks_of.KEYS)
         seen = (held >= 0) & (held <= now)
         if plan.window is not None:
             seen = seen & (now - held < plan.window)
-        visible = lax.broadcast_in_dim(seen, scores.shape, [0])
+        visible = per_key(seen, scores.shape)
         scores = jnp.where(visible, scores, MASKED)
 
         higher = jnp.maximum(top, jnp.max(scores, axis=0))
-        weights = jnp.where(visible, jnp.exp(scores - over_slots(higher)), 0.0)
+        weights = jnp.where(visible, jnp.exp(scores - per_query(higher, scores.shape)), 0.0)
         shrink = jnp.exp(top - higher)
         w_mem.transpose((1, 0))[...] = weights.astype(w_mem.dtype)
         if logits:
@@ -278,28 +272,26 @@ def _attend_block(
             logit_mem[...] = scores
 
         plgpu.barrier_wait(v_here.at[stage])
-
-        @pl.when(jnp.min(jnp.where(seen, 1, 0)) == 0)
-        def _clear_unseen():  # an empty slot may hold anything, and 0 * NaN is NaN
-            block = plgpu.layout_cast(v_mem[stage], plgpu.Layout.WGMMA)
-            clean = jnp.where(lax.broadcast_in_dim(seen, block.shape, [0]), block, jnp.zeros((), block.dtype))
-            v_mem.at[stage][...] = clean
-
+        blocks_of.clear_empty(v_mem.at[stage], held)
         plgpu.commit_smem()  # and everyone has done with the stage of the step before
         if logits:
             some = pl.ds((first + index) * plan.block, plan.block)
             plgpu.copy_smem_to_gmem(logit_mem, logits[0].at[row, some, all_heads])
         coming = index - 1 + STAGES
         pl.when((index > 0) & (coming < count))(functools.partial(fetch, coming))
-        added = _product(v_mem.at[stage].transpose((1, 0)), w_mem.transpose((1, 0)))
-        return higher, total * over_slots(shrink) + weights, output * over_dims(shrink) + added
+        added = blocks_of.product(v_mem.at[stage].transpose((1, 0)), w_mem.transpose((1, 0)))
+        return (
+            higher,
+            total * per_query(shrink, total.shape) + weights,
+            output * per_query(shrink, output.shape) + added,
+        )
 
     start = (
         jnp.full((plan.columns,), MASKED, jnp.float32),
         jnp.zeros((plan.block, plan.columns), jnp.float32),
         jnp.zeros((plan.dim, plan.columns), jnp.float32),
     )
-    layouts = plgpu.Layout.WGMMA.reduce(0), plgpu.Layout.WGMMA, plgpu.Layout.WGMMA
+    layouts = blocks_of.QUERIES, blocks_of.SQUARE, blocks_of.SQUARE
     start = tuple(plgpu.layout_cast(x, layout) for x, layout in zip(start, layouts, strict=True))
     top, total, output = lax.fori_loop(0, count, step, start)
     out_mem[...] = output
@@ -311,36 +303,19 @@ def _attend_block(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _product(a, b):
-    """a @ b on the tensor cores, both in shared memory, in float32."""
-
-    def multiply(total):
-        plgpu.wgmma(total, a, b)
-        return total[...]
-
-    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
-
-
 def _plan(rows, slots, dim, heads, dtype, scale, window, softcap, keeps_logits) -> _Plan:
     """The kernel's numbers; raises `NotImplementedError` for what it does not take."""
-    device = jax.devices()[0]
-    if device.platform == "gpu" and str(device.compute_capability) != "9.0":
-        raise NotImplementedError(f"{device.device_kind}: the kernel is for Hopper GPUs (compute capability 9.0)")
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"{dtype} cache: the tensor cores would round it; bfloat16 or float16")
-    if dim % 16 or dim > 256:
-        raise NotImplementedError(f"head dim {dim}: a multiple of 16, for the tensor cores, up to 256")
+    blocks_of.check(dim, dtype)
     if heads > 16:
         raise NotImplementedError(f"{heads} query heads to a KV head: up to 16")
     if rows * slots % 8:
         raise NotImplementedError(f"{rows} x {slots} slots: a multiple of 8 in all, as they are read by eights")
-    wide = -(-dim // 64) * 64
+    wide = blocks_of.round_up(dim, 64)
     block = SLOTS[wide]
     blocks = -(-(slots + (7 if slots % 8 else 0)) // block)
     each = -(-blocks // _splits(rows, blocks))
-    columns, stored = -(-heads // 8) * 8, -(-heads // 4) * 4
-    tile = next(tile for tile in (64, 32, 16) if dim % tile == 0)
-    return _Plan(slots, wide, tile, columns, stored, block, each, blocks, scale, window, softcap, keeps_logits)
+    columns, stored = blocks_of.round_up(heads, 8), blocks_of.round_up(heads, 4)
+    return _Plan(slots, wide, columns, stored, block, each, blocks, scale, window, softcap, keeps_logits)
 
 
 def _splits(rows: int, blocks: int) -> int:
