@@ -1,8 +1,8 @@
 """prefill_attend for Hopper GPUs: flash attention whose mask is made of positions.
 
 cuDNN and jax's own kernels mask by index, which says nothing about a cache that keeps some of the past in any order.
-One program takes `QUERIES` queries of one head and walks over the keys, block by block, with a running maximum:
-scores [S, N] = K q, output [D, N] += V^T weights.
+One program takes 64 queries of one head (32 where D is above 128) and walks over the keys, block by block, with a
+running maximum: scores [S, N] = K q, output [D, N] += V^T weights.
 """
 
 import dataclasses
@@ -19,7 +19,6 @@ from pallas_kernels import gpu_blocks as blocks_of
 from pallas_kernels.gpu_blocks import per_query
 from pallas_kernels.masking import MASKED
 
-QUERIES = 64  # a program's
 KEYS = 64  # at a time
 STAGES = 2
 
@@ -30,6 +29,7 @@ class _Plan:
 
     group: int  # query heads to a KV head
     dim: int  # D, filled up to a multiple of 64 with zeros that the copy engine makes
+    queries: int  # a program's
     blocks: int  # of keys
     ahead: int | None  # the keys up to the first query's own, where the last keys are the queries' own
     scale: float
@@ -60,26 +60,27 @@ def prefill_attend(
     blocks_of.check(dim, keys.dtype)
     ahead = slots - length if own_keys_last else None
     wide = blocks_of.round_up(dim, 64)
-    plan = _Plan(heads // kv_heads, wide, -(-slots // KEYS), ahead, scale, window, softcap)
+    several = 64 if wide <= 128 else 32  # or the output would not fit in registers
+    plan = _Plan(heads // kv_heads, wide, several, -(-slots // KEYS), ahead, scale, window, softcap)
     more = plan.blocks * KEYS - slots
     keys, values = (jnp.pad(x, ((0, 0), (0, 0), (0, -slots % 8), (0, 0))) for x in (keys, values))
-    rows = blocks_of.round_up(length, QUERIES)
+    rows = blocks_of.round_up(length, plan.queries)
     operand = blocks_of.operand(blocks_of.tile_width(dim), keys.dtype)
     (output,) = plgpu.kernel(
         functools.partial(_attend_queries, plan),
-        out_type=[jax.ShapeDtypeStruct((batch * heads, rows, dim), queries.dtype)],
+        out_type=[jax.ShapeDtypeStruct((batch * heads, rows, dim), keys.dtype)],
         scratch_types={
-            "q_mem": operand(QUERIES, wide),
+            "q_mem": operand(plan.queries, wide),
             "k_mem": operand(STAGES, KEYS, wide),
             "v_mem": operand(STAGES, KEYS, wide),
-            "w_mem": operand(QUERIES, KEYS),
-            "now_mem": plgpu.SMEM((QUERIES,), jnp.int32),
+            "w_mem": operand(plan.queries, KEYS),
+            "now_mem": plgpu.SMEM((plan.queries,), jnp.int32),
             "at_mem": plgpu.SMEM((STAGES, KEYS), jnp.int32),
             "q_here": plgpu.Barrier(num_arrivals=2),
             "k_here": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
             "v_here": plgpu.Barrier(num_barriers=STAGES),
         },
-        grid=(batch * heads, rows // QUERIES),
+        grid=(batch * heads, rows // plan.queries),
         grid_names=("head", "queries"),
         interpret=interpret or None,
         kernel_name="prefill_attend",
@@ -90,7 +91,7 @@ def prefill_attend(
         jnp.repeat(jnp.pad(query_positions, ((0, 0), (0, rows - length)), constant_values=-1), heads, axis=0),
         jnp.pad(key_positions, ((0, 0), (0, 0), (0, more)), constant_values=-1).reshape(batch * kv_heads, -1),
     )
-    return output[:, :length].reshape(queries.shape)
+    return output[:, :length].reshape(queries.shape).astype(queries.dtype)
 
 
 def _attend_queries(
@@ -100,11 +101,13 @@ def _attend_queries(
     """One program: some queries of one head."""
     head = lax.axis_index("head")
     kv_head = lax.div(head, plan.group)
-    mine = pl.ds(lax.axis_index("queries") * QUERIES, QUERIES)
+    mine = pl.ds(lax.axis_index("queries") * plan.queries, plan.queries)
     all_dims = pl.ds(head * 0, plan.dim)  # from a traced 0, so that it may reach past the array, where it reads zeros
     count = jnp.int32(plan.blocks)
     if plan.ahead is not None:  # no query looks beyond its own key
-        count = jnp.minimum(count, lax.div(plan.ahead + (lax.axis_index("queries") + 1) * QUERIES + KEYS - 1, KEYS))
+        count = jnp.minimum(
+            count, lax.div(plan.ahead + (lax.axis_index("queries") + 1) * plan.queries + KEYS - 1, KEYS)
+        )
 
     def fetch(index):
         stage, some = lax.rem(index, STAGES), pl.ds(index * KEYS, KEYS)
@@ -139,9 +142,9 @@ def _attend_queries(
         return higher, total, output * per_query(shrink, output.shape) + added
 
     start = (
-        plgpu.layout_cast(jnp.full((QUERIES,), MASKED, jnp.float32), blocks_of.QUERIES),
-        plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), blocks_of.QUERIES),
-        plgpu.layout_cast(jnp.zeros((plan.dim, QUERIES), jnp.float32), blocks_of.SQUARE),
+        plgpu.layout_cast(jnp.full((plan.queries,), MASKED, jnp.float32), blocks_of.QUERIES),
+        plgpu.layout_cast(jnp.zeros((plan.queries,), jnp.float32), blocks_of.QUERIES),
+        plgpu.layout_cast(jnp.zeros((plan.dim, plan.queries), jnp.float32), blocks_of.SQUARE),
     )
     _, total, result = lax.fori_loop(0, count, step, start)
     result = result / per_query(jnp.where(total > 0, total, 1.0), result.shape)
