@@ -1,6 +1,6 @@
 """decode_attend_score: picks the implementation for where it runs."""
 
-from pallas_kernels.decode_attend_score import reference
+from pallas_kernels.decode_attend_score import reference, tpu
 from pallas_kernels.dispatch import dispatch
 
 
@@ -10,7 +10,7 @@ def _gpu(*args, **kwargs) -> reference.Attended:
     return gpu.decode_attend_score(*args, **kwargs)
 
 
-IMPLEMENTATIONS = {"gpu": _gpu, "reference": reference.decode_attend_score}
+IMPLEMENTATIONS = {"tpu": tpu.decode_attend_score, "gpu": _gpu, "reference": reference.decode_attend_score}
 
 
 def decode_attend_score(*args, implementation: str | None = None, **kwargs) -> reference.Attended:

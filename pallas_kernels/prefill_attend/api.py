@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.prefill_attend import reference
+from pallas_kernels.prefill_attend import reference, tpu
 
 
 def _gpu(*args, **kwargs) -> Float[Array, "B Hq T D"]:
@@ -12,7 +12,7 @@ def _gpu(*args, **kwargs) -> Float[Array, "B Hq T D"]:
     return gpu.prefill_attend(*args, **kwargs)
 
 
-IMPLEMENTATIONS = {"gpu": _gpu, "reference": reference.prefill_attend}
+IMPLEMENTATIONS = {"tpu": tpu.prefill_attend, "gpu": _gpu, "reference": reference.prefill_attend}
 
 
 def prefill_attend(*args, implementation: str | None = None, **kwargs) -> Float[Array, "B Hq T D"]:

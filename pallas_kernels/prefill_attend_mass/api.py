@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.prefill_attend_mass import reference
+from pallas_kernels.prefill_attend_mass import reference, tpu
 
 
 def _gpu(*args, **kwargs) -> Float[Array, "B Hq S"]:
@@ -12,7 +12,7 @@ def _gpu(*args, **kwargs) -> Float[Array, "B Hq S"]:
     return gpu.prefill_attend_mass(*args, **kwargs)
 
 
-IMPLEMENTATIONS = {"gpu": _gpu, "reference": reference.prefill_attend_mass}
+IMPLEMENTATIONS = {"tpu": tpu.prefill_attend_mass, "gpu": _gpu, "reference": reference.prefill_attend_mass}
 
 
 def prefill_attend_mass(*args, implementation: str | None = None, **kwargs) -> Float[Array, "B Hq S"]:
