@@ -21,9 +21,12 @@ from jaxkv.policies.policy import Policy
 from jaxkv.sampling import Sampler
 
 Layers = tuple[LayerCache, ...]
+Expected = tuple[Int[Array, "B T K"], Float[Array, "B T K"]]  # the likeliest next tokens and their probabilities
+HEAD_ROWS = 128  # hidden states whose logits are computed together, where every position's are asked for
 
 
-def _model(config: ModelConfig, weights) -> Decoder:
+def model_of(config: ModelConfig, weights) -> Decoder:
+    """The model with its weights in place."""
     return nnx.merge(graphdef(config), weights)
 
 
@@ -33,7 +36,7 @@ def empty_layers(config: ModelConfig, policy: Policy, batch: int, dtype) -> Laye
     return tuple(slots_of.empty(batch, s.num_kv_heads, 0, s.head_dim, dtype, policy.stats) for s in specs)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "policy", "plan", "implementation", "progress"))
+@functools.partial(jax.jit, static_argnames=("config", "policy", "plan", "implementation", "progress", "top", "limit"))
 def prefill(
     weights,
     layers: Layers,
@@ -48,40 +51,70 @@ def prefill(
     plan: Plan,
     implementation: str | None = None,
     progress=None,
-) -> tuple[Layers, Float[Array, "B V"]]:
+    top: int = 0,
+    limit: int = 0,
+) -> tuple[Layers, Float[Array, "B V"], Expected]:
     """Run the left-padded prompt (padding at position -1) in blocks; the layers it leaves and the last logits.
 
     `lengths [B]` tokens were seen before. The pseudo tokens run behind every block, at the positions that the first
-    decoded tokens will have.
+    decoded tokens will have. With `top` also the likeliest tokens after each prompt token, for at least the last
+    `limit` of them.
     """
-    model = _model(config, weights)
+    model = model_of(config, weights)
     end = lengths + jnp.sum(positions >= 0, axis=-1, dtype=jnp.int32)
     ahead = end[:, None] + jnp.arange(pseudo.shape[1], dtype=jnp.int32)
 
-    def block(layers: Layers, tokens, positions):
+    def block(layers: Layers, tokens, positions, wanted):
         now = jnp.where(positions[:, -1] < 0, lengths, positions[:, -1] + 1)  # a row of padding has not begun
         attend = functools.partial(
             prefill_layer, policy, jnp.concatenate([positions, ahead], axis=1), now, implementation
         )
         states = [LayerState(layer, plan.slots[i], limits[i], plan.look) for i, layer in enumerate(layers)]
         hidden, states = model(jnp.concatenate([tokens, pseudo], axis=1), states, attend)
-        return tuple(state.cache for state in states), hidden[:, tokens.shape[1] - 1]
+        expected = _expected(model, hidden[:, : tokens.shape[1]], top, wanted)
+        return (tuple(state.cache for state in states), hidden[:, tokens.shape[1] - 1]), expected
 
-    layers, hidden = block(layers, tokens[:, : plan.first], positions[:, : plan.first])
+    (layers, hidden), expected = block(
+        layers, tokens[:, : plan.first], positions[:, : plan.first], jnp.bool_(plan.blocks * plan.block < limit)
+    )
 
     def more(carry, turn):
         layers, _ = carry
         number, tokens, positions = turn
         if progress is not None:
             jax.debug.callback(functools.partial(progress, "prefill"), number, plan.blocks + 1)
-        return block(layers, tokens, positions), None
+        return block(layers, tokens, positions, (plan.blocks - number) * plan.block < limit)
 
     if plan.blocks:
         rest = [
             jnp.moveaxis(x[:, plan.first :].reshape(-1, plan.blocks, plan.block), 1, 0) for x in (tokens, positions)
         ]
-        (layers, hidden), _ = lax.scan(more, (layers, hidden), (jnp.arange(1, plan.blocks + 1), *rest))
-    return layers, model.logits(hidden)
+        (layers, hidden), later = lax.scan(more, (layers, hidden), (jnp.arange(1, plan.blocks + 1), *rest))
+        later = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, top), later)
+        expected = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), expected, later)
+    return layers, model.logits(hidden), expected
+
+
+def _expected(model: Decoder, hidden: Float[Array, "B T M"], top: int, wanted: Bool[Array, ""]) -> Expected:
+    """The `top` likeliest next tokens of every hidden state, some rows at a time; zeros where they are not wanted."""
+    batch, length, width = hidden.shape
+    shape = (batch, length, top)
+    nothing = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+    if not top:
+        return nothing
+    rows = hidden.reshape(-1, width)
+    size = min(HEAD_ROWS, rows.shape[0])
+    rows = jnp.pad(rows, ((0, -rows.shape[0] % size), (0, 0))).reshape(-1, size, width)
+
+    def some(rows):
+        logits = model.logits(rows)
+        best, tokens = lax.top_k(logits, top)
+        return tokens.astype(jnp.int32), jnp.exp(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
+
+    def all_rows():
+        return tuple(x.reshape(-1, top)[: batch * length].reshape(shape) for x in lax.map(some, rows))
+
+    return lax.cond(wanted, all_rows, lambda: nothing)
 
 
 @jax.tree_util.register_dataclass
@@ -136,7 +169,7 @@ def decode_step(
     position = jnp.where(running, cache.lengths, EMPTY)
     attend = functools.partial(decode_layer, policy, position, implementation)
     states = [LayerState(layer, layer.slots, cache.limits[i]) for i, layer in enumerate(cache.layers)]
-    model = _model(config, weights)
+    model = model_of(config, weights)
     hidden, states = model(jnp.maximum(cache.pending, 0)[:, None], states, attend)
     cache = dataclasses.replace(
         cache,

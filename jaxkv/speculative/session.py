@@ -1,0 +1,133 @@
+"""One call's speculation on the host: what it starts from, its chunks, and what drafts brought."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import run
+from jaxkv.errors import BadValue
+from jaxkv.policies.policy import Policy
+from jaxkv.speculative import gate as gates
+from jaxkv.speculative.attend import check
+from jaxkv.speculative.context import AASD, PromptLookup, begun, extended
+from jaxkv.speculative.rounds import Drafting, speculate
+from jaxkv.speculative.tree import ABSENT
+from jaxkv.speculative.verify import parse
+from jaxkv.weights.params import Params
+
+Speculative = PromptLookup | AASD
+ROUND = 64  # the text's columns for new tokens are a multiple of this, so that near lengths share a compilation
+ROUNDS = 4  # a chunk has one round for so many steps of plain decoding, and at least two
+
+
+@dataclasses.dataclass(frozen=True)
+class Speculation:
+    """What drafts brought: passes of the model over the batch with a tree (`trees`) and without (`steps`).
+
+    `acceptance_length` is the tokens that a row got from a pass with drafts, the model's own one included;
+    `tokens_per_pass` the same over all passes, those without a draft as well; `departed` of the tokens are not those
+    of exact verification (none unless it is conditional); `cost` is one tree's pass in plain steps, as measured.
+    """
+
+    trees: int
+    steps: int
+    acceptance_length: float
+    tokens_per_pass: float
+    departed: int
+    cost: float
+
+
+class Session:
+    """Holds the drafter's device state beside the decode state. Raises `BadValue` for what cannot speculate."""
+
+    def __init__(self, method: Any, params: Params, policy: Policy):
+        if not isinstance(method, Speculative):
+            raise BadValue(
+                f"speculative={method!r}: expected a method such as jaxkv.speculative.AASD() or PromptLookup()"
+            )
+        check(policy)
+        self._method, self._params = method, params
+        self._chunks: list[tuple[dict[str, int], float]] = []
+        self._pending: dict[str, int] | None = None
+        self.drafting: Drafting | None = None
+
+    @property
+    def top(self) -> int:
+        """Tokens of the prefill distribution to keep per prompt token."""
+        return self._method.top
+
+    @property
+    def limit(self) -> int:
+        """Prompt tokens that drafts may come from."""
+        return self._method.limit
+
+    def begin(
+        self,
+        rows: list[np.ndarray] | None,
+        samples: int,
+        pending: jax.Array,
+        expected: run.Expected | None,
+        room: int,
+        implementation: str | None,
+        prefill: Callable,
+    ) -> None:
+        """The drafter's state after the prompt and the first token sampled."""
+        method = self._method
+        room = -(-room // ROUND) * ROUND
+        if rows is None or expected is None:  # going on from a cache: its tokens are not known any more
+            shape = (pending.shape[0], 1, method.top)
+            text = begun(pending[:, None], jnp.full(shape, ABSENT, jnp.int32), jnp.zeros(shape, jnp.float32), room)
+        else:
+            width = min(expected[0].shape[1], method.limit)
+            tokens = np.full((len(rows), width), ABSENT, np.int32)
+            for index, row in enumerate(rows):
+                part = row[-width:]
+                tokens[index, width - len(part) :] = part
+            top, chance = (jnp.repeat(x[:, -width:], samples, axis=0) for x in expected)
+            text = begun(jnp.repeat(jnp.asarray(tokens), samples, axis=0), top, chance, room)
+            text = extended(text, pending[:, None])
+        self.drafting = Drafting(text, gates.opened(method.classes, method.shape.depth))
+
+    def chunk(self, weights: Any, state: run.DecodeState, steps: int, shared: dict) -> tuple[run.DecodeState, Any]:
+        """Some rounds in one compiled loop; the state after them and each row's new tokens with gaps of -1."""
+        assert self.drafting is not None
+        method = self._method
+        state, self.drafting, new, counts = speculate(
+            weights, None, state, self.drafting, rounds=max(2, -(-steps // ROUNDS)), drafter=method,
+            verify=parse(method.verify), fallback=method.fallback, **shared,
+        )  # fmt: skip
+        self._pending = {field.name: int(getattr(counts, field.name)) for field in dataclasses.fields(counts)}
+        return state, new
+
+    def tally(self, seconds: float) -> None:
+        """The last chunk counts, and took so long."""
+        assert self._pending is not None and self.drafting is not None
+        self._chunks.append((self._pending, seconds))
+        cost = jnp.float32(self._cost())
+        self.drafting = dataclasses.replace(self.drafting, gate=dataclasses.replace(self.drafting.gate, cost=cost))
+
+    def _cost(self) -> float:
+        timed = self._chunks[1:]  # the first may have compiled
+        counts = [count for count, _ in timed]
+        return gates.measured(
+            [c["trees"] for c in counts], [c["steps"] for c in counts], [seconds for _, seconds in timed]
+        )
+
+    def summary(self) -> Speculation:
+        """The sum over all chunks."""
+        total = {
+            name: sum(counts[name] for counts, _ in self._chunks)
+            for name in ("trees", "steps", "verified", "gained", "departed", "tokens", "passes")
+        }
+        return Speculation(
+            trees=total["trees"],
+            steps=total["steps"],
+            acceptance_length=total["gained"] / max(total["verified"], 1),
+            tokens_per_pass=total["tokens"] / max(total["passes"], 1),
+            departed=total["departed"],
+            cost=self._cost(),
+        )
