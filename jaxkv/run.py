@@ -70,9 +70,10 @@ def prefill(
             prefill_layer, policy, jnp.concatenate([positions, ahead], axis=1), now, implementation
         )
         states = [LayerState(layer, plan.slots[i], limits[i], plan.look) for i, layer in enumerate(layers)]
-        hidden, states = model(jnp.concatenate([tokens, pseudo], axis=1), states, attend)
+        everything, last = jnp.concatenate([tokens, pseudo], axis=1), tokens.shape[1] - 1
+        hidden, states = model(everything, states, attend, only=None if top else last)
         expected = _expected(model, hidden[:, : tokens.shape[1]], top, wanted)
-        return (tuple(state.cache for state in states), hidden[:, tokens.shape[1] - 1]), expected
+        return (tuple(state.cache for state in states), hidden[:, last if top else 0]), expected
 
     (layers, hidden), expected = block(
         layers, tokens[:, : plan.first], positions[:, : plan.first], jnp.bool_(plan.blocks * plan.block < limit)
@@ -90,8 +91,8 @@ def prefill(
             jnp.moveaxis(x[:, plan.first :].reshape(-1, plan.blocks, plan.block), 1, 0) for x in (tokens, positions)
         ]
         (layers, hidden), later = lax.scan(more, (layers, hidden), (jnp.arange(1, plan.blocks + 1), *rest))
-        later = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, top), later)
-        expected = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), expected, later)
+        in_order = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], x.shape[0] * x.shape[2], top)  # noqa: E731
+        expected = jax.tree.map(lambda a, b: jnp.concatenate([a, in_order(b)], axis=1), expected, later)
     return layers, model.logits(hidden), expected
 
 
