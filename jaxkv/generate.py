@@ -22,6 +22,7 @@ from jaxkv.policies.observe import PseudoQueries
 from jaxkv.policies.policy import Policy
 from jaxkv.prompts import Prompt, left_padded, rows_of
 from jaxkv.sampling import Sampler
+from jaxkv.speculative.method import Start
 from jaxkv.speculative.session import Session, Speculation, Speculative
 from jaxkv.weights.params import Params
 
@@ -317,6 +318,7 @@ def _begin(
         raise BadValue("stop strings need a tokenizer, and these params have none: use stop_tokens=")
     chosen = _policy(params, policy, cache)
     session = None if speculative is None else Session(speculative, params, chosen)
+    went_on = cache is not None
     started = time.perf_counter()
 
     if prompt is None:
@@ -354,7 +356,17 @@ def _begin(
         task.state, first = run.first_token(sampler, stop_tokens, state, logits)
         _take(task, np.asarray(first)[:, None])
     if session is not None:
-        session.begin(rows, samples, task.state.cache.pending, expected, max_new_tokens, implementation, _prefill)
+
+        def prefilled(params: Params, policy: Policy) -> KVCache:
+            drafts = _prefill(params, rows or [], policy, None, max_new_tokens, implementation, None)[0]
+            return _repeated(drafts, samples)
+
+        known = rows is not None and not went_on
+        session.begin(
+            Start(
+                params, rows, samples, task.state.cache.pending, expected, max_new_tokens, prefilled if known else None
+            )
+        )
     task.prefill_seconds = time.perf_counter() - started
     return task
 

@@ -72,7 +72,7 @@ def prefill(
         states = [LayerState(layer, plan.slots[i], limits[i], plan.look) for i, layer in enumerate(layers)]
         everything, last = jnp.concatenate([tokens, pseudo], axis=1), tokens.shape[1] - 1
         hidden, states = model(everything, states, attend, only=None if top else last)
-        expected = _expected(model, hidden[:, : tokens.shape[1]], top, wanted)
+        expected = _expected(model, hidden, tokens.shape, top, wanted)
         return (tuple(state.cache for state in states), hidden[:, last if top else 0]), expected
 
     (layers, hidden), expected = block(
@@ -96,13 +96,16 @@ def prefill(
     return layers, model.logits(hidden), expected
 
 
-def _expected(model: Decoder, hidden: Float[Array, "B T M"], top: int, wanted: Bool[Array, ""]) -> Expected:
-    """The `top` likeliest next tokens of every hidden state, some rows at a time; zeros where they are not wanted."""
-    batch, length, width = hidden.shape
-    shape = (batch, length, top)
-    nothing = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+def _expected(
+    model: Decoder, hidden: Float[Array, "B _ M"], shape: tuple[int, int], top: int, wanted: Bool[Array, ""]
+) -> Expected:
+    """The `top` likeliest tokens after each of the first T of `shape` (B, T); zeros where they are not wanted."""
+    batch, length = shape
+    nothing = jnp.zeros((*shape, top), jnp.int32), jnp.zeros((*shape, top), jnp.float32)
     if not top:
         return nothing
+    width = hidden.shape[-1]
+    hidden = hidden[:, :length]
     rows = hidden.reshape(-1, width)
     size = min(HEAD_ROWS, rows.shape[0])
     rows = jnp.pad(rows, ((0, -rows.shape[0] % size), (0, 0))).reshape(-1, size, width)
@@ -113,7 +116,7 @@ def _expected(model: Decoder, hidden: Float[Array, "B T M"], top: int, wanted: B
         return tokens.astype(jnp.int32), jnp.exp(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
 
     def all_rows():
-        return tuple(x.reshape(-1, top)[: batch * length].reshape(shape) for x in lax.map(some, rows))
+        return tuple(x.reshape(-1, top)[: batch * length].reshape(*shape, top) for x in lax.map(some, rows))
 
     return lax.cond(wanted, all_rows, lambda: nothing)
 

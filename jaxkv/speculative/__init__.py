@@ -2,4 +2,6 @@
 
 from jaxkv.speculative.context import AASD as AASD
 from jaxkv.speculative.context import PromptLookup as PromptLookup
+from jaxkv.speculative.draft_model import DraftModel as DraftModel
+from jaxkv.speculative.draft_model import SelfDraft as SelfDraft
 from jaxkv.speculative.verify import Conditional as Conditional

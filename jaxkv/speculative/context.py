@@ -8,13 +8,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv.errors import BadValue
 from jaxkv.run import DecodeState
 from jaxkv.sampling import Sampler
+from jaxkv.speculative.method import Start
 from jaxkv.speculative.tree import ABSENT, Shape, Tree
 from jaxkv.speculative.verify import Conditional, parse
+from jaxkv.weights.params import Params
+
+ROUND = 64  # the text's columns for new tokens are a multiple of this, so that near lengths share a compilation
 
 
 @jax.tree_util.register_dataclass
@@ -126,6 +131,30 @@ class PromptLookup:
     def settle(self, extra, text: Text, tokens: Int[Array, "B n"]) -> Text:
         """The text with the tokens that were taken."""
         return extended(text, tokens)
+
+    def passed(self, text: Text, tokens: Int[Array, "B n"]) -> Text:
+        """The text with tokens that came without a draft."""
+        return extended(text, tokens)
+
+    def drafter(self, params: Params) -> "PromptLookup":
+        """The compiled side: itself."""
+        return self
+
+    def begin(self, start: Start) -> tuple[Text, None]:
+        """The text of the prompt and the first token; from a cache alone, of that token."""
+        room = -(-start.room // ROUND) * ROUND
+        if start.rows is None or start.expected is None:
+            shape = (start.pending.shape[0], 1, self.top)
+            nothing = jnp.full(shape, ABSENT, jnp.int32), jnp.zeros(shape, jnp.float32)
+            return begun(start.pending[:, None], *nothing, room), None
+        width = min(start.expected[0].shape[1], self.limit)
+        tokens = np.full((len(start.rows), width), ABSENT, np.int32)
+        for index, row in enumerate(start.rows):
+            part = row[-width:]
+            tokens[index, width - len(part) :] = part
+        top, chance = (jnp.repeat(x[:, -width:], start.samples, axis=0) for x in start.expected)
+        text = begun(jnp.repeat(jnp.asarray(tokens), start.samples, axis=0), top, chance, room)
+        return extended(text, start.pending[:, None]), None
 
     def _tree(
         self, text: Text, trunk: Int[Array, "B depth"], before: Int[Array, "B depth"], root: Int[Array, "B"]

@@ -109,7 +109,7 @@ def speculate(
         def plain(state, drafting, counts):
             state, token = decode_step(weights, state, config, policy, sampler, stop, implementation)
             token = jnp.pad(token[:, None], ((0, 0), (0, levels - 1)), constant_values=EMPTY)
-            drafts = drafter.settle(extra, drafting.drafts, token)
+            drafts = drafter.passed(drafting.drafts, token)
             gate = gates.waited(drafting.gate, kinds, active)
             return state, Drafting(drafts, gate), dataclasses.replace(counts, steps=counts.steps + 1), token
 

@@ -1,26 +1,23 @@
 """One call's speculation on the host: what it starts from, its chunks, and what drafts brought."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxkv import run
 from jaxkv.errors import BadValue
 from jaxkv.policies.policy import Policy
 from jaxkv.speculative import gate as gates
 from jaxkv.speculative.attend import check
-from jaxkv.speculative.context import AASD, PromptLookup, begun, extended
+from jaxkv.speculative.context import AASD, PromptLookup
+from jaxkv.speculative.draft_model import DraftModel, SelfDraft
+from jaxkv.speculative.method import Start
 from jaxkv.speculative.rounds import Drafting, speculate
-from jaxkv.speculative.tree import ABSENT
 from jaxkv.speculative.verify import parse
 from jaxkv.weights.params import Params
 
-Speculative = PromptLookup | AASD
-ROUND = 64  # the text's columns for new tokens are a multiple of this, so that near lengths share a compilation
+Speculative = PromptLookup | AASD | DraftModel | SelfDraft
 ROUNDS = 4  # a chunk has one round for so many steps of plain decoding, and at least two
 
 
@@ -50,7 +47,7 @@ class Session:
                 f"speculative={method!r}: expected a method such as jaxkv.speculative.AASD() or PromptLookup()"
             )
         check(policy)
-        self._method, self._params = method, params
+        self._method, self._drafter, self._extra = method, method.drafter(params), None
         self._chunks: list[tuple[dict[str, int], float]] = []
         self._pending: dict[str, int] | None = None
         self.drafting: Drafting | None = None
@@ -65,39 +62,17 @@ class Session:
         """Prompt tokens that drafts may come from."""
         return self._method.limit
 
-    def begin(
-        self,
-        rows: list[np.ndarray] | None,
-        samples: int,
-        pending: jax.Array,
-        expected: run.Expected | None,
-        room: int,
-        implementation: str | None,
-        prefill: Callable,
-    ) -> None:
+    def begin(self, start: Start) -> None:
         """The drafter's state after the prompt and the first token sampled."""
-        method = self._method
-        room = -(-room // ROUND) * ROUND
-        if rows is None or expected is None:  # going on from a cache: its tokens are not known any more
-            shape = (pending.shape[0], 1, method.top)
-            text = begun(pending[:, None], jnp.full(shape, ABSENT, jnp.int32), jnp.zeros(shape, jnp.float32), room)
-        else:
-            width = min(expected[0].shape[1], method.limit)
-            tokens = np.full((len(rows), width), ABSENT, np.int32)
-            for index, row in enumerate(rows):
-                part = row[-width:]
-                tokens[index, width - len(part) :] = part
-            top, chance = (jnp.repeat(x[:, -width:], samples, axis=0) for x in expected)
-            text = begun(jnp.repeat(jnp.asarray(tokens), samples, axis=0), top, chance, room)
-            text = extended(text, pending[:, None])
-        self.drafting = Drafting(text, gates.opened(method.classes, method.shape.depth))
+        drafts, self._extra = self._method.begin(start)
+        self.drafting = Drafting(drafts, gates.opened(self._drafter.classes, self._drafter.shape.depth))
 
     def chunk(self, weights: Any, state: run.DecodeState, steps: int, shared: dict) -> tuple[run.DecodeState, Any]:
         """Some rounds in one compiled loop; the state after them and each row's new tokens with gaps of -1."""
         assert self.drafting is not None
         method = self._method
         state, self.drafting, new, counts = speculate(
-            weights, None, state, self.drafting, rounds=max(2, -(-steps // ROUNDS)), drafter=method,
+            weights, self._extra, state, self.drafting, rounds=max(2, -(-steps // ROUNDS)), drafter=self._drafter,
             verify=parse(method.verify), fallback=method.fallback, **shared,
         )  # fmt: skip
         self._pending = {field.name: int(getattr(counts, field.name)) for field in dataclasses.fields(counts)}
