@@ -133,7 +133,7 @@ def _by_depth(
     grid = jnp.maximum(shape.grid, 0)
     grid_paths = jnp.maximum(paths[:, grid], 0)  # [B, levels, W, levels]
     at = jnp.where(shape.grid >= 0, positions[:, grid], -1)
-    start = jnp.asarray([shape.first(max(depth - 1, 0)) for depth in shape.depths])
+    start = jnp.asarray([shape.first(max(depth - 1, 0)) for depth in shape.depths.tolist()])
     parents = jnp.clip(tree.parents - start, 0, width - 1)[:, grid]  # as columns of the depth above
     rows = query.reshape(batch, kv_heads, group * nodes, dim)
 
@@ -263,7 +263,7 @@ def _mixed(weights: Float[Array, "*B Q S"], values: Float[Array, "*B S D"]):
 def commit(
     layer: LayerCache,
     branches: Branches,
-    nodes: Int[Array, "B depth+1"],
+    nodes: Int[Array, "B levels"],
     count: Int[Array, "B"],
     first: Int[Array, "B"],
 ) -> LayerCache:

@@ -19,7 +19,7 @@ from jaxkv.speculative.tree import ABSENT, Shape, Tree
 from jaxkv.speculative.verify import Conditional, parse
 from jaxkv.weights.params import Params
 
-ROUND = 64  # the text's columns for new tokens are a multiple of this, so that near lengths share a compilation
+ROUND, WIDE = 64, 512  # columns for new tokens and for the prompt are multiples, so that near lengths compile once
 
 
 @jax.tree_util.register_dataclass
@@ -50,7 +50,7 @@ def begun(tokens: Int[Array, "B P"], top: Int[Array, "B P K"], chance: Float[Arr
 def extended(text: Text, tokens: Int[Array, "B n"]) -> Text:
     """The text with each row's new tokens (ABSENT: none) behind it."""
     new = tokens >= 0
-    column = jnp.where(new, text.ends[:, None] + jnp.cumsum(new, axis=1) - 1, text.tokens.shape[1])
+    column = jnp.where(new, text.ends[:, None] + jnp.cumsum(new, axis=1, dtype=jnp.int32) - 1, text.tokens.shape[1])
     rows = jnp.arange(tokens.shape[0])[:, None]
     return dataclasses.replace(
         text,
@@ -71,7 +71,7 @@ def match(text: Text, longest: int) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
         last = jnp.take_along_axis(text.tokens, jnp.maximum(text.ends - 1 - back, 0)[:, None], axis=1)
         earlier = jnp.pad(text.tokens, ((0, 0), (back, 0)), constant_values=ABSENT)[:, : columns.size]
         alike &= (earlier == last) & (earlier >= 0)
-        length += alike
+        length += alike.astype(jnp.int32)
     column = jnp.argmax(length * columns.size + columns, axis=1).astype(jnp.int32)
     return jnp.max(length, axis=1), column
 
@@ -147,12 +147,13 @@ class PromptLookup:
             shape = (start.pending.shape[0], 1, self.top)
             nothing = jnp.full(shape, ABSENT, jnp.int32), jnp.zeros(shape, jnp.float32)
             return begun(start.pending[:, None], *nothing, room), None
-        width = min(start.expected[0].shape[1], self.limit)
+        width = min(-(-max(map(len, start.rows)) // WIDE) * WIDE, self.limit)
         tokens = np.full((len(start.rows), width), ABSENT, np.int32)
         for index, row in enumerate(start.rows):
             part = row[-width:]
             tokens[index, width - len(part) :] = part
-        top, chance = (jnp.repeat(x[:, -width:], start.samples, axis=0) for x in start.expected)
+        fit = lambda x: jnp.pad(x[:, -width:], ((0, 0), (max(width - x.shape[1], 0), 0), (0, 0)))  # noqa: E731
+        top, chance = (jnp.repeat(fit(x), start.samples, axis=0) for x in start.expected)
         text = begun(jnp.repeat(jnp.asarray(tokens), start.samples, axis=0), top, chance, room)
         return extended(text, start.pending[:, None]), None
 

@@ -38,13 +38,13 @@ class Drafts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Overwritten:
-    """What one token overwrote in one layer, to be put back when the token is rejected."""
+    """What one token overwrote in one layer (or some did, one after the other), to be put back when it is rejected."""
 
-    slot: Int[Array, "B Hk"]
-    key: Float[Array, "B Hk D"]
-    value: Float[Array, "B Hk D"]
-    position: Int[Array, "B Hk"]
-    stats: dict[str, Float[Array, "B Hk C"]]
+    slot: Int[Array, "*some B Hk"]
+    key: Float[Array, "*some B Hk D"]
+    value: Float[Array, "*some B Hk D"]
+    position: Int[Array, "*some B Hk"]
+    stats: dict[str, Float[Array, "*some B Hk C"]]
 
 
 def overwritten(layer: LayerCache) -> Overwritten:

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-RATE = 0.2  # weight of the newest round in the running mean
+RATE = 0.25  # weight of the newest round in the running mean
 RETRY = 1 / 24  # a failed try is forgotten after so many rounds that were passed over
-FIRST_COST = 1.5  # of a tree's pass in plain steps, until it has been measured
+ROWS = {"cpu": 32, "other": 512}  # tokens in a pass that double its time, until it has been measured
 RANGE = (1.02, 8.0)
 
 
@@ -21,9 +21,14 @@ class Gate:
     cost: Float[Array, ""]
 
 
-def opened(classes: int, depth: int) -> Gate:
-    """A gate that has seen nothing and expects much."""
-    return Gate(jnp.full(classes, depth / 2, jnp.float32).at[0].set(0.0), jnp.float32(FIRST_COST))
+def first_cost(tokens: int) -> float:
+    """What a pass with so many tokens should cost, in plain steps."""
+    return 1 + tokens / ROWS["cpu" if jax.default_backend() == "cpu" else "other"]
+
+
+def opened(classes: int, cost: float) -> Gate:
+    """A gate that has seen nothing, and expects a little more of every longer match."""
+    return Gate((0.5 + 0.25 * jnp.arange(classes, dtype=jnp.float32)).at[0].set(0.0), jnp.float32(cost))
 
 
 def pays(gate: Gate, kinds: Int[Array, "B"], running: Bool[Array, "B"]) -> Bool[Array, ""]:
@@ -48,16 +53,16 @@ def waited(gate: Gate, kinds: Int[Array, "B"], running: Bool[Array, "B"]) -> Gat
     return dataclasses.replace(gate, gain=gain.at[0].set(0.0))
 
 
-def measured(trees: list[int], steps: list[int], seconds: list[float]) -> float:
-    """One tree's pass in plain steps, from chunks that mixed them: least squares, drawn weakly to FIRST_COST."""
-    total = sum(steps) + FIRST_COST * sum(trees)
+def measured(trees: list[int], steps: list[int], seconds: list[float], expected: float) -> float:
+    """One tree's pass in plain steps, from chunks that mixed them: least squares, drawn weakly to what is expected."""
+    total = sum(steps) + expected * sum(trees)
     if not total:
-        return FIRST_COST
+        return expected
     unit = sum(seconds) / total
-    a, b, c = 4.0, 0.0, 4.0  # the weak prior: four rounds of each at their expected times
-    x, y = 4.0 * unit, 4.0 * FIRST_COST * unit
+    a, b, c = 4.0, 0.0, 4.0  # as if a chunk of two steps and one of two trees had taken what they should
+    x, y = 4.0 * unit, 4.0 * expected * unit
     for tree, step, second in zip(trees, steps, seconds, strict=True):
         a, b, c = a + step * step, b + step * tree, c + tree * tree
         x, y = x + step * second, y + tree * second
     step, tree = (c * x - b * y) / (a * c - b * b), (a * y - b * x) / (a * c - b * b)
-    return float(min(max(tree / step, RANGE[0]), RANGE[1])) if step > 0 else FIRST_COST
+    return float(min(max(tree / step, RANGE[0]), RANGE[1])) if step > 0 else expected

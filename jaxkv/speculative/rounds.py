@@ -135,7 +135,7 @@ def running(state: DecodeState) -> Bool[Array, "B"]:
 
 def _tree_round(
     weights, extra, state, drafting, counts, kinds, hint, drafter, config, policy, sampler, stop, verify
-) -> tuple[DecodeState, Drafting, Counts, Int[Array, "B depth+1"]]:
+) -> tuple[DecodeState, Drafting, Counts, Int[Array, "B levels"]]:
     """Draft, verify in one pass, and write what was accepted as if it had come token by token."""
     active = running(state)
     shape, cache = drafter.shape, state.cache
@@ -181,9 +181,9 @@ def _taken(
     Gives the tokens taken (EMPTY behind them) and how many; the last is pending, so that many nodes go into the cache.
     """
     cache = state.cache
-    steps = jnp.arange(tokens.shape[1])
+    steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     ends = jnp.isin(tokens, jnp.array(stop, jnp.int32)) if stop else jnp.zeros(tokens.shape, bool)
-    before = jnp.cumsum(ends, axis=1) - ends  # stop tokens in front of this one
+    before = jnp.cumsum(ends, axis=1, dtype=jnp.int32) - ends.astype(jnp.int32)  # stop tokens in front of this one
     kept = (tokens >= 0) & (before == 0) & (steps < state.left[:, None]) & running(state)[:, None]
     count = jnp.sum(kept, axis=1, dtype=jnp.int32)
     last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]

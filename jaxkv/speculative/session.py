@@ -50,6 +50,7 @@ class Session:
         self._method, self._drafter, self._extra = method, method.drafter(params), None
         self._chunks: list[tuple[dict[str, int], float]] = []
         self._pending: dict[str, int] | None = None
+        self._expected = 1.0
         self.drafting: Drafting | None = None
 
     @property
@@ -65,7 +66,8 @@ class Session:
     def begin(self, start: Start) -> None:
         """The drafter's state after the prompt and the first token sampled."""
         drafts, self._extra = self._method.begin(start)
-        self.drafting = Drafting(drafts, gates.opened(self._drafter.classes, self._drafter.shape.depth))
+        self._expected = gates.first_cost(start.pending.shape[0] * self._drafter.shape.nodes)
+        self.drafting = Drafting(drafts, gates.opened(self._drafter.classes, self._expected))
 
     def chunk(self, weights: Any, state: run.DecodeState, steps: int, shared: dict) -> tuple[run.DecodeState, Any]:
         """Some rounds in one compiled loop; the state after them and each row's new tokens with gaps of -1."""
@@ -89,7 +91,10 @@ class Session:
         timed = self._chunks[1:]  # the first may have compiled
         counts = [count for count, _ in timed]
         return gates.measured(
-            [c["trees"] for c in counts], [c["steps"] for c in counts], [seconds for _, seconds in timed]
+            [c["trees"] for c in counts],
+            [c["steps"] for c in counts],
+            [seconds for _, seconds in timed],
+            self._expected,
         )
 
     def summary(self) -> Speculation:

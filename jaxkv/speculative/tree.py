@@ -88,7 +88,7 @@ def pruned(shape: Shape, tree: Tree, left: Int[Array, "B"]) -> Tree:
     return Tree(tokens, tree.parents)
 
 
-def lineage(shape: Shape, tree: Tree) -> Int[Array, "B N depth+1"]:
+def lineage(shape: Shape, tree: Tree) -> Int[Array, "B N levels"]:
     """The node that stands at each depth on the way from the root to every node; ABSENT below itself."""
     batch = tree.tokens.shape[0]
     levels = np.arange(shape.depth + 1)
@@ -101,7 +101,7 @@ def lineage(shape: Shape, tree: Tree) -> Int[Array, "B N depth+1"]:
     return paths
 
 
-def sees(shape: Shape, paths: Int[Array, "B N depth+1"]) -> Bool[Array, "B N N"]:
+def sees(shape: Shape, paths: Int[Array, "B N levels"]) -> Bool[Array, "B N N"]:
     """True where the second node is the first one itself or stands above it."""
     return jnp.any(paths[:, :, None, :] == jnp.arange(shape.nodes, dtype=jnp.int32)[:, None], axis=-1)
 
@@ -113,7 +113,7 @@ class Placed:
 
     shape: Shape = dataclasses.field(metadata={"static": True})
     positions: Int[Array, "B N"]
-    paths: Int[Array, "B N depth+1"]
+    paths: Int[Array, "B N levels"]
     looks: Bool[Array, "B N N"]
     parents: Int[Array, "B N"]
 
@@ -131,9 +131,7 @@ def placed(shape: Shape, tree: Tree, first: Int[Array, "B"]) -> Placed:
     )
 
 
-def walk(
-    shape: Shape, tree: Tree, follows: Int[Array, "B N"]
-) -> tuple[Int[Array, "B depth+1"], Int[Array, "B depth+1"]]:
+def walk(shape: Shape, tree: Tree, follows: Int[Array, "B N"]) -> tuple[Int[Array, "B levels"], Int[Array, "B levels"]]:
     """From the root on, always to the child that holds the token which `follows` its parent.
 
     The nodes on the way (ABSENT after its end), and the tokens that follow them: one more than drafts were right.

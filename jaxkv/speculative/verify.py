@@ -44,7 +44,7 @@ def parse(verify: "str | Conditional") -> Verify:
     return Conditional() if verify == "conditional" else None
 
 
-def seen_by(shape: Shape, tree: Tree, paths: Int[Array, "B N depth+1"], seen: Bool[Array, "B V"]) -> Array:
+def seen_by(shape: Shape, tree: Tree, paths: Int[Array, "B N levels"], seen: Bool[Array, "B V"]) -> Array:
     """The tokens seen at every node, `[B, N, V]`: the row's, and those of the path below the root."""
     rows = jnp.arange(tree.tokens.shape[0])[:, None, None]
     tokens = jnp.where(paths > 0, tree.tokens[rows, jnp.maximum(paths, 0)], seen.shape[1])  # else out of range
