@@ -238,14 +238,17 @@ def _policies(command: Policies) -> int:
         for phase, text in _parts(policy).items():
             print(f"{phase:8} {text}")
         print(f"{'rope':8} {policy.rope}\n{'block':8} {policy.block}\n{'floor':8} {policy.floor} tokens at least")
+        print(f"{'question':8} {'steers' if policy.query_aware else 'does not steer'} what is kept of the prompt")
+        print(f"{'needs':8} {'calibration' if policy.calibrated else 'nothing measured before'}")
         return 0
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("name", "paper", "prefill", "decode")
+    table = Table("name", "paper", "prefill", "decode", "query-aware", "calibration")
     for name, policy in known.items():
         parts = _parts(policy)
-        table.add_row(name, policy.paper, parts["prefill"], parts["decode"])
+        aware, before = "yes" if policy.query_aware else "no", "yes" if policy.calibrated else "none"
+        table.add_row(name, policy.paper, parts["prefill"], parts["decode"], aware, before)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     return 0
 
@@ -265,7 +268,8 @@ def _parts(policy: Any) -> dict[str, str]:
 def _phrase(value: Any) -> str:
     if not isinstance(value, dict):
         return str(value)
-    return " ".join([value.get("kind", ""), *(f"{k}={v}" for k, v in value.items() if k != "kind")]).strip()
+    inner = {k: f"({_phrase(v)})" if isinstance(v, dict) else v for k, v in value.items() if k != "kind"}
+    return " ".join([value.get("kind", ""), *(f"{k}={v}" for k, v in inner.items())]).strip()
 
 
 def _info(command: Info) -> int:

@@ -18,7 +18,8 @@ from jaxkv.cache import KVCache, LayerCache
 from jaxkv.errors import BadCheckpoint, BadValue
 from jaxkv.plan import plan
 from jaxkv.policies.catalogue import catalogue
-from jaxkv.policies.observe import PseudoQueries
+from jaxkv.policies.catalogue import policy as by_name
+from jaxkv.policies.observe import Lookahead, Observe, PseudoQueries, Replay
 from jaxkv.policies.policy import Policy
 from jaxkv.prompts import Prompt, left_padded, rows_of
 from jaxkv.sampling import Sampler
@@ -220,9 +221,8 @@ def _prefill(
     lengths = np.zeros(batch, np.int32) if cache is None else np.asarray(cache.lengths)
     tokens, positions = left_padded(rows, shapes.length, lengths)
     pseudo = np.zeros((batch, 0), np.int32)
-    observe = policy.prefill.observe if policy.prefill is not None else None
-    if isinstance(observe, PseudoQueries) and shapes.look:
-        pseudo = np.stack([observe.tokens(row, config.vocab_size) for row in rows])
+    if policy.prefill is not None and shapes.look:
+        pseudo = _pseudo_tokens(params, rows, policy, policy.prefill.observe, cache, implementation)
     if cache is None:
         layers = run.empty_layers(config, policy, batch, params.dtype)
     else:
@@ -243,6 +243,33 @@ def _prefill(
         model=params.fingerprint,
     )
     return cache, logits, expected
+
+
+def _pseudo_tokens(
+    params: Params,
+    rows: list[np.ndarray],
+    policy: Policy,
+    observe: Observe,
+    cache: KVCache | None,
+    implementation: str | None,
+) -> np.ndarray:
+    """The tokens that look from behind the prompt, int32 `[B, N]` (N = 0 for observers that are in it)."""
+    if isinstance(observe, PseudoQueries):
+        return np.stack([observe.tokens(row, params.config.vocab_size) for row in rows])
+    if isinstance(observe, Replay) and params.tokenizer is not None and observe.instruction:
+        ids = params.tokenizer(observe.instruction, add_special_tokens=False)["input_ids"]
+        return np.tile(np.asarray(ids, np.int32), (len(rows), 1))
+    if isinstance(observe, Lookahead):
+        draft = catalogue()["full"]
+        if cache is None:
+            draft = by_name("snapkv", budget=policy.budget, ratio=policy.ratio, window=observe.draft_window)
+            draft = dataclasses.replace(draft, rope=policy.rope, block=policy.block)
+        else:  # its token to run next already stands in front of the rows
+            cache = dataclasses.replace(cache, pending=jnp.full_like(cache.pending, -1))
+        once = {"cache": cache, "stop_tokens": (), "implementation": implementation}
+        ahead = generate(params, rows, policy=draft, max_new_tokens=observe.count, **once)
+        return ahead.tokens
+    return np.zeros((len(rows), 0), np.int32)
 
 
 def _branched(cache: KVCache, batch: int) -> KVCache:

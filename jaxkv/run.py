@@ -17,6 +17,7 @@ from jaxkv.attend import LayerState, decode_layer, prefill_layer
 from jaxkv.cache import EMPTY, KVCache, LayerCache
 from jaxkv.models import Decoder, ModelConfig, graphdef
 from jaxkv.plan import Plan
+from jaxkv.policies.observe import Replay
 from jaxkv.policies.policy import Policy
 from jaxkv.sampling import Sampler
 
@@ -57,20 +58,28 @@ def prefill(
     """Run the left-padded prompt (padding at position -1) in blocks; the layers it leaves and the last logits.
 
     `lengths [B]` tokens were seen before. The pseudo tokens run behind every block, at the positions that the first
-    decoded tokens will have. With `top` also the likeliest tokens after each prompt token, for at least the last
-    `limit` of them.
+    decoded tokens will have; when the block itself is replayed, they are its instruction and come before it. With
+    `top` also the likeliest tokens after each prompt token, for at least the last `limit` of them.
     """
     model = model_of(config, weights)
+    replays = plan.look and policy.prefill is not None and isinstance(policy.prefill.observe, Replay)
     end = lengths + jnp.sum(positions >= 0, axis=-1, dtype=jnp.int32)
     ahead = end[:, None] + jnp.arange(pseudo.shape[1], dtype=jnp.int32)
 
     def block(layers: Layers, tokens, positions, wanted):
         now = jnp.where(positions[:, -1] < 0, lengths, positions[:, -1] + 1)  # a row of padding has not begun
+        behind, places = (pseudo, ahead) if not replays else _replayed(pseudo, tokens, positions, now)
         attend = functools.partial(
-            prefill_layer, policy, jnp.concatenate([positions, ahead], axis=1), now, implementation
+            prefill_layer, policy, jnp.concatenate([positions, places], axis=1), now, implementation
         )
-        states = [LayerState(layer, plan.slots[i], limits[i], plan.look) for i, layer in enumerate(layers)]
-        everything, last = jnp.concatenate([tokens, pseudo], axis=1), tokens.shape[1] - 1
+        states = [
+            LayerState(
+                layer, plan.slots[i], limits[i], plan.look, behind.shape[1], i,
+                model.output_matrix(i) if policy.projects else None,
+            )
+            for i, layer in enumerate(layers)
+        ]  # fmt: skip
+        everything, last = jnp.concatenate([tokens, behind], axis=1), tokens.shape[1] - 1
         hidden, states = model(everything, states, attend, only=None if top else last)
         expected = _expected(model, hidden, tokens.shape, top, wanted)
         return (tuple(state.cache for state in states), hidden[:, last if top else 0]), expected
@@ -119,6 +128,16 @@ def _expected(
         return tuple(x.reshape(-1, top)[: batch * length].reshape(*shape, top) for x in lax.map(some, rows))
 
     return lax.cond(wanted, all_rows, lambda: nothing)
+
+
+def _replayed(
+    instruction: Int[Array, "B N"], tokens: Int[Array, "B T"], positions: Int[Array, "B T"], now: Int[Array, "B"]
+) -> tuple[Int[Array, "B NT"], Int[Array, "B NT"]]:
+    """The instruction and the block's own tokens once more, and their positions from `now` on (padding at -1)."""
+    behind = jnp.concatenate([instruction, tokens], axis=1)
+    real = jnp.concatenate([instruction >= 0, positions >= 0], axis=1)
+    places = now[:, None] + jnp.cumsum(real, axis=1, dtype=positions.dtype) - 1
+    return behind, jnp.where(real, places, EMPTY)
 
 
 @jax.tree_util.register_dataclass
@@ -172,8 +191,14 @@ def decode_step(
     running = ~state.done & (state.left > 0)
     position = jnp.where(running, cache.lengths, EMPTY)
     attend = functools.partial(decode_layer, policy, position, implementation)
-    states = [LayerState(layer, layer.slots, cache.limits[i]) for i, layer in enumerate(cache.layers)]
     model = model_of(config, weights)
+    states = [
+        LayerState(
+            layer, layer.slots, cache.limits[i], layer=i,
+            out=model.output_matrix(i) if policy.decode is not None and policy.decode.score.projects else None,
+        )
+        for i, layer in enumerate(cache.layers)
+    ]  # fmt: skip
     hidden, states = model(jnp.maximum(cache.pending, 0)[:, None], states, attend)
     cache = dataclasses.replace(
         cache,

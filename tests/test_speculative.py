@@ -17,11 +17,12 @@ from jaxkv.attend import LayerState, decode_layer
 from jaxkv.cache import EMPTY
 from jaxkv.errors import BadValue
 from jaxkv.generate import _prefill as prefill_of
+from jaxkv.policies import catalogue
 from jaxkv.prompts import rows_of
 from jaxkv.run import model_of
 from jaxkv.sampling import Sampler
 from jaxkv.speculative import AASD, Conditional, DraftModel, PromptLookup, SelfDraft, gate
-from jaxkv.speculative.attend import commit, tree_layer
+from jaxkv.speculative.attend import check, commit, tree_layer
 from jaxkv.speculative.context import begun, extended, match
 from jaxkv.speculative.tree import ABSENT, Shape, Tree, chain, lineage, placed, pruned, sees, walk
 from jaxkv.speculative.verify import follows
@@ -649,3 +650,17 @@ def test_the_command_line_speculates(monkeypatch, capsys, tiny):
     assert told[0]["stats"]["speculation"] is None and told[1]["stats"]["speculation"]["departed"] == 0
     assert cli.main([*common, "--verify", "conditional"]) == 2
     assert "--speculative" in capsys.readouterr().err
+
+
+def test_every_policy_speculates_or_says_why_not():
+    refused = set()
+    for name, known in catalogue().items():
+        chosen = dataclasses.replace(known, budget=512) if known.evicts else known
+        try:
+            check(chosen)
+        except BadValue as error:
+            refused.add(name)
+            assert f"policy {name!r}" in str(error) and "leave speculative= out" in str(error)
+    slow = {name for name, known in catalogue().items() if known.decode and known.decode.every > 1}
+    bent = {name for name, known in catalogue().items() if known.decode and not known.decode.straight}
+    assert refused == slow | bent and bent

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxkv.models.config import AttentionSpec, ModelConfig
-from jaxkv.models.linear import PANEL, lookup, packed_shape, project, unembed
+from jaxkv.models.linear import PANEL, lookup, packed_shape, plain, project, unembed
 
 S = TypeVar("S")
 Attend = Callable[[AttentionSpec, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
@@ -150,6 +150,10 @@ class Decoder(nnx.Module):
             logits = project(hidden, self.head[...], jnp.float32)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def output_matrix(self, layer: int) -> Float[Array, "Hq D M"]:
+        """The output matrix of one layer's attention, by query heads."""
+        return plain(self.layers[layer].out[...]).reshape(self.config.num_heads, self.config.head_dim, -1)
 
     @property
     def specs(self) -> tuple[AttentionSpec, ...]:

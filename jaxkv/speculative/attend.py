@@ -47,6 +47,11 @@ def check(policy: Policy) -> None:
             f"policy {policy.name!r} cuts its cache every {policy.decode.every} tokens, which cannot be done inside a "
             "tree of drafts: use every=1, or leave speculative= out"
         )
+    if policy.decode is not None and not policy.decode.straight:
+        raise BadValue(
+            f"policy {policy.name!r} scores with {policy.decode.score.kind!r}, which looks at all entries after each "
+            "token and cannot do so inside a tree of drafts: leave speculative= out"
+        )
 
 
 def tree_layer(
@@ -60,7 +65,7 @@ def tree_layer(
 ) -> tuple[Float[Array, "B N Hq D"], Branches]:
     """Attend from every node over the cache as its ancestors leave it; what each node would write."""
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))  # [B, H, N, D]
-    entered = policy.enter(key, value)
+    entered = policy.enter(key, value, positions=tree.positions, prompt=False)
     if policy.rope == "text":
         query, key = (rotate(x, tree.positions[:, None], spec.rope) for x in (query, key))
     if policy.decode is None and policy.rope == "text":
@@ -188,7 +193,7 @@ def _by_depth(
             score = over_heads(line(fold(mass), *phase.score.line(past, fold(held), now)), phase.aggregate.heads)
             spared = protected(fold(held), now, phase.protects.sinks, phase.protects.recents(limit))
             after = split(victim(jnp.where(spared, jnp.inf, score), fold(held), live, limit))
-            new = policy.observe(phase, past, fold(mass))
+            new = policy.observe(phase, past, fold(mass), now)
             changing.update(name for name in past if new[name] is not past[name])
             stats = {name: split(new[name]) if name in changing else stats[name] for name in stats}
 
