@@ -5,6 +5,7 @@ cache, and give back the context and the new cache.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jaxkv.cache import EMPTY, LayerCache
 from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import rotate
 from jaxkv.policies.policy import Phase, Policy, priority
+from jaxkv.policies.score import Sight
 from pallas_kernels.decode_attend_score import decode_attend_score
 from pallas_kernels.decode_attend_score.victim import Rule, alive, victim
 from pallas_kernels.prefill_attend import prefill_attend
@@ -23,12 +25,18 @@ from pallas_kernels.prefill_attend_mass import prefill_attend_mass
 
 @dataclasses.dataclass(frozen=True)
 class LayerState:
-    """One layer's cache, the slots it shall have after the block, each row's budget, and whether anybody looks."""
+    """One layer's cache, the slots it shall have after the block, each row's budget, and whether anybody looks.
+
+    `extra` tokens behind the block's own are pseudo tokens; `out` is the layer's output matrix where a score needs it.
+    """
 
     cache: LayerCache
     slots: int
     limits: Int[Array, "B"]
     look: bool = True
+    extra: int = 0
+    layer: int = 0
+    out: Float[Array, "Hq D M"] | None = None
 
 
 def prefill_layer(
@@ -44,33 +52,43 @@ def prefill_layer(
 ) -> tuple[Float[Array, "B T Hq D"], LayerState]:
     """Attend from a block over cache + block, score every entry, and cut the cache back to its slots.
 
-    If anybody looks, the last `policy.extra` of the T tokens are pseudo tokens, whose keys and values are not kept.
+    The last `state.extra` of the T tokens are pseudo tokens, which look, and whose keys and values are not kept.
     Padding has position -1. `now [B]` is the position after the block's last prompt token.
     """
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))  # [B, H, T, D]
     each_head = jnp.broadcast_to(positions[:, None, :], key.shape[:3])
-    entered = policy.enter(key, value)  # before RoPE, so that a token's norm is the same wherever it stands
+    rotation = functools.partial(_turned, spec)
+    entered = policy.enter(  # before RoPE, so that a token's norm is the same wherever it stands
+        key, value, queries=query, positions=positions, rotate=rotation
+    )
+    own = positions.shape[1] - state.extra
+    sight = Sight(
+        queries=query[:, :, :own], query_positions=positions[:, :own], query_places=positions[:, :own],
+        rotate=rotation, scale=spec.scale, layer=state.layer, out=state.out,
+    )  # fmt: skip
     if policy.rope == "text":
         query = rotate(query, positions[:, None, :], spec.rope)
         key = rotate(key, positions[:, None, :], spec.rope)
     joined = slots_of.append(state.cache, key, value, each_head, entered)
 
-    read = joined.keys
+    read, places = joined.keys, joined.positions
     if policy.rope == "cache":
-        place = slots_of.ranks(joined.positions)
-        read = rotate(joined.keys, place, spec.rope)
-        group = query.shape[1] // key.shape[1]
-        query = rotate(query, jnp.repeat(place[:, :, -positions.shape[1] :], group, axis=1), spec.rope)
+        places = slots_of.ranks(joined.positions)
+        read = rotate(joined.keys, places, spec.rope)
+        mine = places[:, :, -positions.shape[1] :]
+        query = rotate(query, jnp.repeat(mine, query.shape[1] // key.shape[1], axis=1), spec.rope)
+        sight = dataclasses.replace(sight, query_places=mine[:, 0, :own])
 
     softmax = {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap, "implementation": implementation}
     context = prefill_attend(query, read, joined.values, positions, joined.positions, own_keys_last=True, **softmax)
 
     mass = None
     if policy.prefill is not None and policy.prefill.score.looks and state.look:
-        mass = _prompt_mass(policy.prefill, query, read, positions, joined.positions, now, state.limits, softmax)
-    if policy.extra and state.look:  # the pseudo tokens have looked: empty their slots
-        joined = dataclasses.replace(joined, positions=joined.positions.at[:, :, -policy.extra :].set(EMPTY))
-    cut = _cut_prompt(policy, joined, mass, now, spec.window, state)
+        mass = _prompt_mass(policy.prefill, query, read, positions, joined.positions, now, state, softmax)
+    if state.extra:  # the pseudo tokens have looked: empty their slots
+        joined = dataclasses.replace(joined, positions=joined.positions.at[:, :, -state.extra :].set(EMPTY))
+    sight = dataclasses.replace(sight, keys=read, values=joined.values, places=places)
+    cut = _cut_prompt(policy, joined, mass, now, spec.window, state, sight)
     return jnp.swapaxes(context, 1, 2), cut
 
 
@@ -81,17 +99,17 @@ def _prompt_mass(
     query_positions: Int[Array, "B T"],
     key_positions: Int[Array, "B Hk S"],
     now: Int[Array, "B"],
-    limits: Int[Array, "B"],
+    state: LayerState,
     softmax: dict,
 ) -> Float[Array, "B Hk S"]:
     """The attention mass of every entry from the phase's observing queries, pooled and reduced over the group."""
     observe, aggregate = phase.observe, phase.aggregate
-    last = observe.extra or observe.window or query.shape[2]
+    last = state.extra or observe.window or query.shape[2]
     query, at = query[:, :, -last:], query_positions[:, -last:]
     if not getattr(observe, "own_keys", True):
         key_positions = key_positions.at[:, :, -last:].set(EMPTY)
     mass = prefill_attend_mass(query, keys, at, key_positions, reduce=aggregate.queries, **softmax)
-    apart = phase.protects.recent_entries(key_positions, now, limits)
+    apart = phase.protects.recent_entries(key_positions, now, state.limits)
     mass = aggregate.along_text(mass, key_positions, apart)
     return aggregate.over_group(mass, keys.shape[1])
 
@@ -103,6 +121,7 @@ def _cut_prompt(
     now: Int[Array, "B"],
     window: int | None,
     state: LayerState,
+    sight: Sight,
 ) -> LayerState:
     """The cache cut back to its slots, with the slot of the next token chosen."""
     live = alive(joined.positions, now, window)
@@ -110,17 +129,17 @@ def _cut_prompt(
     if policy.prefill is None or not state.look:
         rank = joined.positions.astype(jnp.float32)
         kept = slots_of.keep(joined, rank, state.slots, state.limits)
-        return dataclasses.replace(state, cache=_aim(policy, kept, None, now, window, state.limits))
+        return dataclasses.replace(state, cache=_aim(policy, kept, None, now, window, state.limits, sight))
 
-    worth = priority(policy.prefill, joined.stats, joined.positions, mass, now, state.limits)
-    stats = policy.observe(policy.prefill, joined.stats, mass)
-    carried = stats if mass is None else {**stats, "mass": mass}  # the mass moves with its entries, then goes
-    kept = slots_of.keep(
-        dataclasses.replace(joined, stats=carried), worth, state.slots, state.limits - policy.prefill.reserve
-    )
+    room = state.limits - policy.prefill.reserved(state.limits)
+    worth = priority(policy.prefill, joined.stats, joined.positions, mass, now, state.limits, sight, room)
+    carried = joined.stats if mass is None else {**joined.stats, "mass": mass}  # moves with its entries, then goes
+    kept = slots_of.keep(dataclasses.replace(joined, stats=carried), worth, state.slots, room)
     mass = kept.stats.get("mass")
     kept = dataclasses.replace(kept, stats={name: kept.stats[name] for name in policy.stats})
-    return dataclasses.replace(state, cache=_aim(policy, kept, mass, now, window, state.limits))
+    aimed = _aim(policy, kept, mass, now, window, state.limits, sight)
+    stats = policy.observe(policy.prefill, kept.stats, mass, now)
+    return dataclasses.replace(state, cache=dataclasses.replace(aimed, stats=stats))
 
 
 def _aim(
@@ -130,19 +149,36 @@ def _aim(
     now: Int[Array, "B"],
     window: int | None,
     limits: Int[Array, "B"],
+    sight: Sight,
 ) -> LayerCache:
-    """The layer with `next_slot` set: an empty or expired slot, else the one that the decode phase values least."""
+    """The layer with `next_slot` set: an empty or expired slot, else the one that the decode phase values least.
+
+    Its statistics are those before this mass; where nobody looked all are alike, so the oldest goes.
+    """
     live = alive(layer.positions, now, window)
     phase = policy.decode
     if phase is None or phase.every > 1:  # there always is an empty or expired slot
         return dataclasses.replace(layer, next_slot=jnp.argmin(live, axis=-1).astype(jnp.int32))
-    worth = priority(phase, layer.stats, layer.positions, _unseen(phase, layer, mass), now, limits)
+    if mass is None:
+        mass = jnp.zeros(layer.positions.shape, jnp.float32)
+    worth = priority(phase, layer.stats, layer.positions, mass, now, limits, _decoding(policy, layer, sight))
     return dataclasses.replace(layer, next_slot=victim(worth, layer.positions, live, limits))
 
 
-def _unseen(phase: Phase, layer: LayerCache, mass: Float[Array, "B Hk C"] | None) -> Float[Array, "B Hk C"]:
-    """The mass that the layer's statistics don't hold yet; where nobody looked all are alike, so the oldest goes."""
-    return jnp.zeros(layer.positions.shape, jnp.float32) if mass is None or phase.score.remembers else mass
+def _decoding(policy: Policy, layer: LayerCache, sight: Sight) -> Sight:
+    """What a decode score may look at: the layer's own entries, and no queries."""
+    keys, places = layer.keys, layer.positions
+    if policy.rope == "cache" and sight.rotate is not None:
+        places = slots_of.ranks(layer.positions)
+        keys = sight.rotate(keys, places)
+    return dataclasses.replace(
+        sight, keys=keys, values=layer.values, places=places, queries=None, query_positions=None, query_places=None
+    )
+
+
+def _turned(spec: AttentionSpec, x: Float[Array, "*lead D"], positions: Int[Array, "..."]) -> Float[Array, "*lead D"]:
+    """`x` turned to its positions as the layer turns its queries and keys."""
+    return rotate(x, positions, spec.rope)
 
 
 def decode_layer(
@@ -162,8 +198,11 @@ def decode_layer(
     query, key, value = query[:, 0], key[:, 0], value[:, 0]  # [B, H, D]
     layer, phase, limits = state.cache, policy.decode, state.limits
     active = position >= 0
-    rule = Rule(phase.aggregate.heads, phase.protects.sinks) if phase and phase.every == 1 else None
-    stats = _write_stats(layer, policy.enter(key[:, :, None], value[:, :, None]), active)
+    at_once = phase is not None and phase.every == 1
+    rule = Rule(phase.aggregate.heads, phase.protects.sinks) if phase and at_once and phase.straight else None
+    sight = Sight(rotate=functools.partial(_turned, spec), scale=spec.scale, layer=state.layer, out=state.out)
+    entered = policy.enter(key[:, :, None], value[:, :, None], positions=position[:, None], prompt=False)
+    stats = _write_stats(layer, entered, active)
 
     turn = None
     if policy.rope == "text":
@@ -190,11 +229,15 @@ def decode_layer(
         rotate=turn,
         implementation=implementation,
     )
-    stats = policy.observe(phase, stats, result.mass) if phase else stats
+    before, stats = stats, policy.observe(phase, stats, result.mass, position + 1) if phase else stats
     stats = {name: jnp.where(active[:, None, None], stat, layer.stats[name]) for name, stat in stats.items()}
     layer = LayerCache(result.keys, result.values, result.positions, result.next_slot, stats)
-    if phase is not None and phase.every > 1:
-        layer = _cut_when_full(policy, phase, layer, result.mass, position, spec.window, state)
+    if phase is not None and at_once and not phase.straight:
+        scored = dataclasses.replace(layer, stats=before)
+        aimed = _aim(policy, scored, result.mass, position + 1, spec.window, limits, sight).next_slot
+        layer = dataclasses.replace(layer, next_slot=jnp.where(active[:, None], aimed, layer.next_slot))
+    if phase is not None and not at_once:
+        layer = _cut_when_full(policy, phase, layer, before, result.mass, position, spec.window, state, sight)
     return result.output[:, None], dataclasses.replace(state, cache=layer)
 
 
@@ -202,7 +245,7 @@ def _score_of(
     phase: Phase | None, layer: LayerCache, stats: dict, position: Int[Array, "B"], limits: Int[Array, "B"]
 ) -> tuple:
     """Recent tokens protected, weight and bias of the score, as the attention of this step will need them."""
-    if phase is None:
+    if phase is None or not phase.straight:
         return (jnp.zeros_like(limits),)
     positions = layer.positions.at[_next_slots(layer, position >= 0)].set(position[:, None], mode="drop")
     return (phase.protects.recents(limits), *phase.score.line(stats, positions, position + 1))
@@ -236,21 +279,27 @@ def _cut_when_full(
     policy: Policy,
     phase: Phase,
     layer: LayerCache,
+    before: dict,
     mass: Float[Array, "B Hk C"],
     position: Int[Array, "B"],
     window: int | None,
     state: LayerState,
+    sight: Sight,
 ) -> LayerCache:
-    """Rows that have run `every` tokens over their budget are cut back to it, the others stay whole."""
+    """Rows that have run `every` tokens over their budget are cut back to it, the others stay whole.
+
+    The statistics `before` this mass score, as in the attention kernel.
+    """
     now = position + 1
     live = alive(layer.positions, now, window)
     held = jnp.max(jnp.sum(live, axis=-1, dtype=jnp.int32), axis=-1)
     full = (position >= 0) & (held >= state.limits + phase.every)
 
     def cut(layer: LayerCache) -> LayerCache:
-        worth = priority(phase, layer.stats, layer.positions, _unseen(phase, layer, mass), now, state.limits)
+        seen = _decoding(policy, layer, sight)
+        worth = priority(phase, before, layer.positions, mass, now, state.limits, seen)
         layer = dataclasses.replace(layer, positions=jnp.where(live, layer.positions, EMPTY))
         kept = slots_of.keep(layer, worth, layer.slots, jnp.where(full, state.limits, layer.slots))
-        return _aim(policy, kept, None, now, window, state.limits)
+        return _aim(policy, kept, None, now, window, state.limits, sight)
 
     return jax.lax.cond(jnp.any(full), cut, lambda layer: layer, layer)

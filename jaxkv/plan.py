@@ -83,4 +83,4 @@ def _looks(policy: Policy, total: np.ndarray, limits: np.ndarray) -> bool:
         return False
     if policy.decode is None:
         return bool((total > limits).any())
-    return policy.decode.score.remembers or bool((total >= limits - policy.prefill.reserve).any())
+    return policy.decode.score.remembers or bool((total >= limits - policy.prefill.reserved(limits)).any())

@@ -61,3 +61,44 @@ def smollm2():
     import jaxkv
 
     return jaxkv.load("smollm2-135m", dtype=jnp.float32)
+
+
+@pytest.fixture
+def scored(monkeypatch):
+    """`scored(params, ids, policy)`: the cache of a prefill, and per layer what the policy valued the prompt at.
+
+    A worth is [Hk, S] in the order of the text. Nothing is compiled, so that the values can be looked at.
+    """
+    import jax.numpy as jnp
+    import numpy as np
+
+    import jaxkv
+    from jaxkv import attend, run
+
+    priority, prefill = attend.priority, run.prefill
+
+    def in_text_order(value, positions):
+        value, positions = np.asarray(value), np.asarray(positions)
+        rows = [v[p >= 0][np.argsort(p[p >= 0])] for v, p in zip(value, positions, strict=True)]
+        return np.stack(rows)
+
+    def arrays_in(*args, **kwargs):  # compiling would have made them jax's
+        return prefill(*jax.tree.map(jnp.asarray, args), **kwargs)
+
+    def scored_prefill(params, ids, policy):
+        worths = []
+
+        def recorded(phase, stats, positions, *rest):
+            value = priority(phase, stats, positions, *rest)
+            if positions.shape[-1] >= len(ids):  # the prompt before its cut; the decode phase looks at what is left
+                worths.append(in_text_order(value[0], positions[0]))
+            return value
+
+        with monkeypatch.context() as patched, jax.disable_jit():
+            patched.setattr(attend, "priority", recorded)
+            patched.setattr(run, "prefill", arrays_in)
+            cache = jaxkv.prefill(params, ids, policy=policy)
+        assert len(worths) == params.config.num_layers
+        return cache, worths
+
+    return scored_prefill

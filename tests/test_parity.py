@@ -3,13 +3,10 @@
 import dataclasses
 import json
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import attend, run
 from jaxkv.cache import EMPTY
 from jaxkv.models import ModelConfig
 from jaxkv.policies.observe import PseudoQueries
@@ -32,36 +29,6 @@ KVPRESS = {
 TINY_METHODS = [method for method in KVPRESS if method != "snapkv-w64-k5"]
 SMOLLM2_METHODS = ["tova", "knorm", "streaming-s4", "observed", "snapkv-w64-k5"]
 FAMILIES = ["llama2", "llama3", "qwen2", "qwen3", "mistral", "gemma3_text"]
-
-
-@pytest.fixture
-def scored(monkeypatch):
-    """`scored(params, ids, policy)`: the cache of a prefill, and per layer what the policy valued the prompt at.
-
-    A worth is [Hk, S] in the order of the text. Nothing is compiled, so that the values can be looked at.
-    """
-    priority, prefill = attend.priority, run.prefill
-
-    def arrays_in(*args, **kwargs):  # compiling would have made them jax's
-        return prefill(*jax.tree.map(jnp.asarray, args), **kwargs)
-
-    def scored_prefill(params, ids, policy):
-        worths = []
-
-        def recorded(phase, stats, positions, *rest):
-            value = priority(phase, stats, positions, *rest)
-            if positions.shape[-1] >= len(ids):  # the prompt before its cut; the decode phase looks at what is left
-                worths.append(_in_text_order(value[0], positions[0]))
-            return value
-
-        with monkeypatch.context() as patched, jax.disable_jit():
-            patched.setattr(attend, "priority", recorded)
-            patched.setattr(run, "prefill", arrays_in)
-            cache = jaxkv.prefill(params, ids, policy=policy)
-        assert len(worths) == params.config.num_layers
-        return cache, worths
-
-    return scored_prefill
 
 
 def _in_text_order(value, positions):

@@ -106,4 +106,4 @@ def test_a_score_in_both_phases_counts_once():
     stats = {"attention": jnp.array([[[1.0, 2.0]]])}
     mass = jnp.array([[[0.25, 0.5]]])
     for phase in h2o.phases:
-        assert h2o.observe(phase, stats, mass)["attention"].tolist() == [[[0.75, 1.5]]]
+        assert h2o.observe(phase, stats, mass, jnp.array([2]))["attention"].tolist() == [[[0.75, 1.5]]]

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxkv.models.config import AttentionSpec, ModelConfig
-from jaxkv.models.linear import PANEL, lookup, packed_shape, project, unembed
+from jaxkv.models.linear import PANEL, lookup, packed_shape, plain, project, unembed
 
 S = TypeVar("S")
 Attend = Callable[[AttentionSpec, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
@@ -72,9 +72,12 @@ class Layer(nnx.Module):
         if config.post_norms:
             self.post_attention_norm, self.post_mlp_norm = init.norm(width), init.norm(width)
 
-    def __call__(self, x: Float[Array, "B T M"], spec: AttentionSpec, state: S, attend: Attend) -> tuple[jax.Array, S]:
-        """The stream after this layer, and the layer's new state."""
-        mixed, state = self.attention(self._norm(x, self.attention_norm), spec, state, attend)
+    def __call__(
+        self, x: Float[Array, "B T M"], spec: AttentionSpec, state: S, attend: Attend, only: int | None = None
+    ) -> tuple[jax.Array, S]:
+        """The stream after this layer (of token `only` alone, if given), and the layer's new state."""
+        mixed, state = self.attention(self._norm(x, self.attention_norm), spec, state, attend, only)
+        x = x if only is None else x[:, only : only + 1]
         if self.config.post_norms:
             mixed = self._norm(mixed, self.post_attention_norm)
         x = x + mixed
@@ -83,7 +86,9 @@ class Layer(nnx.Module):
             mixed = self._norm(mixed, self.post_mlp_norm)
         return x + mixed, state
 
-    def attention(self, x: jax.Array, spec: AttentionSpec, state: S, attend: Attend) -> tuple[jax.Array, S]:
+    def attention(
+        self, x: jax.Array, spec: AttentionSpec, state: S, attend: Attend, only: int | None = None
+    ) -> tuple[jax.Array, S]:
         """Query, key and value (biased, normed, not yet rotated) to `attend`, and its context through `out`."""
         batch, length, _ = x.shape
         mixed = project(x, self.qkv[...])
@@ -94,7 +99,8 @@ class Layer(nnx.Module):
         if self.config.qk_norm:
             query, key = self._norm(query, self.q_norm), self._norm(key, self.k_norm)
         context, state = attend(spec, query, key, value, state)
-        return project(context.reshape(batch, length, -1), self.out[...]), state
+        context = context.reshape(batch, length, -1)
+        return project(context if only is None else context[:, only : only + 1], self.out[...]), state
 
     def mlp(self, x: jax.Array) -> jax.Array:
         """activation(gate) * up, projected down."""
@@ -118,9 +124,10 @@ class Decoder(nnx.Module):
             self.head = init.matrix(config.hidden_size, config.vocab_size)
 
     def __call__(
-        self, tokens: Int[Array, "B T"], states: Sequence[S], attend: Attend
-    ) -> tuple[Float[Array, "B T M"], tuple[S, ...]]:
-        """The final-norm hidden states and the new per-layer states.
+        self, tokens: Int[Array, "B T"], states: Sequence[S], attend: Attend, only: int | None = None
+    ) -> tuple[Float[Array, "B _ M"], tuple[S, ...]]:
+        """The final-norm hidden states (of token `only` alone, if given: the last layer is cheaper then), and the new
+        per-layer states.
 
         `attend(spec, query [B, T, Hq, D], key [B, T, Hk, D], value [B, T, Hk, D], state) -> (context [B, T, Hq, D],
         state)` gets query and key before RoPE, after bias and q/k-norm.
@@ -129,8 +136,9 @@ class Decoder(nnx.Module):
         if self.config.embed_scale is not None:
             x = x * jnp.asarray(self.config.embed_scale, x.dtype)
         new = []
-        for layer, spec, state in zip(self.layers, self.config.specs, states, strict=True):
-            x, state = layer(x, spec, state, attend)
+        last = self.config.num_layers - 1
+        for index, (layer, spec, state) in enumerate(zip(self.layers, self.config.specs, states, strict=True)):
+            x, state = layer(x, spec, state, attend, only if index == last else None)
             new.append(state)
         return rms_norm(x, self.norm[...], self.config.norm_eps), tuple(new)
 
@@ -142,6 +150,10 @@ class Decoder(nnx.Module):
             logits = project(hidden, self.head[...], jnp.float32)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def output_matrix(self, layer: int) -> Float[Array, "Hq D M"]:
+        """The output matrix of one layer's attention, by query heads."""
+        return plain(self.layers[layer].out[...]).reshape(self.config.num_heads, self.config.head_dim, -1)
 
     @property
     def specs(self) -> tuple[AttentionSpec, ...]:

@@ -52,6 +52,11 @@ def project(x: Float[Array, "*lead I"], weight: Float[Array, "..."], out_dtype: 
     return jnp.swapaxes(out, 0, 1).reshape(*x.shape[:-1], panels * width)
 
 
+def plain(weight: Float[Array, "..."]) -> Float[Array, "I O"]:
+    """A stored matrix as `[in, out]`."""
+    return weight if weight.ndim == 2 else jnp.swapaxes(weight, 0, 1).reshape(weight.shape[1], -1)
+
+
 def packed_table(table: np.ndarray, panels: bool) -> np.ndarray:
     """The stored form of an embedding table `[V, M]` that is also the output matrix: itself, or as panels."""
     return packed(table, True) if panels and table.shape[0] % PANEL == 0 else np.ascontiguousarray(table)

@@ -90,5 +90,46 @@ class PseudoQueries:
         return np.concatenate([head, tail[: self.count - prefix]]).astype(np.int32)
 
 
-Observe = NoQueries | LastQueries | AllQueries | CurrentQuery | PseudoQueries
-KINDS = {part.kind: part for part in (NoQueries, LastQueries, AllQueries, CurrentQuery, PseudoQueries)}
+@dataclasses.dataclass(frozen=True)
+class Lookahead:
+    """`count` tokens that the model itself goes on with look, run behind each block like `PseudoQueries`.
+
+    They come from a first pass: the prompt under SnapKV (window `draft_window`) at the same budget, then `count` greedy
+    tokens; on a cache that is already bounded, everything new is kept for that pass. Two prefills, bounded memory.
+    Source: Lookahead Q-Cache (arXiv 2505.20334), which keeps the first pass's queries and the whole prompt's cache in
+    between; here the tokens run again behind the prompt.
+    """
+
+    count: int = 8
+    draft_window: int = 32
+    kind: ClassVar[str] = "lookahead"
+    window: ClassVar[int] = 0
+
+    def __post_init__(self):
+        if self.count < 1 or self.draft_window < 1:
+            raise BadValue(f"count={self.count}, draft_window={self.draft_window}: expected at least 1 token each")
+
+    @property
+    def extra(self) -> int:
+        """Tokens run behind each block of the prompt."""
+        return self.count
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """Every block of the prompt is run once more behind itself, behind an `instruction` (text), and that looks.
+
+    What the model needs to say the block again is what it has to keep; prefill costs twice or more. The softmax is
+    over all that is held. Source: KVzip (arXiv 2505.23416).
+    """
+
+    instruction: str = "\n\nRepeat the previous context exactly."
+    kind: ClassVar[str] = "replay"
+    window: ClassVar[int] = 0
+    extra: ClassVar[int] = 0  # besides the block itself and the instruction
+
+
+Observe = NoQueries | LastQueries | AllQueries | CurrentQuery | PseudoQueries | Lookahead | Replay
+KINDS = {
+    part.kind: part for part in (NoQueries, LastQueries, AllQueries, CurrentQuery, PseudoQueries, Lookahead, Replay)
+}

@@ -1,19 +1,20 @@
 """A policy: the parts that decide which entries of the cache stay, at prefill and at decode."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv.errors import BadValue, unknown
-from jaxkv.policies import allocate, observe, score
+from jaxkv.policies import allocate, observe, scores
 from jaxkv.policies.aggregate import Aggregate
 from jaxkv.policies.allocate import Allocate, Uniform
 from jaxkv.policies.observe import NoQueries, Observe
-from jaxkv.policies.score import Recency, Score, Stats
+from jaxkv.policies.score import Entering, Recency, Score, Sight, Stats
 from jaxkv.policies.select import Select
-from pallas_kernels.decode_attend_score.victim import line
 
 UNLIMITED = 2**30  # the budget of a policy that evicts nothing
 
@@ -22,27 +23,46 @@ UNLIMITED = 2**30  # the budget of a policy that evicts nothing
 class Phase:
     """Who looks, what that says, how it is summed up, what is protected: for prefill or for decode.
 
-    `reserve` (prefill) leaves that many slots of the budget free for the first new tokens; `every` (decode) lets the
-    cache run that many tokens over the budget before it is cut back: 1 overwrites one slot per token.
+    `reserve` (prefill) leaves that many slots of the budget free for the first new tokens, or that fraction of it when
+    it lies between 0 and 1; `every` (decode) lets the cache run that many tokens over the budget before it is cut back:
+    1 overwrites one slot per token.
     """
 
     observe: Observe = NoQueries()
     score: Score = Recency()
     aggregate: Aggregate = Aggregate()
     select: Select = Select()
-    reserve: int = 0
+    reserve: int | float = 0
     every: int = 1
 
     def __post_init__(self):
         if self.score.looks and isinstance(self.observe, NoQueries):
             raise BadValue(f"score {self.score.kind!r} needs attention: give the phase queries that look (observe=)")
-        if self.reserve < 0 or self.every < 1:
-            raise BadValue(f"reserve={self.reserve}, every={self.every}: expected reserve >= 0 and every >= 1")
+        if self.reserve < 0 or (self.reserve > 1 and self.reserve != int(self.reserve)) or self.every < 1:
+            raise BadValue(
+                f"reserve={self.reserve}, every={self.every}: expected reserve >= 0 (tokens, or a fraction of the "
+                "budget) and every >= 1"
+            )
+        holds: dict[str, Score] = {}
+        for leaf in self.score.leaves():
+            for name in leaf.stats:
+                if leaf.remembers and holds.setdefault(name, leaf) != leaf:
+                    raise BadValue(f"scores {holds[name]} and {leaf} keep the same statistic {name!r} in one phase")
 
     @property
     def protects(self) -> Select:
         """What stays whatever its score, in numbers."""
         return self.select.resolved(self.observe.window)
+
+    @property
+    def straight(self) -> bool:
+        """Whether the attention kernel can score and choose: the score is a straight line in the mass."""
+        return self.score.straight and self.select.plain
+
+    def reserved(self, limits: Any) -> Any:
+        """Slots left free for new tokens, of each of the `limits` (an array of NumPy or JAX, or a number)."""
+        share = 0 < self.reserve < 1
+        return (limits.astype("float32") * np.float32(self.reserve)).astype("int32") if share else int(self.reserve)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +93,11 @@ class Policy:
             raise BadValue(f"block={self.block}: expected at least 1 token")
         if self.prefill is None and self.decode is not None:
             raise BadValue(f"policy {self.name!r} evicts at decode but not at prefill: its cache would not be bounded")
-        if self.decode is not None and self.decode.observe.extra:
+        behind = observe.PseudoQueries | observe.Lookahead | observe.Replay
+        if self.decode is not None and isinstance(self.decode.observe, behind):
             raise BadValue("pseudo queries stand in for decode queries: use observe kind 'current-query' at decode")
+        if self.decode is not None and self.decode.score.asks:
+            raise BadValue(f"score {self.decode.score.kind!r} needs the prompt's queries: it scores at prefill only")
         if self.budget is not None:
             if isinstance(self.budget, bool) or int(self.budget) != self.budget:
                 raise BadValue(f"budget={self.budget!r}: expected a whole number of tokens per KV head")
@@ -104,12 +127,32 @@ class Policy:
     @property
     def floor(self) -> int:
         """The smallest budget that holds what is protected and one entry that can be evicted."""
-        return max((phase.protects.floor() + phase.reserve for phase in self.phases), default=1)
+        return max((_floor(phase) for phase in self.phases), default=1)
 
     @property
     def stats(self) -> tuple[str, ...]:
         """Names of the per-slot statistics that the scores keep."""
         return tuple(sorted({name for phase in self.phases for name in phase.score.stats}))
+
+    @property
+    def query_aware(self) -> bool:
+        """Whether a question at the end of the prompt steers what is kept of it."""
+        if self.prefill is None:
+            return False
+        seen = self.prefill.observe
+        steered = seen.window > 0 or isinstance(seen, observe.PseudoQueries | observe.Lookahead)
+        scored = self.prefill.score
+        return (steered and scored.looks) or any(leaf.aware for leaf in scored.leaves())
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether a score needs numbers measured on the model before."""
+        return any(leaf.calibrated for phase in self.phases for leaf in phase.score.leaves())
+
+    @property
+    def projects(self) -> bool:
+        """Whether a score needs the layers' output matrices."""
+        return any(phase.score.projects for phase in self.phases)
 
     def budgets(self, tokens: int, layers: int) -> tuple[int, ...]:
         """Tokens per KV head of every layer for a text of `tokens` tokens; a ratio never goes below `floor`."""
@@ -124,16 +167,26 @@ class Policy:
         window = self.prefill.observe.window if self.prefill else 0
         return self.allocate.budgets(int(budget), layers, tokens, window)
 
-    def enter(self, keys: Float[Array, "B Hk T D"], values: Float[Array, "B Hk T D"]) -> Stats:
-        """The statistics of tokens as they enter the cache."""
-        return {name: stat for phase in self.phases for name, stat in phase.score.enter(keys, values).items()}
+    def enter(self, keys: Float[Array, "B Hk T D"], values: Float[Array, "B Hk T D"], **more: Any) -> Stats:
+        """The statistics of tokens as they enter the cache; `more` are the other fields of `Entering`."""
+        new = Entering(keys, values, **more)
+        return {name: stat for phase in self.phases for name, stat in phase.score.enter(new).items()}
 
-    def observe(self, phase: Phase, stats: Stats, mass: Float[Array, "B Hk S"] | None) -> Stats:
+    def observe(
+        self, phase: Phase, stats: Stats, mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"] | None = None
+    ) -> Stats:
         """The statistics after the phase's queries gave each entry this mass; a score in both phases counts once."""
-        scores = {each.score.kind: each.score for each in (*self.phases, phase)}  # of one kind, the phase's own
+        leaves = [leaf for each in (*self.phases, phase) for leaf in each.score.leaves()]
+        scores = {leaf.kind: leaf for leaf in leaves}  # of one kind, the phase's own
         for part in scores.values():
-            stats = {**stats, **part.observe(stats, mass)}
+            stats = {**stats, **part.observe(stats, mass, now)}
         return stats
+
+
+def _floor(phase: Phase) -> int:
+    """The smallest budget that leaves one entry that can be evicted besides what is protected and reserved."""
+    least = phase.protects.floor()
+    return math.ceil(least / (1 - phase.reserve)) if 0 < phase.reserve < 1 else least + int(phase.reserve)
 
 
 def priority(
@@ -143,13 +196,32 @@ def priority(
     mass: Float[Array, "B Hk S"] | None,
     now: Int[Array, "B"],
     limits: Int[Array, "B"],
+    sight: Sight | None = None,
+    kept: Int[Array, "B"] | None = None,
 ) -> Float[Array, "B Hk S"]:
-    """The phase's score over the heads, from the statistics before this mass; +inf for what it protects."""
-    value = phase.aggregate.over_heads(line(mass, *phase.score.line(stats, positions, now)))
-    return jnp.where(phase.protects.protected(positions, now, limits), jnp.inf, value)
+    """The phase's score over the heads, from the statistics before this mass; +inf for what it protects.
+
+    `sight` is what a score that is no straight line looks at, `kept` how many entries are to stay (the limits).
+    """
+    protected = phase.protects.protected(positions, now, limits)
+    sight = dataclasses.replace(
+        sight or Sight(),
+        positions=positions,
+        mass=mass,
+        now=now,
+        limits=limits if kept is None else kept,
+        protected=protected,
+        sinks=phase.protects.sinks,
+    )
+    value = phase.aggregate.over_heads(phase.score.score(stats, sight))
+    if not phase.select.plain:
+        value = phase.select.by_chunks(value, positions, protected)
+    return jnp.where(protected, jnp.inf, value)
 
 
-PARTS = {"observe": observe.KINDS, "score": score.KINDS, "allocate": allocate.KINDS}
+PARTS = {"observe": observe.KINDS, "allocate": allocate.KINDS} | dict.fromkeys(
+    ("score", "of", "first", "second"), scores.KINDS
+)
 PLAIN = {"aggregate": Aggregate, "select": Select}
 
 

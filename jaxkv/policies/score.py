@@ -1,42 +1,138 @@
 """score: how much each entry is worth, higher = keep, float32 [B, Hk, S].
 
-Every score has the same three functions. `enter` computes an entry's own statistics once, as it enters the cache;
-`line` gives weight and bias of score = weight * mass + bias, from the statistics before an observation and its
-attention mass (a straight line, so that the attention kernel itself can score); `observe` updates the statistics from
-that mass. `now [B]` is the position of the next token.
+Every score has the same functions. `enter` computes an entry's own statistics once, as it enters the cache; `observe`
+updates the statistics from an observation's attention mass. Most scores are a straight line in that mass: `line` gives
+weight and bias of score = weight * mass + bias, from the statistics before the observation, so that the attention
+kernel itself can score. One that is no such line (it compares the entries with each other, say) has `straight` False
+and a `score` of its own, which is computed after the attention. `now [B]` is the position of the next token.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.errors import BadValue
-from pallas_kernels.decode_attend_score.victim import Factor
+from pallas_kernels.decode_attend_score.victim import Factor, line
+from pallas_kernels.masking import filled
 
 Stats = dict[str, Float[Array, "B Hk S"]]
+Rotate = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-class _Score:
-    """The defaults: no statistics of its own."""
+@dataclasses.dataclass(frozen=True)
+class Entering:
+    """Tokens as they enter a layer's cache: keys and queries before RoPE, and how RoPE turns them to positions.
 
+    `prompt` tells prefill from decode.
+    """
+
+    keys: Float[Array, "B Hk T D"]
+    values: Float[Array, "B Hk T D"]
+    queries: Float[Array, "B Hq T D"] | None = None
+    positions: Int[Array, "B T"] | None = None
+    rotate: Rotate | None = None
+    prompt: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """What a score that is no straight line may look at: a layer's entries, and at prefill the block's queries.
+
+    `keys` are turned to `places` (text or cache positions, by the policy's rope), `queries` are before RoPE.
+    `limits` is the number of entries to keep, `protected` marks those that stay whatever their score. `out` is the
+    layer's output matrix by query heads, for scores that say `projects`.
+    """
+
+    keys: Float[Array, "B Hk S D"] | None = None
+    values: Float[Array, "B Hk S D"] | None = None
+    places: Int[Array, "B Hk S"] | None = None
+    queries: Float[Array, "B Hq T D"] | None = None
+    query_positions: Int[Array, "B T"] | None = None
+    query_places: Int[Array, "B T"] | None = None
+    rotate: Rotate | None = None
+    scale: float = 1.0
+    layer: int = 0
+    out: Float[Array, "Hq D M"] | None = None
+    positions: Int[Array, "B Hk S"] | None = None
+    mass: Float[Array, "B Hk S"] | None = None
+    now: Int[Array, "B"] | None = None
+    limits: Int[Array, "B"] | None = None
+    protected: Bool[Array, "B Hk S"] | None = None
+    sinks: int = 0
+
+    @property
+    def live(self) -> Bool[Array, "B Hk S"]:
+        """True for slots that hold an entry."""
+        return self.at >= 0
+
+    @property
+    def at(self) -> Int[Array, "B Hk S"]:
+        """The entries' positions in the text, -1 for an empty slot."""
+        assert self.positions is not None
+        return self.positions
+
+    @property
+    def next(self) -> Int[Array, "B"]:
+        """The position of the next token."""
+        assert self.now is not None
+        return self.now
+
+    @property
+    def k(self) -> Float[Array, "B Hk S D"]:
+        """The keys in float32, 0 in empty slots."""
+        assert self.keys is not None, "this score needs the keys"
+        return filled(self.keys.astype(jnp.float32), self.at)
+
+    @property
+    def v(self) -> Float[Array, "B Hk S D"]:
+        """The values in float32, 0 in empty slots."""
+        assert self.values is not None, "this score needs the values"
+        return filled(self.values.astype(jnp.float32), self.at)
+
+    def turned(self, x: Float[Array, "*lead D"], positions: Int[Array, "..."]) -> Float[Array, "*lead D"]:
+        """`x` turned by RoPE to the positions, which broadcast to its leading dims."""
+        assert self.rotate is not None
+        return self.rotate(x, positions)
+
+
+class Score:
+    """The defaults: no statistics of its own, a straight line."""
+
+    kind: ClassVar[str]
     stats: ClassVar[tuple[str, ...]] = ()
     looks: ClassVar[bool] = False  # needs attention mass
     remembers: ClassVar[bool] = False  # its statistics depend on past attention mass
+    straight: ClassVar[bool] = True  # a straight line in the mass: the attention kernel can score
+    asks: ClassVar[bool] = False  # needs the prompt's queries, so it scores at prefill only
+    projects: ClassVar[bool] = False  # needs the output matrix
+    signed: ClassVar[bool] = False  # may be negative
+    aware: ClassVar[bool] = False  # the prompt's last tokens decide, whoever observes
+    calibrated: ClassVar[bool] = False  # needs numbers measured on the model before
+    parts: ClassVar[tuple["Score", ...]] = ()  # the scores it is made of
 
-    def enter(self, keys: Float[Array, "B Hk T D"], values: Float[Array, "B Hk T D"]) -> Stats:
+    def enter(self, new: Entering) -> Stats:
         return {}
 
-    def observe(self, stats: Stats, mass: Float[Array, "B Hk S"] | None) -> Stats:
+    def observe(self, stats: Stats, mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"] | None) -> Stats:
         return {}
 
     def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
         raise NotImplementedError
 
+    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
+        return line(sight.mass, *self.line(stats, sight.at, sight.next))
+
+    def leaves(self) -> tuple["Score", ...]:
+        """The score itself, or those that it is made of."""
+        return tuple(leaf for part in self.parts for leaf in part.leaves()) if self.parts else (self,)
+
 
 @dataclasses.dataclass(frozen=True)
-class Recency(_Score):
+class Recency(Score):
     """score = position: keep the newest. Source: StreamingLLM (arXiv 2309.17453)."""
 
     kind: ClassVar[str] = "recency"
@@ -46,21 +142,22 @@ class Recency(_Score):
 
 
 @dataclasses.dataclass(frozen=True)
-class KeyNorm(_Score):
+class KeyNorm(Score):
     """score = -||k||_2 (RoPE keeps it; taken before RoPE). Source: Devoto et al. (arXiv 2406.11430)."""
 
     kind: ClassVar[str] = "key-norm"
+    signed: ClassVar[bool] = True
     stats: ClassVar[tuple[str, ...]] = ("key_norm",)
 
-    def enter(self, keys: Float[Array, "B Hk T D"], values: Float[Array, "B Hk T D"]) -> Stats:
-        return {"key_norm": jnp.linalg.norm(keys.astype(jnp.float32), axis=-1)}
+    def enter(self, new: Entering) -> Stats:
+        return {"key_norm": jnp.linalg.norm(new.keys.astype(jnp.float32), axis=-1)}
 
     def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
         return 0.0, -stats["key_norm"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention(_Score):
+class Attention(Score):
     """score = the attention mass of this observation. Source: SnapKV, TOVA, DapQ."""
 
     kind: ClassVar[str] = "attention"
@@ -71,7 +168,7 @@ class Attention(_Score):
 
 
 @dataclasses.dataclass(frozen=True)
-class AccumulatedAttention(_Score):
+class AccumulatedAttention(Score):
     """score = sum over all observations so far of decay^age * attention mass.
 
     `average=True` divides by the number of queries that could see the entry (kvpress' ObservedAttention).
@@ -89,10 +186,10 @@ class AccumulatedAttention(_Score):
         if not 0 < self.decay <= 1:
             raise BadValue(f"decay={self.decay}: expected a number in (0, 1]; 1 forgets nothing")
 
-    def enter(self, keys: Float[Array, "B Hk T D"], values: Float[Array, "B Hk T D"]) -> Stats:
-        return {"attention": jnp.zeros(keys.shape[:-1], jnp.float32)}
+    def enter(self, new: Entering) -> Stats:
+        return {"attention": jnp.zeros(new.keys.shape[:-1], jnp.float32)}
 
-    def observe(self, stats: Stats, mass: Float[Array, "B Hk S"] | None) -> Stats:
+    def observe(self, stats: Stats, mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"] | None) -> Stats:
         return {} if mass is None else {"attention": stats["attention"] * self.decay + mass}
 
     def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
@@ -104,19 +201,70 @@ class AccumulatedAttention(_Score):
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionValue(_Score):
+class AttentionValue(Score):
     """score = attention mass * ||v||_1, the size of the entry's part in the output. Source: LongFlow (2603.11504)."""
 
     kind: ClassVar[str] = "attention-value"
     stats: ClassVar[tuple[str, ...]] = ("value_l1",)
     looks: ClassVar[bool] = True
 
-    def enter(self, keys: Float[Array, "B Hk T D"], values: Float[Array, "B Hk T D"]) -> Stats:
-        return {"value_l1": jnp.sum(jnp.abs(values.astype(jnp.float32)), axis=-1)}
+    def enter(self, new: Entering) -> Stats:
+        return {"value_l1": jnp.sum(jnp.abs(new.values.astype(jnp.float32)), axis=-1)}
 
     def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
         return stats["value_l1"], 0.0
 
 
-Score = Recency | KeyNorm | Attention | AccumulatedAttention | AttentionValue
-KINDS = {part.kind: part for part in (Recency, KeyNorm, Attention, AccumulatedAttention, AttentionValue)}
+@dataclasses.dataclass(frozen=True)
+class Random(Score):
+    """score = a pseudo-random number in [0, 1) of position, head and seed: the control for every other score."""
+
+    seed: int = 0
+    kind: ClassVar[str] = "random"
+
+    def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
+        head = jnp.arange(positions.shape[1], dtype=jnp.uint32)[:, None]
+        x = positions.astype(jnp.uint32) * jnp.uint32(0x9E3779B1) + head * jnp.uint32(0x85EBCA77)
+        x = x + jnp.uint32(self.seed % 2**32) * jnp.uint32(0xC2B2AE3D)
+        for shift, times in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # mixes every bit into every other
+            x = (x ^ (x >> shift)) * jnp.uint32(times)
+        x = x ^ (x >> 16)
+        return 0.0, (x >> 8).astype(jnp.float32) / jnp.float32(2**24)
+
+
+@dataclasses.dataclass(frozen=True)
+class Distance(Score):
+    """score = |age - offset|: what is `offset` tokens old goes; the start of the text and the newest tokens stay.
+
+    Source: Elastic Cache (arXiv 2407.18121), its rule for generation; the default offset is ours.
+    """
+
+    offset: int = 25
+    kind: ClassVar[str] = "distance"
+
+    def __post_init__(self):
+        if self.offset < 1:
+            raise BadValue(f"offset={self.offset}: expected at least 1 token of age")
+
+    def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
+        return 0.0, jnp.abs(now[:, None, None] - positions - self.offset).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class PeakAttention(Score):
+    """score = the largest attention mass of any observation so far. Source: KVzip (arXiv 2505.23416), as a part."""
+
+    kind: ClassVar[str] = "peak-attention"
+    stats: ClassVar[tuple[str, ...]] = ("peak",)
+    looks: ClassVar[bool] = True
+    remembers: ClassVar[bool] = True
+    straight: ClassVar[bool] = False
+
+    def enter(self, new: Entering) -> Stats:
+        return {"peak": jnp.zeros(new.keys.shape[:-1], jnp.float32)}
+
+    def observe(self, stats: Stats, mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"] | None) -> Stats:
+        return {} if mass is None else {"peak": jnp.maximum(stats["peak"], mass)}
+
+    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
+        return stats["peak"] if sight.mass is None else jnp.maximum(stats["peak"], sight.mass)

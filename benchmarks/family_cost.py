@@ -1,0 +1,94 @@
+"""What each policy costs: prefill of a long prompt over plain prefill, and a decode step over LongFlow's.
+
+Every policy runs in turns with its reference in one process. Policies without a decode phase have no second number.
+
+    python -m benchmarks.family_cost
+"""
+
+import argparse
+import dataclasses
+from typing import Any
+
+from flax import nnx
+
+import jaxkv
+from benchmarks.flat_cost import Run, in_turns
+from benchmarks.report import prose_rows, table, write
+from jaxkv.models import graphdef
+from jaxkv.policies.catalogue import catalogue
+
+REFERENCE = "longflow"
+
+
+def prefilled(params: Any, policy: jaxkv.Policy | None, rows: list[list[int]]) -> Run:
+    """Running the prompt and sampling one token."""
+    return lambda: jaxkv.generate(params, rows, policy=policy, max_new_tokens=1, stop_tokens=()).stats.prefill_seconds
+
+
+def decoded(params: Any, policy: jaxkv.Policy, rows: list[list[int]], new_tokens: int) -> Run:
+    """Decoding on from the prompt."""
+    cache = jaxkv.generate(params, rows, policy=policy, max_new_tokens=1, stop_tokens=()).cache
+
+    def run() -> float:
+        out = jaxkv.generate(params, cache=cache, max_new_tokens=new_tokens, stop_tokens=())
+        return out.stats.decode_seconds / new_tokens
+
+    return run
+
+
+def first_layers(params: Any, layers: int) -> Any:
+    """The model cut off after so many layers: the same shapes, sooner done."""
+    config = dataclasses.replace(params.config, num_layers=layers, layer_types=params.config.layer_types[:layers])
+    model = nnx.merge(graphdef(params.config), params.weights)
+    model.config, model.layers = config, nnx.List(list(model.layers)[:layers])
+    return dataclasses.replace(params, config=config, weights=nnx.state(model))
+
+
+def main() -> None:
+    """Measure, print the table, store the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--policies", nargs="+", default=None, help="default: every one in the catalogue")
+    parser.add_argument("--budget", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=None, help="run the model's first layers only")
+    parser.add_argument("--name", default="family_cost", help="of the JSON file in benchmarks/results")
+    options = parser.parse_args()
+    params = jaxkv.load(options.model)
+    if options.layers is not None:
+        params = first_layers(params, options.layers)
+    rows = prose_rows(params.tokenizer, 1, options.tokens)
+    names = options.policies or [name for name, policy in catalogue().items() if policy.evicts]
+    reference = jaxkv.policy(REFERENCE, budget=options.budget)
+    plain, step = prefilled(params, None, rows), decoded(params, reference, rows, options.new_tokens)
+
+    results = []
+    for name in names:
+        policy = jaxkv.policy(name, budget=options.budget)
+        took = in_turns({"policy": prefilled(params, policy, rows), "plain": plain}, options.rounds)
+        row = {"policy": name, "prefill": min(took["policy"]), "plain": min(took["plain"]), "times": took}
+        if policy.decode is not None:
+            mine = decoded(params, policy, rows, options.new_tokens)
+            took = in_turns({"policy": mine, REFERENCE: step}, options.rounds)
+            row |= {"step": min(took["policy"]), REFERENCE: min(took[REFERENCE]), "steps": took}
+        results.append(row)
+        print(name, *(f"{key} {value:.4f}" for key, value in row.items() if isinstance(value, float)), flush=True)
+    shown = [
+        (
+            row["policy"],
+            row["prefill"] / row["plain"],
+            row["step"] / row[REFERENCE] if "step" in row else "-",
+        )
+        for row in results
+    ]
+    title = (
+        f"prefill of {options.tokens} tokens over plain prefill, decode step over {REFERENCE}'s (best of the rounds)"
+    )
+    print(table(title, ("policy", "prefill", "step"), shown))
+    print("written to", write(options.name, {**vars(options), "results": results}))
+
+
+if __name__ == "__main__":
+    main()

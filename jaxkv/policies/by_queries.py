@@ -1,0 +1,201 @@
+"""Scores from what the prompt's queries are like, without their attention. At prefill only."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from jaxkv.errors import BadValue
+from jaxkv.policies.by_keys import z_score
+from jaxkv.policies.order import count, in_chunks
+from jaxkv.policies.score import Entering, Score, Sight, Stats
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpectedAttention(Score):
+    """The attention that a normal distribution of future queries gives, in closed form, over all but the sinks.
+
+    z_j = mu . k_j scale + k_j^T Sigma k_j scale^2 / 2 per query head, with mean and covariance (1/N) of the block's
+    queries before RoPE, both turned by the mean rotation of the next `future` positions; score = mean over the group
+    of softmax_j(z_j) + epsilon. Times ||v|| it is the published score. Source: Expected Attention (arXiv 2510.00636).
+    """
+
+    future: int = 512
+    covariance: bool = True
+    epsilon: float = 0.0
+    kind: ClassVar[str] = "expected-attention"
+    straight: ClassVar[bool] = False
+    asks: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if self.future < 1 or self.epsilon < 0:
+            raise BadValue(f"future={self.future}, epsilon={self.epsilon}: expected future >= 1 and epsilon >= 0")
+
+    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
+        keys = sight.k
+        queries, seen = _queries(sight)
+        many = count(seen, -1)[:, None, None]
+        mean = jnp.sum(queries, axis=2) / many
+        turn = _mean_rotation(sight, self.future)
+        ahead = _grouped(jnp.einsum("bij,bhj->bhi", turn, mean), keys.shape[1])
+        z = jnp.einsum("bhgd,bhsd->bhgs", ahead, keys) * sight.scale
+        if self.covariance:
+            off = jnp.where(seen[:, None, :, None], queries - mean[:, :, None], 0.0)
+            spread = jnp.einsum("bhtd,bhte->bhde", off, off) / many[..., None]
+            spread = _grouped(jnp.einsum("bij,bhjk,blk->bhil", turn, spread, turn), keys.shape[1])
+            spent = jnp.einsum("bhsd,bhgde->bhgse", keys, spread)
+            z = z + jnp.einsum("bhgse,bhse->bhgs", spent, keys) * sight.scale**2 / 2
+        free = (sight.live & (sight.at >= sight.sinks))[:, :, None]
+        weight = jnp.where(free, jax.nn.softmax(jnp.where(free, z, -1e30), axis=-1), 0.0)
+        return jnp.mean(weight, axis=2) + self.epsilon
+
+
+@dataclasses.dataclass(frozen=True)
+class Capacity(Score):
+    """score_j = w_j v_j^T A^-1 v_j with A = I + sum_j (w_j + epsilon) v_j v_j^T, w_j = exp(tau (c_j - max c)).
+
+    c_j is the cosine of k_j and the mean query before RoPE turned by the mean rotation of the next `future` positions;
+    mean over the group; sinks stay outside. Source: CapKV (arXiv 2604.25975), in kvpress' form.
+    """
+
+    tau: float = 5.0
+    future: int = 512
+    epsilon: float = 1e-6
+    kind: ClassVar[str] = "capacity"
+    straight: ClassVar[bool] = False
+    asks: ClassVar[bool] = True
+
+    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
+        keys, values = sight.k, sight.v
+        queries, seen = _queries(sight)
+        mean = jnp.sum(queries, axis=2) / count(seen, -1)[:, None, None]
+        anchor = jnp.einsum("bij,bhj->bhi", _mean_rotation(sight, self.future), mean)
+        anchor, free = _grouped(anchor, keys.shape[1]), (sight.live & (sight.at >= sight.sinks))[:, :, None]
+        size = jnp.linalg.norm(anchor, axis=-1)[..., None] * jnp.linalg.norm(keys, axis=-1)[:, :, None]
+        cos = jnp.clip(jnp.einsum("bhgd,bhsd->bhgs", anchor, keys) / jnp.maximum(size, 1e-12), -1.0, 1.0)
+        top = jnp.max(jnp.where(free, cos, -1.0), axis=-1, keepdims=True)
+        weight = jnp.where(free, jnp.exp(self.tau * (cos - top)), 0.0)
+        more = jnp.where(free, weight + self.epsilon, 0.0)
+        exact = lax.Precision.HIGHEST
+        heavy = more[..., None] * values[:, :, None]
+        gram = jnp.einsum("bhgsd,bhse->bhgde", heavy, values, precision=exact) + jnp.eye(values.shape[-1])
+        turned = jnp.broadcast_to(jnp.swapaxes(values, 2, 3)[:, :, None], (*gram.shape[:4], values.shape[2]))
+        solved = jax.scipy.linalg.cho_solve((jnp.linalg.cholesky(gram), True), turned)
+        return jnp.mean(weight * jnp.einsum("bhsd,bhgds->bhgs", values, solved), axis=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class NonCausal(Score):
+    """The block in chunks; inside each every query sees every key, earlier or later.
+
+    score = z-score of the mean over 3 neighbours of ||v_j|| sum_i softmax_j(q_i . k_j), mean over the group; there is
+    no scale in that softmax. It is fixed as a token enters. The last chunk is as short as it is (kvpress lets its
+    padding leak in). Source: Compactor (arXiv 2507.08143).
+    """
+
+    chunk: int = 256
+    kind: ClassVar[str] = "non-causal"
+    signed: ClassVar[bool] = True
+    stats: ClassVar[tuple[str, ...]] = ("non_causal",)
+    straight: ClassVar[bool] = False
+    asks: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if self.chunk < 1:
+            raise BadValue(f"chunk={self.chunk}: expected at least 1 token")
+
+    def enter(self, new: Entering) -> Stats:
+        if not new.prompt:
+            return {"non_causal": jnp.zeros(new.keys.shape[:-1], jnp.float32)}
+        assert new.queries is not None and new.positions is not None and new.rotate is not None
+        positions, length, kv_heads = new.positions, new.positions.shape[1], new.keys.shape[1]
+        pads = jnp.sum(positions < 0, axis=1, dtype=jnp.int32)  # in front: chunks begin at the row's first token
+        shift = (jnp.arange(length)[None] + pads[:, None]) % length
+        undo = (jnp.arange(length)[None] - pads[:, None]) % length
+
+        def chunks(x):
+            x = jnp.where((positions >= 0)[:, None, :, None], x.astype(jnp.float32), 0.0)
+            return in_chunks(jnp.take_along_axis(x, shift[:, None, :, None], axis=2), self.chunk)
+
+        query, key = (chunks(new.rotate(x, positions[:, None])) for x in (new.queries, new.keys))
+        real = in_chunks((jnp.arange(length)[None] < length - pads[:, None])[:, None], self.chunk)[:, 0]
+
+        def one(_, each):
+            query, key, real = each
+            query = _grouped(query, kv_heads)
+            logits = jnp.where(real[:, None, None, None], jnp.einsum("bhgtd,bhsd->bhgts", query, key), -1e30)
+            weight = jnp.where(real[:, None, None, :, None], jax.nn.softmax(logits, axis=-1), 0.0)
+            return None, jnp.mean(jnp.sum(weight, axis=3), axis=2)
+
+        each = jnp.moveaxis(query, 2, 0), jnp.moveaxis(key, 2, 0), jnp.moveaxis(real, 1, 0)
+        _, total = lax.scan(one, None, each)
+        total = jnp.moveaxis(total, 0, 2).reshape(*new.keys.shape[:2], -1)[:, :, :length]
+        total = jnp.take_along_axis(total, undo[:, None], axis=2)
+        total = jnp.where((positions >= 0)[:, None], total, 0.0)
+        total = total * jnp.linalg.norm(new.values.astype(jnp.float32), axis=-1)
+        around = lax.reduce_window(total, 0.0, lax.add, (1, 1, 3), (1, 1, 1), ((0, 0), (0, 0), (1, 1)))
+        return {"non_causal": around / 3}
+
+    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
+        return z_score(stats["non_causal"], sight)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuestionAttention(Score):
+    """The mean attention of the prompt's last `window` queries, each weighted by how many earlier keys it sees.
+
+    The window's own keys stay in the softmax and are not counted. Source: Finch (TACL 2024, 10.1162/tacl_a_00716),
+    where the window is the question behind the context.
+    """
+
+    question: int = 32
+    kind: ClassVar[str] = "question-attention"
+    aware: ClassVar[bool] = True
+    straight: ClassVar[bool] = False
+    asks: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if self.question < 1:
+            raise BadValue(f"question={self.question}: expected at least 1 token")
+
+    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
+        assert sight.queries is not None and sight.query_positions is not None
+        assert sight.query_places is not None
+        at, place = (x[:, -self.question :] for x in (sight.query_positions, sight.query_places))
+        query = sight.turned(sight.queries[:, :, -self.question :].astype(jnp.float32), place[:, None])
+        logits = jnp.einsum("bhgtd,bhsd->bhgts", _grouped(query, sight.at.shape[1]), sight.k) * sight.scale
+        sees = (sight.live[:, :, None] & (sight.at[:, :, None] <= at[:, None, :, None]))[:, :, None]
+        weight = jnp.where(sees, jax.nn.softmax(jnp.where(sees, logits, -1e30), axis=-1), 0.0)
+        before = sees & (sight.at < (sight.next - self.question)[:, None, None])[:, :, None, None]
+        earlier = jnp.sum(before, axis=-1, keepdims=True, dtype=jnp.float32)
+        weight = weight * (earlier + jnp.arange(at.shape[1], dtype=jnp.float32)[:, None])
+        real = (at >= 0)[:, None, None, :, None]
+        return jnp.mean(jnp.sum(jnp.where(real, weight, 0.0), axis=3), axis=2) / at.shape[1]
+
+
+def _queries(sight: Sight) -> tuple[Float[Array, "B Hq T D"], Bool[Array, "B T"]]:
+    """The block's queries before RoPE, float32, 0 where they don't count: padding and sinks."""
+    assert sight.queries is not None and sight.query_positions is not None, "this score needs the prompt's queries"
+    seen = sight.query_positions >= sight.sinks
+    return jnp.where(seen[:, None, :, None], sight.queries.astype(jnp.float32), 0.0), seen
+
+
+def _mean_rotation(sight: Sight, future: int) -> Float[Array, "B D D"]:
+    """The mean over the next `future` positions of the matrix that turns a vector to that position."""
+    dims = sight.k.shape[-1]
+    halves = jnp.concatenate([jnp.ones(dims // 2), jnp.zeros(dims - dims // 2)])  # turns to [cos, sin]
+    assert sight.query_places is not None
+    ahead = jnp.max(sight.query_places, axis=1, keepdims=True) + 1 + jnp.arange(future, dtype=jnp.int32)
+    turned = sight.turned(jnp.broadcast_to(halves, (*ahead.shape, dims)), ahead)
+    cos, sin = jnp.split(jnp.mean(turned, axis=1), 2, axis=-1)
+    eye = jnp.eye(dims // 2)
+    cos, sin = cos[..., None] * eye, sin[..., None] * eye
+    return jnp.concatenate([jnp.concatenate([cos, -sin], axis=-1), jnp.concatenate([sin, cos], axis=-1)], axis=-2)
+
+
+def _grouped(x: jax.Array, kv_heads: int) -> jax.Array:
+    """`[B, Hq, ...]` as `[B, Hk, G, ...]`."""
+    return x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:])

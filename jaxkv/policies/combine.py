@@ -1,0 +1,230 @@
+"""Scores made of other scores."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxkv.errors import BadValue
+from jaxkv.policies.order import BIG, best_first, count
+from jaxkv.policies.score import Entering, Score, Sight, Stats
+from pallas_kernels.decode_attend_score.victim import Factor
+
+
+class Combined(Score):
+    """What all of them share: everything that their parts need."""
+
+    def _join(self, *parts: Score) -> None:
+        names = tuple(dict.fromkeys(name for part in parts for name in part.stats))
+        facts = {
+            fact: any(getattr(part, fact) for part in parts) for fact in ("looks", "remembers", "asks", "projects")
+        }
+        for name, value in {"parts": parts, "stats": names, **facts}.items():
+            object.__setattr__(self, name, value)  # derived, not fields
+
+    def enter(self, new: Entering) -> Stats:
+        return {name: stat for part in self.parts for name, stat in part.enter(new).items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled(Combined):
+    """score = (of + epsilon) * size of the value: ||v||_1, ||v||_2, or the mean over the group of ||v W_O||_1.
+
+    `by`: "value-l1", "value-l2", "output-l1". Only for scores that are never negative. The first two are fixed as a
+    token enters; the last is computed from the values at every cut, for it reads the layer's output matrix.
+    Source: VATP (arXiv 2406.12335) with value-l1; CriticalKV (arXiv 2502.03805) with output-l1.
+    """
+
+    of: Score
+    by: str = "value-l1"
+    epsilon: float = 0.0
+    kind: ClassVar[str] = "scaled"
+
+    def __post_init__(self):
+        if self.by not in ("value-l1", "value-l2", "output-l1"):
+            raise BadValue(f"by={self.by!r}: expected 'value-l1', 'value-l2' or 'output-l1'")
+        if any(leaf.signed for leaf in self.of.leaves()):
+            raise BadValue(f"score {self.of.kind!r} can be negative, and scaling would turn its order around")
+        self._join(self.of)
+        projects = self.by == "output-l1"
+        object.__setattr__(self, "stats", self.stats if projects else (*self.stats, self.name))
+        object.__setattr__(self, "straight", self.of.straight and not projects)
+        object.__setattr__(self, "projects", self.projects or projects)
+
+    @property
+    def name(self) -> str:
+        """The statistic that holds the size."""
+        return self.by.replace("-", "_")
+
+    def enter(self, new: Entering) -> Stats:
+        values, more = new.values.astype(jnp.float32), super().enter(new)
+        if self.by == "output-l1":
+            return more
+        size = jnp.sum(jnp.abs(values), axis=-1) if self.by == "value-l1" else jnp.linalg.norm(values, axis=-1)
+        return {**more, self.name: size}
+
+    def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
+        weight, bias = self.of.line(stats, positions, now)
+        size = stats[self.name]
+        none = isinstance(weight, float) and weight == 0
+        return 0.0 if none else jnp.multiply(size, weight), jnp.multiply(size, jnp.add(bias, self.epsilon))
+
+    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
+        size = _output_size(sight) if self.by == "output-l1" else stats[self.name]
+        return (self.of.score(stats, sight) + self.epsilon) * size
+
+
+@dataclasses.dataclass(frozen=True)
+class Weighted(Combined):
+    """score = first_weight * first + second_weight * second, each `scale`d before: "none", "unit" or "rank".
+
+    "unit" runs from 0 for the lowest entry of a head to 1 for the highest, "rank" counts places. A weight "ratio" is
+    the fraction of the row's entries that has to go. Source: ours; Compactor's blend, R-KV's trade-off.
+    """
+
+    first: Score
+    second: Score
+    first_weight: float | str = 0.5
+    second_weight: float | str = 0.5
+    scale: str = "none"
+    kind: ClassVar[str] = "weighted"
+
+    def __post_init__(self):
+        _check_scale(self.scale)
+        if any(isinstance(weight, str) and weight != "ratio" for weight in (self.first_weight, self.second_weight)):
+            raise BadValue(f"weights {self.first_weight!r}, {self.second_weight!r}: expected numbers or 'ratio'")
+        self._join(self.first, self.second)
+        plain = self.scale == "none" and "ratio" not in (self.first_weight, self.second_weight)
+        object.__setattr__(self, "straight", plain and self.first.straight and self.second.straight)
+
+    def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
+        (a, b), (c, d) = (part.line(stats, positions, now) for part in (self.first, self.second))
+        x, y = float(self.first_weight), float(self.second_weight)
+        flat = all(isinstance(factor, float) for factor in (a, c))
+        weight = x * a + y * c if flat else jnp.add(jnp.multiply(a, x), jnp.multiply(c, y))
+        return weight, jnp.add(jnp.multiply(b, x), jnp.multiply(d, y))
+
+    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
+        parts = ((self.first, self.first_weight), (self.second, self.second_weight))
+        one, two = (_scaled(part.score(stats, sight), sight, self.scale) * _weight(w, sight) for part, w in parts)
+        return one + two
+
+
+@dataclasses.dataclass(frozen=True)
+class Maximum(Combined):
+    """score = the larger of the two, each `scale`d before ("none", "unit", "rank"): either reason is enough. Ours."""
+
+    first: Score
+    second: Score
+    scale: str = "rank"
+    kind: ClassVar[str] = "max"
+    straight: ClassVar[bool] = False
+
+    def __post_init__(self):
+        _check_scale(self.scale)
+        self._join(self.first, self.second)
+
+    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
+        return jnp.maximum(
+            _scaled(self.first.score(stats, sight), sight, self.scale),
+            _scaled(self.second.score(stats, sight), sight, self.scale),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Then(Combined):
+    """A `share` of the budget goes to the best by `first` (what is protected counts), the rest to the best by `second`.
+
+    Source: CriticalKV's two stages (arXiv 2502.03805).
+    """
+
+    first: Score
+    second: Score
+    share: float = 0.5
+    kind: ClassVar[str] = "then"
+    straight: ClassVar[bool] = False
+
+    def __post_init__(self):
+        if not 0 <= self.share <= 1:
+            raise BadValue(f"share={self.share}: expected a fraction of the budget")
+        self._join(self.first, self.second)
+
+    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
+        assert sight.limits is not None and sight.protected is not None
+        first = jnp.where(sight.protected, jnp.inf, self.first.score(stats, sight))
+        chosen = jnp.floor(sight.limits.astype(jnp.float32) * self.share).astype(jnp.int32)
+        if self.share > 0:
+            chosen = jnp.maximum(chosen, 1)
+        leads = best_first(first, sight.at) < chosen[:, None, None]
+        return jnp.where(leads, BIG, self.second.score(stats, sight))
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptFirst(Combined):
+    """What the prompt left is never evicted at decode; the new tokens compete among themselves by `of`.
+
+    Leave them room with `reserve` in the prefill phase. Source: SCOPE (arXiv 2412.13649).
+    """
+
+    of: Score
+    kind: ClassVar[str] = "prompt-first"
+
+    def __post_init__(self):
+        self._join(self.of)
+        object.__setattr__(self, "stats", (*self.stats, "prompt"))
+        object.__setattr__(self, "straight", self.of.straight)
+
+    def enter(self, new: Entering) -> Stats:
+        mark = jnp.full(new.keys.shape[:-1], 1.0 if new.prompt else 0.0, jnp.float32)
+        return {**super().enter(new), "prompt": mark}
+
+    def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
+        weight, bias = self.of.line(stats, positions, now)
+        return weight, jnp.where(stats["prompt"] > 0, BIG, bias)
+
+    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
+        return jnp.where(stats["prompt"] > 0, BIG, self.of.score(stats, sight))
+
+
+def _output_size(sight: Sight) -> Float[Array, "B Hk S"]:
+    """The mean over the group of ||v W_O||_1."""
+    assert sight.out is not None, "this score needs the output matrix"
+    values, kv_heads = sight.v, sight.at.shape[1]
+    out = sight.out.astype(jnp.float32).reshape(kv_heads, -1, *sight.out.shape[1:])
+    group = out.shape[1]
+
+    def one(total, matrix):  # a head of each group at a time, or v W_O would take Hq times its memory
+        return total + jnp.sum(jnp.abs(jnp.einsum("bhsd,hdm->bhsm", values, matrix)), axis=-1), None
+
+    total, _ = lax.scan(one, jnp.zeros(sight.at.shape, jnp.float32), jnp.moveaxis(out, 1, 0))
+    return total / group
+
+
+def _check_scale(scale: str) -> None:
+    if scale not in ("none", "unit", "rank"):
+        raise BadValue(f"scale={scale!r}: expected 'none', 'unit' or 'rank'")
+
+
+def _weight(weight: float | str, sight: Sight) -> Float[Array, "..."]:
+    """The number, or the fraction of each row's entries that has to go `[B, 1, 1]`."""
+    if not isinstance(weight, str):
+        return jnp.float32(weight)
+    assert sight.limits is not None
+    held = jnp.max(count(sight.live, -1), axis=-1)
+    return jnp.maximum(1 - sight.limits.astype(jnp.float32) / held, 0.0)[:, None, None]
+
+
+def _scaled(score: Float[Array, "B Hk S"], sight: Sight, scale: str) -> Float[Array, "B Hk S"]:
+    """The score on a common scale, among the entries that are not protected."""
+    if scale == "none":
+        return score
+    assert sight.protected is not None
+    free = sight.live & ~sight.protected
+    if scale == "rank":
+        place = best_first(score, jnp.where(free, sight.at, -1))
+        return 1 - place.astype(jnp.float32) / count(free, -1, keepdims=True)
+    low = jnp.min(jnp.where(free, score, jnp.inf), axis=-1, keepdims=True)
+    high = jnp.max(jnp.where(free, score, -jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(free, (score - low) / jnp.where(high > low, high - low, 1.0), 0.0)

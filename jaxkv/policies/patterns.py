@@ -1,0 +1,103 @@
+"""Scores that keep a pattern: rungs of a ladder, one of two neighbours, an even sample."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxkv.errors import BadValue
+from jaxkv.policies.order import BIG, best_first, count, in_time
+from jaxkv.policies.score import AccumulatedAttention, Score, Sight, Stats
+
+
+@dataclasses.dataclass(frozen=True)
+class Ladder(Score):
+    """Behind the sinks every layer keeps other rungs: of each `rungs` neighbours, one, moved on from layer to layer.
+
+    score = place + S where the place behind the sinks, less the layer's number, is divisible by `rungs`; so entries
+    between the rungs go first, the oldest of them first, and each later cut thins the older part again.
+    Source: LaCache (arXiv 2507.14204); its spans and cursor are simplified here to one rung a step.
+    """
+
+    rungs: int = 4
+    kind: ClassVar[str] = "ladder"
+    straight: ClassVar[bool] = False
+
+    def __post_init__(self):
+        if self.rungs < 2:
+            raise BadValue(f"rungs={self.rungs}: expected at least 2, of which one stays")
+
+    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
+        order, slots = in_time(sight.at), sight.at.shape[-1]
+        place = jnp.arange(slots)
+        rung = (place - sight.sinks - sight.layer) % self.rungs == 0
+        worth = (place + jnp.where(rung, slots, 0)).astype(jnp.float32)
+        return order.slots(jnp.broadcast_to(worth, sight.at.shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class Neighbours(AccumulatedAttention):
+    """One of two neighbours goes, the one with less attention so far; the pair moves on with every token.
+
+    So the past thins out like a tree, the farther the thinner, and no stretch of it is lost whole. From a prompt the
+    loser of every pair goes first, the oldest first, then the oldest winners (ours).
+    Source: TreeKV (arXiv 2501.04987), from its description.
+    """
+
+    average: bool = True
+    kind: ClassVar[str] = "neighbours"
+    straight: ClassVar[bool] = False
+
+    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
+        order, worth = in_time(sight.at), super().score(stats, sight)
+        line, place = order.put(worth), jnp.arange(sight.at.shape[-1])
+        free = order.count - sight.sinks
+        left, right = line, jnp.roll(line, -1, axis=-1)
+        loses = left < right  # to the entry after it; of equals the younger goes
+        if sight.queries is not None:
+            first = (place - sight.sinks) % 2 == 0
+            gone = jnp.where(first, loses, jnp.roll(~loses, 1, axis=-1)) & (place >= sight.sinks)
+            alone = place == order.count[..., None] - 1
+            gone = gone & ~(first & alone)
+            return order.slots((place - jnp.where(gone, sight.at.shape[-1], 0)).astype(jnp.float32))
+        at = sight.sinks + (sight.next[:, None] % jnp.maximum(free - 1, 1))
+        at = at[..., None]
+        gone = jnp.where(jnp.take_along_axis(loses, at, axis=-1), place == at, place == at + 1)
+        return order.slots(jnp.where(gone, -BIG, line))
+
+
+@dataclasses.dataclass(frozen=True)
+class Crush(Score):
+    """A `share` of the budget by attention summed over the heads; the rest an even sample of how heads behave.
+
+    A token's pattern is a bit per KV head: more than that head's mean attention or not. The other tokens are ordered
+    by the Hamming distance of their pattern to 0101..., then by age, and every n-th is kept, so that each kind of
+    token is represented. All heads keep the same. Source: KVCrush (arXiv 2503.00022); the even sample stands for its
+    buckets of equal size.
+    """
+
+    share: float = 0.5
+    kind: ClassVar[str] = "crush"
+    looks: ClassVar[bool] = True
+    straight: ClassVar[bool] = False
+
+    def __post_init__(self):
+        if not 0 <= self.share <= 1:
+            raise BadValue(f"share={self.share}: expected a fraction of the budget")
+
+    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
+        assert sight.mass is not None and sight.limits is not None and sight.protected is not None
+        at, live = sight.at, sight.live
+        mean = jnp.sum(jnp.where(live, sight.mass, 0.0), axis=-1, keepdims=True) / count(live, -1, keepdims=True)
+        anchor = jnp.arange(at.shape[1])[:, None] % 2 == 1
+        distance = jnp.sum((sight.mass > mean) != anchor, axis=1, keepdims=True).astype(jnp.float32)
+        total = jnp.where(sight.protected, BIG, jnp.sum(sight.mass, axis=1, keepdims=True))
+        chosen = jnp.floor(sight.limits.astype(jnp.float32) * self.share).astype(jnp.int32)[:, None, None]
+        leads = best_first(total, at) < chosen
+        rest = live & ~leads
+        place = best_first(jnp.where(rest, -distance, -BIG), jnp.where(rest, at, -1))
+        many = jnp.sum(rest, axis=-1, keepdims=True)
+        wanted = jnp.clip(sight.limits[:, None, None] - chosen, 0, many)
+        sampled = (place + 1) * wanted // jnp.maximum(many, 1) > place * wanted // jnp.maximum(many, 1)
+        return jnp.where(leads, BIG, jnp.where(rest & sampled, 1.0, 0.0))
