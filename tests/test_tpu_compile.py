@@ -76,7 +76,7 @@ def made_of(shape: tuple[int, ...], text: str) -> set[str]:
     return set(re.findall(rf"= \(?[a-z0-9]+\[(?:{either})\][^=]*? ([a-z-]+)\(", text))
 
 
-BATCH, SLOTS, BLOCK = 8, 1024, 512  # of the whole programs
+BATCH, SLOTS, BLOCK = 8, 1024, 256  # of the whole programs
 NAMES_ONLY = {"parameter", "get-tuple-element", "bitcast", "custom-call", "tuple"}  # operations that move nothing
 
 
@@ -250,7 +250,7 @@ def test_prefill_holds_a_block_at_a_time(name, family):
     config, policy = model(family, layers), jaxkv.policy("dapq-longflow", budget=slots)
     rows = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     temporary = []
-    for blocks in (1, 15):
+    for blocks in (3, 31):
         plan = Plan((slots,) * layers, BLOCK, blocks, BLOCK, True)
         tokens = jax.ShapeDtypeStruct((BATCH, plan.length), jnp.int32)
         prompt = (tokens, tokens, jax.ShapeDtypeStruct((BATCH, policy.extra), jnp.int32), rows)
