@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import tomllib
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional, subcommand
@@ -64,6 +64,26 @@ class Draw:
 
 
 @dataclasses.dataclass(frozen=True)
+class Drafting:
+    """Several tokens in one pass of the model."""
+
+    speculative: Literal["aasd", "lookup"] | None = None
+    """Draft from the text: "lookup" what followed before, "aasd" also what the model held likely there."""
+    verify: Literal["exact", "conditional"] = "exact"
+    """exact: the same text as without; conditional: likely drafts pass as well."""
+
+    def build(self) -> Any:
+        """The method, or None. Raises `BadValue` for a verification without a method."""
+        from jaxkv.speculative import AASD, PromptLookup
+
+        if self.speculative is None:
+            if self.verify != "exact":
+                raise BadValue(f"--verify {self.verify} without drafts: give --speculative aasd or lookup")
+            return None
+        return {"aasd": AASD, "lookup": PromptLookup}[self.speculative](verify=self.verify)
+
+
+@dataclasses.dataclass(frozen=True)
 class Generate:
     """Continue a prompt under a KV budget."""
 
@@ -75,6 +95,7 @@ class Generate:
     """float32 or bfloat16 (by default float32 on CPU, bfloat16 elsewhere)."""
     cut: Cut = Cut()
     draw: Draw = Draw()
+    drafting: Drafting = Drafting()
     chat: bool = False
     """Wrap the prompt in the model's chat template."""
     json: bool = False
@@ -89,6 +110,7 @@ class Chat:
     dtype: str | None = None
     cut: Cut = Cut()
     draw: Draw = Draw(max_new_tokens=256)
+    drafting: Drafting = Drafting()
     system: str | None = None
     """A system message in front."""
     json: bool = False
@@ -141,12 +163,14 @@ def main(args: list[str] | None = None) -> int:
 def _generate(command: Generate) -> int:
     import jaxkv
 
-    chosen = command.cut.build()
+    chosen, method = command.cut.build(), command.drafting.build()
     text = sys.stdin.read() if command.prompt == "-" else command.prompt
     params = jaxkv.load(command.model, dtype=command.dtype)
     prompt = [{"role": "user", "content": text}] if command.chat else text
     with _Meter(command.json) as meter:
-        out = jaxkv.generate(params, prompt, policy=chosen, progress=meter.update, **_drawn(command.draw))
+        out = jaxkv.generate(
+            params, prompt, policy=chosen, speculative=method, progress=meter.update, **_drawn(command.draw)
+        )
     if command.json:
         ids = out.tokens[0, : out.lengths[0]].tolist()
         print(json.dumps({"text": out.text, "tokens": ids, "stats": _facts(out.stats)}))
@@ -160,7 +184,7 @@ def _chat(command: Chat) -> int:
     import jaxkv
     from jaxkv.chat import next_turn
 
-    chosen = command.cut.build()
+    chosen, method = command.cut.build(), command.drafting.build()
     params = jaxkv.load(command.model, dtype=command.dtype)
     if not getattr(params.tokenizer, "chat_template", None):
         raise BadValue(f"model {command.model!r} has no chat template: use jaxkv generate")
@@ -171,8 +195,9 @@ def _chat(command: Chat) -> int:
         messages.append({"role": "user", "content": line})
         ids = next_turn(params.tokenizer, messages, pending)
         pieces = jaxkv.stream(
-            params, ids, policy=None if cache is not None else chosen, cache=cache, **_drawn(command.draw)
-        )
+            params, ids, policy=None if cache is not None else chosen, cache=cache, speculative=method,
+            **_drawn(command.draw),
+        )  # fmt: skip
         for piece in pieces:
             if not command.json:
                 print(piece, end="", flush=True)
@@ -326,9 +351,11 @@ def _size(policy: Any) -> str:
 
 
 def _summary(policy: Any, stats: Any) -> str:
+    told = stats.speculation
+    drafts = "" if told is None else f", {told.tokens_per_pass:.2f} tokens per pass"
     return (
         f"[{_size(policy)}: {stats.seen[0]} tokens seen, {stats.kept[0]:.0f} kept, {stats.evicted[0]:.0f} evicted, "
-        f"cache {stats.cache_bytes / 1e6:.1f} MB; {stats.tokens_per_second:.1f} tokens/s]"
+        f"cache {stats.cache_bytes / 1e6:.1f} MB; {stats.tokens_per_second:.1f} tokens/s{drafts}]"
     )
 
 

@@ -23,6 +23,8 @@ from jaxkv.policies.observe import Lookahead, Observe, PseudoQueries, Replay
 from jaxkv.policies.policy import Policy
 from jaxkv.prompts import Prompt, left_padded, rows_of
 from jaxkv.sampling import Sampler
+from jaxkv.speculative.method import Start
+from jaxkv.speculative.session import Session, Speculation, Speculative
 from jaxkv.weights.params import Params
 
 CHUNK = 32  # decode steps per compiled scan: the host looks in between
@@ -37,7 +39,7 @@ class Stats:
     """What a run cost. `seen`, `kept`, `evicted` are tokens per row; kept is the mean over layers and KV heads.
 
     `tokens_per_second` counts all rows' new tokens over the decode time, without the first chunk (which may compile)
-    when there are more.
+    when there are more. `speculation` says what drafts brought.
     """
 
     prompt_tokens: int
@@ -48,6 +50,7 @@ class Stats:
     cache_bytes: int
     seen: tuple[int, ...]
     kept: tuple[float, ...]
+    speculation: Speculation | None = None
 
     @property
     def evicted(self) -> tuple[float, ...]:
@@ -84,7 +87,7 @@ def generate(
     seed: int = 0,
     stop_tokens: Sequence[int] | None = None,
     stop: str | Sequence[str] | None = None,
-    speculative: None = None,
+    speculative: Speculative | None = None,
     implementation: str | None = None,
     progress: Progress | None = None,
 ) -> Generation:
@@ -93,6 +96,7 @@ def generate(
     `prompt`: text, texts, chat messages, token ids `[T]`, `[B, T]` or ragged rows. A cache of one row branches to
     every prompt; it goes on under its own policy (or "full"). `stop_tokens=None` stops at the model's own,
     `()` at nothing; `stop` strings end the text before them. `samples` continues each prompt that many times.
+    `speculative`, such as `jaxkv.speculative.AASD()`, drafts several tokens and verifies them in one pass.
     Raises `BadValue`, `BadCheckpoint` and their kin before anything is compiled.
     """
     sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty)
@@ -144,14 +148,15 @@ def stream(
     seed: int = 0,
     stop_tokens: Sequence[int] | None = None,
     stop: str | Sequence[str] | None = None,
+    speculative: Speculative | None = None,
     implementation: str | None = None,
     progress: Progress | None = None,
 ) -> Stream:
     """`generate` for one prompt, giving its text as it comes: `for piece in jaxkv.stream(...)`."""
     sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty)
     task = _begin(
-        params, prompt, policy, max_new_tokens, cache, sampler, 1, seed, stop_tokens, stop, None, implementation,
-        progress,
+        params, prompt, policy, max_new_tokens, cache, sampler, 1, seed, stop_tokens, stop, speculative,
+        implementation, progress,
     )  # fmt: skip
     if len(task.tokens) != 1:
         raise BadValue(f"{len(task.tokens)} prompts to stream: expected one; use generate for a batch")
@@ -200,8 +205,13 @@ def _prefill(
     room: int,
     implementation: str | None,
     progress: Progress | None,
-) -> tuple[KVCache, jax.Array]:
-    """Run the rows, on top of the cache if there is one; the new cache and the logits `[B, V]` of the last tokens."""
+    top: int = 0,
+    limit: int = 0,
+) -> tuple[KVCache, jax.Array, run.Expected]:
+    """Run the rows, on top of the cache if there is one; the new cache and the logits `[B, V]` of the last tokens.
+
+    With `top` also the likeliest tokens after each token of the padded rows, as far as `limit` reaches.
+    """
     config, batch = params.config, len(rows)
     if cache is not None:
         cache = _branched(cache, batch)
@@ -219,18 +229,20 @@ def _prefill(
         layers = tuple(
             dataclasses.replace(layer, stats={k: layer.stats[k] for k in policy.stats}) for layer in cache.layers
         )
-    layers, logits = run.prefill(
+    layers, logits, expected = run.prefill(
         params.weights, layers, *map(jnp.asarray, (tokens, positions, pseudo, lengths, limits)),
         config=config, policy=policy, plan=shapes, implementation=implementation, progress=progress,
+        top=top, limit=limit,
     )  # fmt: skip
-    return KVCache(
+    cache = KVCache(
         layers=layers,
         lengths=jnp.asarray(lengths + np.array([len(row) for row in rows], np.int32)),
         limits=jnp.asarray(limits),
         pending=jnp.full((batch,), -1, jnp.int32),
         policy=policy,
         model=params.fingerprint,
-    ), logits
+    )
+    return cache, logits, expected
 
 
 def _pseudo_tokens(
@@ -301,6 +313,7 @@ class _Task:
     prefill_seconds: float
     implementation: str | None
     progress: Progress | None
+    session: Session | None = None
     chunk_seconds: list[tuple[int, float]] = dataclasses.field(default_factory=list)
 
 
@@ -315,7 +328,7 @@ def _begin(
     seed: int,
     stop_tokens: Sequence[int] | None,
     stop: str | Sequence[str] | None,
-    speculative: None,
+    speculative: Speculative | None,
     implementation: str | None,
     progress: Progress | None,
 ) -> _Task:
@@ -324,8 +337,6 @@ def _begin(
     for name, value in (("max_new_tokens", max_new_tokens), ("samples", samples)):
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
             raise BadValue(f"{name}={value!r}: expected a whole number of at least 1")
-    if speculative is not None:
-        raise BadValue(f"speculative={speculative!r}: this version decodes one token at a time; leave it out")
     stop_tokens = config.stop_tokens if stop_tokens is None else tuple(int(token) for token in stop_tokens)
     stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if "" in stop:
@@ -333,6 +344,8 @@ def _begin(
     if stop and params.tokenizer is None:
         raise BadValue("stop strings need a tokenizer, and these params have none: use stop_tokens=")
     chosen = _policy(params, policy, cache)
+    session = None if speculative is None else Session(speculative, params, chosen)
+    went_on = cache is not None
     started = time.perf_counter()
 
     if prompt is None:
@@ -340,11 +353,12 @@ def _begin(
             raise BadValue("neither prompt nor cache: expected a prompt, or a cache to go on from")
         if int(np.asarray(cache.pending).min()) < 0:
             raise BadValue("no prompt, and the cache holds no sampled token to go on from: give a prompt")
-        rows, single, logits = None, cache.batch == 1, None
+        rows, single, logits, expected = None, cache.batch == 1, None, None
         cache = _with_room(chosen, config, cache, max_new_tokens)
     else:
         rows, single = rows_of(prompt, params.tokenizer, config.vocab_size)
-        cache, logits = _prefill(params, rows, chosen, cache, max_new_tokens, implementation, progress)
+        top = (session.top, session.limit) if session is not None else (0, 0)
+        cache, logits, expected = _prefill(params, rows, chosen, cache, max_new_tokens, implementation, progress, *top)
         logits = jnp.repeat(logits, samples, axis=0)
     cache = _repeated(cache, samples)
     seen = None
@@ -363,10 +377,23 @@ def _begin(
     task = _Task(
         params, chosen, sampler, stop_tokens, stop, single and samples == 1, int(max_new_tokens),
         max_new_tokens - (logits is not None), state, tokens, sum(map(len, rows or [])), 0.0, implementation, progress,
+        session,
     )  # fmt: skip
     if logits is not None:
         task.state, first = run.first_token(sampler, stop_tokens, state, logits)
         _take(task, np.asarray(first)[:, None])
+    if session is not None:
+
+        def prefilled(params: Params, policy: Policy) -> KVCache:
+            drafts = _prefill(params, rows or [], policy, None, max_new_tokens, implementation, None)[0]
+            return _repeated(drafts, samples)
+
+        known = rows is not None and not went_on
+        session.begin(
+            Start(
+                params, rows, samples, task.state.cache.pending, expected, max_new_tokens, prefilled if known else None
+            )
+        )
     task.prefill_seconds = time.perf_counter() - started
     return task
 
@@ -413,36 +440,45 @@ def _row_keys(seed: int, rows: list[np.ndarray] | None, cache: KVCache, samples:
 
 def _decode(task: _Task, chunk: int) -> Iterator[bool]:
     """Run the decode steps in chunks until every row has finished; yields whether it was the last one."""
-    turns = max(1, -(-task.steps // chunk))
-    size = -(-task.steps // turns)
-    finished = _all_done(task)
-    for turn in range(turns):
-        if finished or size == 0:
-            break
+    size = -(-task.steps // max(1, -(-task.steps // chunk)))
+    while not _all_done(task):
         yield False
-        before = jax.tree.map(jnp.copy, task.state) if task.stop else None
+        before = jax.tree.map(jnp.copy, (task.state, _drafting(task))) if task.stop else None
         started = time.perf_counter()
-        task.state, new = _chunk(task, size)
+        new = _chunk(task, size)
         counts = _until_stop(task, new)
         if before is not None and (counts < np.sum(new >= 0, axis=1)).any():
             # A stop string ended a row inside the chunk: run it again so that the cache holds nothing behind it.
-            left = jnp.where(counts < np.sum(new >= 0, axis=1), jnp.minimum(before.left, counts), before.left)
-            task.state = dataclasses.replace(before, left=left)
-            task.state, new = _chunk(task, size)
+            state, drafting = before
+            left = jnp.where(counts < np.sum(new >= 0, axis=1), jnp.minimum(state.left, counts), state.left)
+            task.state = dataclasses.replace(state, left=left)
+            if task.session is not None:
+                task.session.drafting = drafting
+            new = _chunk(task, size)
         task.chunk_seconds.append((int(np.sum(new >= 0)), time.perf_counter() - started))
+        if task.session is not None:
+            task.session.tally(task.chunk_seconds[-1][1])
         _take(task, new)
         if task.progress is not None:
-            task.progress("decode", min((turn + 1) * size + 1, task.max_new_tokens), task.max_new_tokens)
-        finished = _all_done(task)
+            task.progress("decode", max(map(len, task.tokens)), task.max_new_tokens)
     yield True
 
 
-def _chunk(task: _Task, steps: int) -> tuple[run.DecodeState, np.ndarray]:
-    state, new = run.decode(
-        task.params.weights, task.state, steps=steps, config=task.params.config, policy=task.policy,
-        sampler=task.sampler, stop=task.stop_tokens, implementation=task.implementation,
-    )  # fmt: skip
-    return state, np.asarray(new)
+def _drafting(task: _Task) -> Any:
+    return None if task.session is None else task.session.drafting
+
+
+def _chunk(task: _Task, steps: int) -> np.ndarray:
+    """Some steps, or rounds of drafting; each row's new tokens, with -1 where there is none."""
+    shared = {
+        "config": task.params.config, "policy": task.policy, "sampler": task.sampler, "stop": task.stop_tokens,
+        "implementation": task.implementation,
+    }  # fmt: skip
+    if task.session is not None:
+        task.state, new = task.session.chunk(task.params.weights, task.state, steps, shared)
+    else:
+        task.state, new = run.decode(task.params.weights, task.state, steps=steps, **shared)
+    return np.asarray(new)
 
 
 def _take(task: _Task, new: np.ndarray) -> None:
@@ -523,6 +559,7 @@ def _finish(task: _Task) -> Generation:
         cache_bytes=cache.nbytes,
         seen=tuple(int(n) for n in np.asarray(cache.lengths)),
         kept=tuple(float(n) for n in held.mean(axis=(0, 2))),
+        speculation=None if task.session is None else task.session.summary(),
     )
     texts = [_text(task, index) for index in range(len(task.tokens))]
     return Generation(texts[0] if task.single else texts, tokens, lengths, cache, stats)

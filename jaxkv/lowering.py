@@ -57,7 +57,7 @@ def lower(
     prefill = run.prefill.lower(*arguments, **static, plan=shapes)
 
     def state(*given) -> run.DecodeState:
-        layers, _ = run.prefill(*given, **static, plan=shapes)
+        layers, *_ = run.prefill(*given, **static, plan=shapes)
         row = jnp.zeros(batch, jnp.int32)
         cache = KVCache(layers, row, jnp.asarray(limits), row, policy=policy)
         keys = jax.random.split(jax.random.key(0), batch)

@@ -22,9 +22,12 @@ from jaxkv.policies.policy import Policy
 from jaxkv.sampling import Sampler
 
 Layers = tuple[LayerCache, ...]
+Expected = tuple[Int[Array, "B T K"], Float[Array, "B T K"]]  # the likeliest next tokens and their probabilities
+HEAD_ROWS = 128  # hidden states whose logits are computed together, where every position's are asked for
 
 
-def _model(config: ModelConfig, weights) -> Decoder:
+def model_of(config: ModelConfig, weights) -> Decoder:
+    """The model with its weights in place."""
     return nnx.merge(graphdef(config), weights)
 
 
@@ -34,7 +37,7 @@ def empty_layers(config: ModelConfig, policy: Policy, batch: int, dtype) -> Laye
     return tuple(slots_of.empty(batch, s.num_kv_heads, 0, s.head_dim, dtype, policy.stats) for s in specs)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "policy", "plan", "implementation", "progress"))
+@functools.partial(jax.jit, static_argnames=("config", "policy", "plan", "implementation", "progress", "top", "limit"))
 def prefill(
     weights,
     layers: Layers,
@@ -49,18 +52,21 @@ def prefill(
     plan: Plan,
     implementation: str | None = None,
     progress=None,
-) -> tuple[Layers, Float[Array, "B V"]]:
+    top: int = 0,
+    limit: int = 0,
+) -> tuple[Layers, Float[Array, "B V"], Expected]:
     """Run the left-padded prompt (padding at position -1) in blocks; the layers it leaves and the last logits.
 
     `lengths [B]` tokens were seen before. The pseudo tokens run behind every block, at the positions that the first
-    decoded tokens will have; when the block itself is replayed, they are its instruction and come before it.
+    decoded tokens will have; when the block itself is replayed, they are its instruction and come before it. With
+    `top` also the likeliest tokens after each prompt token, for at least the last `limit` of them.
     """
-    model = _model(config, weights)
+    model = model_of(config, weights)
     replays = plan.look and policy.prefill is not None and isinstance(policy.prefill.observe, Replay)
     end = lengths + jnp.sum(positions >= 0, axis=-1, dtype=jnp.int32)
     ahead = end[:, None] + jnp.arange(pseudo.shape[1], dtype=jnp.int32)
 
-    def block(layers: Layers, tokens, positions):
+    def block(layers: Layers, tokens, positions, wanted):
         now = jnp.where(positions[:, -1] < 0, lengths, positions[:, -1] + 1)  # a row of padding has not begun
         behind, places = (pseudo, ahead) if not replays else _replayed(pseudo, tokens, positions, now)
         attend = functools.partial(
@@ -73,25 +79,55 @@ def prefill(
             )
             for i, layer in enumerate(layers)
         ]  # fmt: skip
-        everything = jnp.concatenate([tokens, behind], axis=1)
-        hidden, states = model(everything, states, attend, only=tokens.shape[1] - 1)
-        return tuple(state.cache for state in states), hidden[:, 0]
+        everything, last = jnp.concatenate([tokens, behind], axis=1), tokens.shape[1] - 1
+        hidden, states = model(everything, states, attend, only=None if top else last)
+        expected = _expected(model, hidden, tokens.shape, top, wanted)
+        return (tuple(state.cache for state in states), hidden[:, last if top else 0]), expected
 
-    layers, hidden = block(layers, tokens[:, : plan.first], positions[:, : plan.first])
+    (layers, hidden), expected = block(
+        layers, tokens[:, : plan.first], positions[:, : plan.first], jnp.bool_(plan.blocks * plan.block < limit)
+    )
 
     def more(carry, turn):
         layers, _ = carry
         number, tokens, positions = turn
         if progress is not None:
             jax.debug.callback(functools.partial(progress, "prefill"), number, plan.blocks + 1)
-        return block(layers, tokens, positions), None
+        return block(layers, tokens, positions, (plan.blocks - number) * plan.block < limit)
 
     if plan.blocks:
         rest = [
             jnp.moveaxis(x[:, plan.first :].reshape(-1, plan.blocks, plan.block), 1, 0) for x in (tokens, positions)
         ]
-        (layers, hidden), _ = lax.scan(more, (layers, hidden), (jnp.arange(1, plan.blocks + 1), *rest))
-    return layers, model.logits(hidden)
+        (layers, hidden), later = lax.scan(more, (layers, hidden), (jnp.arange(1, plan.blocks + 1), *rest))
+        in_order = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], x.shape[0] * x.shape[2], top)  # noqa: E731
+        expected = jax.tree.map(lambda a, b: jnp.concatenate([a, in_order(b)], axis=1), expected, later)
+    return layers, model.logits(hidden), expected
+
+
+def _expected(
+    model: Decoder, hidden: Float[Array, "B _ M"], shape: tuple[int, int], top: int, wanted: Bool[Array, ""]
+) -> Expected:
+    """The `top` likeliest tokens after each of the first T of `shape` (B, T); zeros where they are not wanted."""
+    batch, length = shape
+    nothing = jnp.zeros((*shape, top), jnp.int32), jnp.zeros((*shape, top), jnp.float32)
+    if not top:
+        return nothing
+    width = hidden.shape[-1]
+    hidden = hidden[:, :length]
+    rows = hidden.reshape(-1, width)
+    size = min(HEAD_ROWS, rows.shape[0])
+    rows = jnp.pad(rows, ((0, -rows.shape[0] % size), (0, 0))).reshape(-1, size, width)
+
+    def some(rows):
+        logits = model.logits(rows)
+        best, tokens = lax.top_k(logits, top)
+        return tokens.astype(jnp.int32), jnp.exp(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
+
+    def all_rows():
+        return tuple(x.reshape(-1, top)[: batch * length].reshape(*shape, top) for x in lax.map(some, rows))
+
+    return lax.cond(wanted, all_rows, lambda: nothing)
 
 
 def _replayed(
@@ -155,7 +191,7 @@ def decode_step(
     running = ~state.done & (state.left > 0)
     position = jnp.where(running, cache.lengths, EMPTY)
     attend = functools.partial(decode_layer, policy, position, implementation)
-    model = _model(config, weights)
+    model = model_of(config, weights)
     states = [
         LayerState(
             layer, layer.slots, cache.limits[i], layer=i,

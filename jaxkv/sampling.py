@@ -37,12 +37,19 @@ class Sampler:
         self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None, keys: Key[Array, "B"], at: Int[Array, "B"]
     ) -> Int[Array, "B"]:
         """The next token of each row; the draw depends on the row's key and the token's position `at` alone."""
+        return self.draw(self.warped(logits, seen), keys, at)
+
+    def warped(self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None) -> Float[Array, "B V"]:
+        """The logits that the draw is made from: after penalty, temperature and filters (greedy: the penalty alone)."""
         if self.repetition_penalty is not None and seen is not None:
             penalty = jnp.float32(self.repetition_penalty)
             logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+        return logits if self.temperature == 0 else self._filtered(logits / jnp.float32(self.temperature))
+
+    def draw(self, logits: Float[Array, "B V"], keys: Key[Array, "B"], at: Int[Array, "B"]) -> Int[Array, "B"]:
+        """A token by the warped logits: the best one when greedy."""
         if self.temperature == 0:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        logits = self._filtered(logits / jnp.float32(self.temperature))
         draw = jax.vmap(lambda key, position, row: jax.random.categorical(jax.random.fold_in(key, position), row))
         return draw(keys, at, logits).astype(jnp.int32)
 

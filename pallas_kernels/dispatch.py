@@ -2,20 +2,27 @@
 
 from collections.abc import Callable, Mapping
 
+import jax
+
+EVERYWHERE = "reference"  # plain jnp; every other implementation bears the name of the platform that it is for
+
 
 def dispatch(implementations: Mapping[str, Callable], implementation: str | None, *args, **kwargs):
-    """The result of the named implementation, or of the first that does not raise `NotImplementedError`.
+    """The result of the named implementation; without a name, of the first that is for the default backend and does
+    not raise `NotImplementedError`, the last one being the reference.
 
-    Raises `ValueError` for a name that is not among them.
+    The default backend decides, not the platform that is lowered for: so an ahead-of-time compilation for another one
+    names its implementation. Raises `ValueError` for a name that is not among them.
     """
     if implementation is not None:
         if implementation not in implementations:
             raise ValueError(f"implementation {implementation!r} is not one of {', '.join(implementations)}")
         return implementations[implementation](*args, **kwargs)
-    *faster, last = implementations.values()
-    for candidate in faster:
+    for name, candidate in implementations.items():
+        if name != jax.default_backend():
+            continue
         try:
             return candidate(*args, **kwargs)
         except NotImplementedError:
             continue
-    return last(*args, **kwargs)
+    return implementations[EVERYWHERE](*args, **kwargs)

@@ -1,9 +1,16 @@
-"""Every implementation of every operation against plain NumPy in float64, empty slots poisoned with NaN."""
+"""Every implementation of every operation against plain NumPy in float64, empty slots poisoned with NaN.
+
+Where there is no TPU its kernels run under the interpreter, which looks for races too. It is slow, so there they run
+the diagonal of each product of cases; on a TPU they run all.
+"""
+
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.decode_attend_score import api as decode_api
 from pallas_kernels.decode_attend_score.victim import Rule
@@ -11,6 +18,24 @@ from pallas_kernels.prefill_attend import api as attend_api
 from pallas_kernels.prefill_attend_mass import api as mass_api
 
 DTYPES = {"float32": 2e-5, "bfloat16": 2e-2}
+ON_TPU = jax.default_backend() == "tpu"
+HOW = {"reference": {}, "tpu": {} if ON_TPU else {"interpret": pltpu.InterpretParams(detect_races=True)}}
+
+
+def cases(**axes):
+    """Parameters (how, *values): every implementation by the product of the axes, or by its diagonal (see above)."""
+    every = list(itertools.product(*axes.values()))
+    longest = max(len(axis) for axis in axes.values())
+    diagonal = [tuple(axis[i % len(axis)] for axis in axes.values()) for i in range(longest)]
+    chosen = {"reference": every, "tpu": every if ON_TPU else diagonal}
+    return pytest.mark.parametrize(
+        ["how", *axes],
+        [
+            pytest.param({"implementation": name, **how}, *case, id="-".join(map(str, (name, *case))))
+            for name, how in HOW.items()
+            for case in chosen[name]
+        ],
+    )
 
 
 def softmax_weights(q, keys, q_pos, k_pos, scale, window, cap):
@@ -77,12 +102,10 @@ RULES = {  # rule, weight, bias, limit as a share of the slots, recents
 }
 
 
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("slots, window, full", [(40, None, True), (129, 90, True), (64, None, False)])
-@pytest.mark.parametrize("implementation", decode_api.IMPLEMENTATIONS)
-def test_decode_attend_score_chooses_the_next_slot(implementation, dtype, slots, window, full, name):
+@cases(name=list(RULES), dtype=list(DTYPES), slots=[(40, None, True), (129, 90, True), (64, None, False)])
+def test_decode_attend_score_chooses_the_next_slot(how, name, dtype, slots):
     """The victim of the returned mass, by a plain loop."""
+    slots, window, full = slots
     rule, weight, bias, share, recent = RULES[name]
     rng = np.random.default_rng(slots)
     batch, kv_heads, group, dim = 3, 2, 4, 64
@@ -103,7 +126,7 @@ def test_decode_attend_score_chooses_the_next_slot(implementation, dtype, slots,
         query[:, :, 0], key, value, jnp.asarray(position), jnp.asarray(slot), keys, values,
         jnp.asarray(positions, jnp.int32), jnp.full(batch, limit, jnp.int32), jnp.full(batch, recent, jnp.int32),
         *(x if isinstance(x, float) else jnp.asarray(x) for x in (weights, biases)),
-        scale=dim**-0.5, window=window, group="sum", rule=rule, implementation=implementation,
+        scale=dim**-0.5, window=window, group="sum", rule=rule, **how,
     )  # fmt: skip
     for b in range(batch):
         if position[b] < 0:
@@ -118,13 +141,13 @@ def test_decode_attend_score_chooses_the_next_slot(implementation, dtype, slots,
         assert np.array_equal(np.asarray(got.next_slot[b]), expected), (b, name)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kv_heads, group, dim", [(3, 3, 64), (1, 16, 80), (2, 1, 96), (2, 4, 128), (1, 8, 256)])
-@pytest.mark.parametrize(
-    "slots, window, cap, reduce", [(7, None, None, "sum"), (130, 60, 20.0, "max"), (256, None, 5.0, "mean")]
+@cases(
+    dtype=list(DTYPES),
+    heads=[(3, 3, 64), (1, 16, 80), (2, 1, 96), (2, 4, 128), (1, 8, 256)],
+    slots=[(7, None, None, "sum"), (130, 60, 20.0, "max"), (256, None, 5.0, "mean")],
 )
-@pytest.mark.parametrize("implementation", decode_api.IMPLEMENTATIONS)
-def test_decode_attend_score(implementation, dtype, kv_heads, group, dim, slots, window, cap, reduce):
+def test_decode_attend_score(how, dtype, heads, slots):
+    (kv_heads, group, dim), (slots, window, cap, reduce) = heads, slots
     rng = np.random.default_rng(slots + dim)
     batch = 3
     query, keys, values, positions = inputs(rng, batch, kv_heads, group, slots, dim, 1, dtype)
@@ -132,7 +155,7 @@ def test_decode_attend_score(implementation, dtype, kv_heads, group, dim, slots,
     position = np.array([slots * 2, -1, slots * 2 + 5], np.int32)  # the second row has finished, the last was empty
     slot = rng.integers(0, slots, (batch, kv_heads)).astype(np.int32)
     scale = dim**-0.5
-    options = dict(scale=scale, window=window, softcap=cap, group=reduce, implementation=implementation)
+    options = dict(scale=scale, window=window, softcap=cap, group=reduce, **how)
     call = jax.jit(lambda *arrays: decode_api.decode_attend_score(*arrays, **options))
     arrays = (query[:, :, 0], key, value, jnp.asarray(position), jnp.asarray(slot), keys, values,
               jnp.asarray(positions, jnp.int32), *jnp.full((2, batch), slots, jnp.int32))  # fmt: skip
@@ -160,13 +183,57 @@ def test_decode_attend_score(implementation, dtype, kv_heads, group, dim, slots,
     assert all(np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True) for a, b in zip(got, again, strict=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kv_heads, group, dim", [(3, 3, 64), (2, 4, 128)])
-@pytest.mark.parametrize(
-    "slots, length, window, cap", [(37, 5, None, None), (300, 40, 50, 20.0), (20, 1030, None, None)]
+@cases(heads=[(3, 2, 256, 700), (8, 1, 64, 1100)], rule=[("each", 1.0), ("sum", 0.0)])
+def test_decode_attend_score_over_many_blocks(how, heads, rule):
+    """Slots that fill several blocks, one of them with nothing in it; the oldest of equal scores goes, in whatever
+    block it lies.
+    """
+    (kv_heads, group, dim, slots), (over, weight) = heads, rule
+    rng = np.random.default_rng(slots)
+    batch = 2
+    query, keys, values, _ = inputs(rng, batch, kv_heads, group, slots, dim, 1, "float32")
+    positions = np.tile(rng.permutation(slots), (batch, kv_heads, 1))
+    positions[0, :, 512:] = -1
+    hollow = jnp.asarray(np.where(positions < 0, np.nan, 1.0)[..., None], jnp.float32)
+    key, value = (jnp.asarray(rng.normal(size=(batch, kv_heads, dim)), jnp.float32) for _ in range(2))
+    position = np.array([slots, slots + 3], np.int32)
+    slot = np.array([[600], [300]], np.int32).repeat(kv_heads, axis=1)
+    held = np.array([513, slots])
+    got = decode_api.decode_attend_score(
+        query[:, :, 0], key, value, jnp.asarray(position), jnp.asarray(slot), jnp.nan_to_num(keys) * hollow,
+        jnp.nan_to_num(values) * hollow, jnp.asarray(positions, jnp.int32), jnp.asarray(held, jnp.int32),
+        jnp.full(batch, 2, jnp.int32), weight, 0.0,
+        scale=dim**-0.5, group="mean", rule=Rule(over), **how,
+    )  # fmt: skip
+    for b, h in np.ndindex(batch, kv_heads):
+        k, v, p = (np.array(x[b, h], np.float64) for x in (keys, values, positions))
+        k[slot[b, h]], v[slot[b, h]], p[slot[b, h]] = key[b, h], value[b, h], position[b]
+        hidden = p[:, None] < 0
+        assert np.array_equal(np.asarray(got.keys[b, h], np.float64), np.where(hidden, np.nan, np.nan_to_num(k)), True)
+        assert np.array_equal(
+            np.asarray(got.values[b, h], np.float64), np.where(hidden, np.nan, np.nan_to_num(v)), True
+        )
+        some = slice(h * group, (h + 1) * group)
+        q, k, v = np.asarray(query[b, some, 0], np.float64), np.nan_to_num(k), np.nan_to_num(v)
+        weights, _ = softmax_weights(q, k, np.full(group, position[b]), p, dim**-0.5, None, None)
+        output = weights @ np.where(hidden, 0.0, v)
+        np.testing.assert_allclose(np.asarray(got.output[b, some], np.float64), output, atol=2e-5)
+        np.testing.assert_allclose(np.asarray(got.mass[b, h], np.float64), weights.mean(axis=0), atol=1e-5)
+    for b in range(batch):
+        mass = np.asarray(got.mass[b])
+        expected = next_slots(
+            position[b], np.asarray(got.positions[b]), mass, weight, 0.0, held[b], 2, None, Rule(over)
+        )
+        assert np.array_equal(np.asarray(got.next_slot[b]), expected)
+
+
+@cases(
+    dtype=list(DTYPES),
+    heads=[(3, 3, 64), (2, 4, 128)],
+    slots=[(37, 5, None, None), (600, 40, 50, 20.0), (20, 1030, None, None)],
 )
-@pytest.mark.parametrize("implementation", attend_api.IMPLEMENTATIONS)
-def test_prefill_attend(implementation, dtype, kv_heads, group, dim, slots, length, window, cap):
+def test_prefill_attend(how, dtype, heads, slots):
+    (kv_heads, group, dim), (slots, length, window, cap) = heads, slots
     rng = np.random.default_rng(length)
     query, keys, values, positions = inputs(rng, 2, kv_heads, group, slots, dim, length, dtype)
     at = np.sort(rng.integers(-1, slots * 2, (2, length)), axis=1).astype(np.int32)
@@ -177,7 +244,7 @@ def test_prefill_attend(implementation, dtype, kv_heads, group, dim, slots, leng
         values,
         jnp.asarray(at),
         jnp.asarray(positions, jnp.int32),
-        implementation=implementation,
+        **how,
         **options,
     )
     for b, head in np.ndindex(2, kv_heads * group):
@@ -188,17 +255,38 @@ def test_prefill_attend(implementation, dtype, kv_heads, group, dim, slots, leng
         np.testing.assert_allclose(np.asarray(got[b, head], np.float64), expected, atol=DTYPES[dtype])
 
 
-@pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
-@pytest.mark.parametrize(
-    "slots, length, window, cap", [(37, 5, None, None), (300, 40, 50, 20.0), (20, 600, None, None)]
-)
-@pytest.mark.parametrize("implementation", mass_api.IMPLEMENTATIONS)
-def test_prefill_attend_mass(implementation, reduce, slots, length, window, cap):
+@cases(dtype=list(DTYPES), sizes=[(600, 200, None), (1100, 300, 250)])
+def test_prefill_attend_when_the_own_keys_are_last(how, dtype, sizes):
+    """Saying so changes nothing, and neither does a second run."""
+    slots, length, window = sizes
+    rng = np.random.default_rng(length)
+    query, keys, values, _ = inputs(rng, 2, 2, 3, slots, 64, length, dtype)
+    at = np.tile(np.arange(slots - length, slots, dtype=np.int32), (2, 1))
+    at[0, :20] = -1  # padding on the left
+    positions = np.tile(np.arange(slots, dtype=np.int32), (2, 2, 1))
+    positions[:, :, ::3] = np.where(positions[:, :, ::3] < slots - length, -1, positions[:, :, ::3])
+    positions[:, :, slots - length :] = at[:, None]
+    hollow = jnp.asarray(np.where(positions < 0, np.nan, 1.0)[..., None], dtype)
+    arrays = (query, jnp.nan_to_num(keys) * hollow, jnp.nan_to_num(values) * hollow, jnp.asarray(at))
+    options = dict(scale=0.125, window=window, **how)
+    runs = [
+        attend_api.prefill_attend(*arrays, jnp.asarray(positions), own_keys_last=own, **options)
+        for own in (True, True, False)
+    ]
+    first, second, without = (np.asarray(run, np.float64) for run in runs)
+    assert np.array_equal(first, second)
+    np.testing.assert_allclose(first, without, atol=DTYPES[dtype])
+    assert np.all(first[0, :, :20] == 0) and np.all(np.isfinite(first))
+
+
+@cases(reduce=["sum", "mean", "max"], slots=[(37, 5, None, None), (600, 40, 50, 20.0), (20, 600, None, None)])
+def test_prefill_attend_mass(how, reduce, slots):
+    slots, length, window, cap = slots
     rng = np.random.default_rng(length)
     kv_heads, group, dim = 2, 3, 64
     query, keys, _, positions = inputs(rng, 2, kv_heads, group, slots, dim, length, "float32")
     at = np.sort(rng.integers(-1, slots * 2, (2, length)), axis=1).astype(np.int32)
-    options = dict(scale=dim**-0.5, window=window, softcap=cap, reduce=reduce, implementation=implementation)
+    options = dict(scale=dim**-0.5, window=window, softcap=cap, reduce=reduce, **how)
     got = mass_api.prefill_attend_mass(query, keys, jnp.asarray(at), jnp.asarray(positions, jnp.int32), **options)
     for b, head in np.ndindex(2, kv_heads * group):
         k = np.asarray(keys[b, head // group], np.float64)

@@ -1,0 +1,272 @@
+"""The decode operation beside what else could do the work, on whatever accelerator is there.
+
+Per batch and number of slots, all with one new token per row and the cache full:
+- fused: `decode_attend_score` with LongFlow's rule, by the fastest implementation for this backend;
+- unscored: the same without scoring (on a GPU the same kernel, without the logits; else the reference, whose scoring
+  XLA leaves out);
+- library: `jax.nn.dot_product_attention` (cuDNN on a GPU), in the layout that it wants; it writes no token;
+- tokamax: `tokamax.dot_product_attention`, likewise, where it is installed;
+- unfused: write, library attention, and a second pass over K that scores and takes the victim;
+- copy: a measured copy of as many bytes, the limit.
+
+Each runs in a loop inside one compiled program, its output the next query, so that dispatch does not count; the ways
+take turns, and every figure is the median of the rounds. Fused and unfused are compared before they are timed.
+
+    python -m benchmarks.kernels            # JSON to benchmarks/results/kernels.json
+    python -m benchmarks.kernels --quick    # a smoke run on tiny shapes; stores nothing
+"""
+
+import argparse
+import functools
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from benchmarks.report import table, write
+from pallas_kernels.decode_attend_score import decode_attend_score
+from pallas_kernels.decode_attend_score.victim import Rule, alive, line, over_heads, protected, victim
+
+RULE = Rule("sum")
+SECONDS = 0.05  # a timed loop lasts at least so long
+
+Step = Callable[[dict[str, Any]], dict[str, Any]]  # one decode step: state to state
+
+
+def start(batch: int, slots: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Random arguments of a decode step over a full cache, the queries grouped [B, Hq, D]."""
+    heads, group, dim = options.kv_heads, options.group, options.dim
+    draw = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(
+        jax.random.split(jax.random.key(0), 5),
+        [(batch, heads * group, dim), *[(batch, heads, dim)] * 2, *[(batch, heads, slots, dim)] * 2],
+        strict=True,
+    )]  # fmt: skip
+    query, key, value, keys, values = draw
+    return {
+        "query": query, "key": key, "value": value, "keys": keys, "values": values,
+        "positions": jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (batch, heads, slots)),
+        "weight": jnp.sum(jnp.abs(values.astype(jnp.float32)), axis=-1),
+        "position": jnp.full(batch, slots, jnp.int32),
+        "slot": jnp.zeros((batch, heads), jnp.int32),
+    }  # fmt: skip
+
+
+def fused(state: dict[str, Any], implementation: str | None = None) -> dict[str, Any]:
+    """The operation: write, attend, score, choose."""
+    result = _operation(state, implementation)
+    return state | {
+        "query": result.output, "keys": result.keys, "values": result.values, "positions": result.positions,
+        "slot": result.next_slot, "position": state["position"] + 1,
+    }  # fmt: skip
+
+
+def _operation(state: dict[str, Any], implementation: str | None):
+    limits = jnp.full_like(state["position"], state["keys"].shape[2])
+    return decode_attend_score(
+        *(state[name] for name in ("query", "key", "value", "position", "slot", "keys", "values", "positions")),
+        limits, jnp.zeros_like(limits), state["weight"], scale=_scale(state), rule=RULE, implementation=implementation,
+    )  # fmt: skip
+
+
+def unscored(state: dict[str, Any]) -> dict[str, Any]:
+    """Write and attend: the slots are filled in turn."""
+    batch, kv_heads, slots, dim = state["keys"].shape
+    turn = lax.rem(state["slot"] + 1, slots)
+    if jax.default_backend() != "gpu":
+        result = _operation(state, "reference")  # nobody reads the scores, so XLA does not compute them
+        new = {"query": result.output, "keys": result.keys, "values": result.values, "positions": result.positions}
+        return state | new | {"slot": turn, "position": state["position"] + 1}
+    from pallas_kernels.decode_attend_score import gpu
+
+    rows = batch * kv_heads
+    index = (jnp.arange(batch)[:, None], jnp.arange(kv_heads)[None, :], state["slot"])
+    positions = state["positions"].at[index].set(state["position"][:, None])
+    output, _, _, keys, values = gpu.attend(
+        state["query"].reshape(rows, -1, dim), state["key"].reshape(rows, dim), state["value"].reshape(rows, dim),
+        jnp.repeat(state["position"], kv_heads), state["slot"].reshape(rows),
+        state["keys"].reshape(rows, slots, dim), state["values"].reshape(rows, slots, dim),
+        positions.reshape(rows, slots), scale=_scale(state), keeps_logits=False,
+    )  # fmt: skip
+    return state | {
+        "query": output.reshape(state["query"].shape).astype(state["query"].dtype),
+        "keys": keys.reshape(state["keys"].shape), "values": values.reshape(state["values"].shape),
+        "positions": positions, "slot": turn, "position": state["position"] + 1,
+    }  # fmt: skip
+
+
+def library(state: dict[str, Any]) -> dict[str, Any]:
+    """jax.nn.dot_product_attention over K and V as [B, C, Hk, D]."""
+    return state | {"query": _library(state)}
+
+
+def _library(state: dict[str, Any]):
+    implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    attend = functools.partial(jax.nn.dot_product_attention, scale=_scale(state), implementation=implementation)
+    return attend(state["query"][:, None], state["keys"], state["values"])[:, 0]
+
+
+def tokamax(state: dict[str, Any]) -> dict[str, Any]:
+    """tokamax.dot_product_attention over K and V as [B, C, Hk, D]."""
+    import tokamax  # pyright: ignore[reportMissingImports]
+
+    attended = tokamax.dot_product_attention(
+        state["query"][:, None], state["keys"], state["values"], scale=_scale(state)
+    )
+    return state | {"query": attended[:, 0]}
+
+
+def unfused(state: dict[str, Any]) -> dict[str, Any]:
+    """Write; library attention; then a second pass over K for the mass, the scores and the victim."""
+    batch, slots, kv_heads, dim = state["keys"].shape
+    rows, heads = jnp.arange(batch)[:, None], jnp.arange(kv_heads)[None, :]
+    keys = state["keys"].at[rows, state["slot"], heads].set(state["key"])
+    values = state["values"].at[rows, state["slot"], heads].set(state["value"])
+    positions = state["positions"].at[rows, heads, state["slot"]].set(state["position"][:, None])
+    state = state | {"keys": keys, "values": values, "positions": positions}
+    output = _library(state)
+    queries = state["query"].reshape(batch, kv_heads, -1, dim)
+    logits = jnp.einsum("bhgd,bchd->bhgc", queries, keys, preferred_element_type=jnp.float32) * _scale(state)
+    mass = jnp.sum(jax.nn.softmax(logits, axis=-1), axis=2)
+    now, live = state["position"] + 1, alive(positions, state["position"] + 1, None)
+    score = over_heads(line(mass, state["weight"], 0.0), RULE.heads)
+    score = jnp.where(protected(positions, now, RULE.sinks, jnp.zeros_like(now)), jnp.inf, score)
+    slot = victim(score, positions, live, jnp.full_like(now, slots))
+    return state | {"query": output, "slot": slot, "position": now}
+
+
+def copy(state: dict[str, Any]) -> dict[str, Any]:
+    """Read K and write it back changed: as many bytes as reading K and V."""
+    return state | {"keys": state["keys"] + state["position"][0].astype(state["keys"].dtype)}
+
+
+def _scale(state: dict[str, Any]) -> float:
+    return state["query"].shape[-1] ** -0.5
+
+
+def looped(step: Step, state: dict[str, Any]) -> Callable[[int], float]:
+    """`run(times)`: seconds for so many steps inside one program, the state donated from call to call."""
+    loop = jax.jit(lambda state, times: lax.fori_loop(0, times, lambda _, s: step(s), state), donate_argnums=0)
+    held = [jax.tree.map(jnp.copy, state)]
+
+    def run(times: int) -> float:
+        started = time.perf_counter()
+        held[0] = jax.block_until_ready(loop(held[0], times))
+        return time.perf_counter() - started
+
+    return run
+
+
+def measure(batch: int, slots: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Median seconds per step of every way, K and V's bytes, and how far fused and unfused lie apart."""
+    state = start(batch, slots, options)
+    swapped = state | {name: jnp.swapaxes(state[name], 1, 2) for name in ("keys", "values")}  # [B, C, Hk, D]
+    ours, theirs = jax.jit(fused)(state), jax.jit(unfused)(swapped)
+    apart = float(jnp.max(jnp.abs(ours["query"].astype(jnp.float32) - theirs["query"].astype(jnp.float32))))
+    if not apart < 0.05:
+        raise RuntimeError(f"fused and unfused outputs differ by {apart} at batch {batch}, {slots} slots")
+    same = float(jnp.mean((ours["slot"] == theirs["slot"]).astype(jnp.float32)))
+    del ours, theirs
+
+    few = {name: value for name, value in state.items() if name in ("keys", "position")}
+    ways: dict[str, Callable[[int], float]] = {
+        "fused": looped(fused, state),
+        "unscored": looped(unscored, state),
+        "library": looped(library, swapped),
+        "unfused": looped(unfused, swapped),
+        "copy": looped(copy, few),
+    }
+    if importlib.util.find_spec("tokamax"):
+        ways["tokamax"] = looped(tokamax, swapped)
+    times = {}
+    for name, run in ways.items():  # compile, then find how many steps fill the time
+        run(1)
+        once = min(run(2) / 2 for _ in range(2))
+        times[name] = max(2, min(5000, int(np.ceil(options.seconds / max(once, 1e-7)))))
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(options.rounds):
+        for name in list(ways) if turn % 2 == 0 else reversed(list(ways)):
+            found[name].append(ways[name](times[name]) / times[name])
+    return {
+        "batch": batch, "slots": slots, "bytes": 2 * state["keys"].nbytes, "apart": apart, "same_victims": same,
+        "seconds": {name: statistics.median(each) for name, each in found.items()},
+    }  # fmt: skip
+
+
+def ratios(found: dict[str, Any]) -> dict[str, float]:
+    """Bandwidth of the fused way as a share of the copy's, and its time beside the other ways'."""
+    seconds = found["seconds"]
+    return {
+        "of_copy": seconds["copy"] / seconds["fused"],
+        "scoring_costs": seconds["fused"] / seconds["unscored"] - 1,
+        **{f"{name}_over_fused": seconds[name] / seconds["fused"] for name in seconds if name not in ("fused", "copy")},
+    }
+
+
+def fits(batch: int, slots: int, options: argparse.Namespace) -> bool:
+    """Whether five ways with a cache each, and the two that they start from, fit in the device's memory."""
+    stats = jax.devices()[0].memory_stats() or {}
+    limit = stats.get("bytes_limit", 2**31)
+    return batch * slots * options.kv_heads * options.dim * 4 * 8 < 0.9 * limit
+
+
+def main() -> None:
+    """Measure, print the table, store the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--slots", type=int, nargs="+", default=[256, 1024, 2048, 4096, 8192, 16384, 32768])
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--group", type=int, default=4)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="a timed loop lasts at least so long")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, two rounds, nothing stored")
+    options = parser.parse_args()
+    if options.quick:
+        options.batches, options.slots, options.kv_heads, options.rounds, options.seconds = (
+            [1, 2],
+            [64, 200],
+            2,
+            2,
+            1e-3,
+        )
+
+    results, skipped = [], []
+    for batch in options.batches:
+        for slots in options.slots:
+            if not fits(batch, slots, options):
+                skipped.append((batch, slots))
+                continue
+            found = measure(batch, slots, options)
+            results.append(found | {"ratios": ratios(found)})
+    names = sorted({name for found in results for name in found["seconds"]})
+    rows = [
+        (
+            f"{found['batch']} x {found['slots']}",
+            f"{found['bytes'] / 2**20:.0f}",
+            *(f"{found['bytes'] / found['seconds'][name] / 1e9:.1f}" for name in names),
+            f"{found['ratios']['of_copy']:.0%}",
+            f"{found['ratios']['scoring_costs']:+.0%}",
+            f"{found['ratios']['unfused_over_fused']:.2f}",
+        )
+        for found in results
+    ]
+    title = (
+        f"decode on {jax.devices()[0].device_kind}: GB/s of K and V (Hk {options.kv_heads}, G {options.group}, "
+        f"D {options.dim}, bfloat16)"
+    )
+    print(table(title, ("batch x slots", "MiB", *names, "of copy", "scoring", "unfused/fused"), rows))
+    if skipped:
+        print(f"left out, too large for the memory: {', '.join(f'{b} x {s}' for b, s in skipped)}")
+    if not options.quick:
+        shape = {"kv_heads": options.kv_heads, "group": options.group, "dim": options.dim, "dtype": "bfloat16"}
+        print(write("kernels", {"shape": shape, "rounds": options.rounds, "skipped": skipped, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

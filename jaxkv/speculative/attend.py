@@ -1,0 +1,306 @@
+"""The attention of a tree of drafts over a bounded cache, for one layer, and the writing of what was accepted.
+
+Every node sees the cache as it would be had its ancestors come one by one: with their tokens, and without what those
+tokens evicted. The cache itself is only read; `commit` writes the accepted nodes, and the others leave no trace.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxkv import cache as slots_of
+from jaxkv.attend import LayerState
+from jaxkv.cache import LayerCache
+from jaxkv.errors import BadValue
+from jaxkv.models import AttentionSpec
+from jaxkv.models.rope import rotate
+from jaxkv.policies.policy import Policy
+from jaxkv.speculative.tree import Placed
+from pallas_kernels.decode_attend_score.reference import GROUP
+from pallas_kernels.decode_attend_score.victim import alive, line, over_heads, protected, victim
+from pallas_kernels.masking import filled, masked_softmax, soft_cap, visible
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Branches:
+    """What each node of the tree would write: its key, value and own statistics, into which slot; the slot after it.
+
+    `stats` holds the statistics of all slots after the node, for those that change with every observation.
+    """
+
+    keys: Float[Array, "B Hk N D"]
+    values: Float[Array, "B Hk N D"]
+    slots: Int[Array, "B Hk N"]
+    next_slots: Int[Array, "B Hk N"]
+    entered: dict[str, Float[Array, "B Hk N"]]
+    stats: dict[str, Float[Array, "B Hk N C"]]
+
+
+def check(policy: Policy) -> None:
+    """Raises `BadValue` for a policy under which a tree cannot equal plain decoding."""
+    if policy.decode is not None and policy.decode.every > 1:
+        raise BadValue(
+            f"policy {policy.name!r} cuts its cache every {policy.decode.every} tokens, which cannot be done inside a "
+            "tree of drafts: use every=1, or leave speculative= out"
+        )
+    if policy.decode is not None and not policy.decode.straight:
+        raise BadValue(
+            f"policy {policy.name!r} scores with {policy.decode.score.kind!r}, which looks at all entries after each "
+            "token and cannot do so inside a tree of drafts: leave speculative= out"
+        )
+
+
+def tree_layer(
+    policy: Policy,
+    tree: Placed,
+    spec: AttentionSpec,
+    query: Float[Array, "B N Hq D"],
+    key: Float[Array, "B N Hk D"],
+    value: Float[Array, "B N Hk D"],
+    state: LayerState,
+) -> tuple[Float[Array, "B N Hq D"], Branches]:
+    """Attend from every node over the cache as its ancestors leave it; what each node would write."""
+    query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))  # [B, H, N, D]
+    entered = policy.enter(key, value, positions=tree.positions, prompt=False)
+    if policy.rope == "text":
+        query, key = (rotate(x, tree.positions[:, None], spec.rope) for x in (query, key))
+    if policy.decode is None and policy.rope == "text":
+        context, branches = _at_once(tree, spec, query, key, value, state.cache)
+    else:
+        context, branches = _by_depth(policy, tree, spec, query, key, value, entered, state)
+    return jnp.swapaxes(context, 1, 2), dataclasses.replace(branches, entered=entered)
+
+
+def _at_once(
+    tree: Placed,
+    spec: AttentionSpec,
+    query: Float[Array, "B Hq N D"],
+    key: Float[Array, "B Hk N D"],
+    value: Float[Array, "B Hk N D"],
+    layer: LayerCache,
+) -> tuple[Float[Array, "B Hq N D"], Branches]:
+    """Where tokens are only added: one softmax over cache and tree (what expires is out of every later sight)."""
+    positions = tree.positions
+    batch, heads, nodes, dim = query.shape
+    kv_heads, slots = layer.positions.shape[1:]
+    rows = query.reshape(batch, kv_heads, -1, dim)
+    logits = jnp.concatenate([_logits(rows, layer.keys, spec), _logits(rows, key, spec)], axis=-1)
+    logits = logits.reshape(batch, kv_heads, -1, nodes, slots + nodes)
+    own = tree.looks[:, None] & visible(positions[:, None], positions[:, None], spec.window)
+    seen = visible(positions[:, None], layer.positions, spec.window)
+    seen = jnp.concatenate([seen, jnp.broadcast_to(own, (batch, kv_heads, nodes, nodes))], axis=-1)
+    weights, _ = masked_softmax(logits, seen[:, :, None])
+    weights = weights.astype(value.dtype).reshape(batch, kv_heads, -1, slots + nodes)
+    context = _mixed(weights[..., :slots], filled(layer.values, layer.positions))
+    context = context + _mixed(weights[..., slots:], value)
+
+    def step(carry, depth):
+        held, slot = carry
+        here = jnp.arange(slots) == slot[..., None]
+        held = jnp.where(here, (positions[:, 0] + depth)[:, None, None], held)
+        after = jnp.argmin(alive(held, positions[:, 0] + depth + 1, spec.window), axis=-1).astype(jnp.int32)
+        return (held, after), (slot, after)
+
+    start = (layer.positions, layer.next_slot)
+    _, (slot, after) = lax.scan(step, start, jnp.arange(tree.shape.depth + 1, dtype=jnp.int32))
+    slot, after = (jnp.moveaxis(x, 0, -1)[:, :, tree.shape.depths] for x in (slot, after))
+    context = context.astype(query.dtype).reshape(batch, heads, nodes, dim)
+    return context, Branches(key, value, slot, after, {}, {})
+
+
+def _by_depth(
+    policy: Policy,
+    tree: Placed,
+    spec: AttentionSpec,
+    query: Float[Array, "B Hq N D"],
+    key: Float[Array, "B Hk N D"],
+    value: Float[Array, "B Hk N D"],
+    entered: dict[str, Float[Array, "B Hk N"]],
+    state: LayerState,
+) -> tuple[Float[Array, "B Hq N D"], Branches]:
+    """Depth by depth, each node from its parent's slots: write, attend, score, choose the slot that its child fills.
+
+    A slot's entry is the cache's, or that of the node at depth `owner` of the path. The products with all keys are
+    computed before, those with the values after the scan; inside, only the softmax and the choice (with positions in
+    the cache the products too, for what is evicted turns the keys behind it).
+    """
+    layer, limits, shape, positions, paths = state.cache, state.limits, tree.shape, tree.positions, tree.paths
+    batch, heads, nodes, dim = query.shape
+    kv_heads, slots = layer.positions.shape[1:]
+    group, width, levels = heads // kv_heads, shape.width, shape.depth + 1
+    fold = lambda x: x.reshape(batch * width, *x.shape[2:])  # noqa: E731  rows of the batch, as policies know them
+    split = lambda x: x.reshape(batch, width, *x.shape[1:])  # noqa: E731
+
+    grid = jnp.maximum(shape.grid, 0)
+    grid_paths = jnp.maximum(paths[:, grid], 0)  # [B, levels, W, levels]
+    at = jnp.where(shape.grid >= 0, positions[:, grid], -1)
+    start = jnp.asarray([shape.first(max(depth - 1, 0)) for depth in shape.depths.tolist()])
+    parents = jnp.clip(tree.parents - start, 0, width - 1)[:, grid]  # as columns of the depth above
+    rows = query.reshape(batch, kv_heads, group * nodes, dim)
+
+    def by_level(x: Array) -> Array:
+        """[B, Hk, (G,) N, ...] -> [levels, B, W, Hk, (G,) ...]"""
+        axis = x.ndim - 2
+        x = jnp.take(x, grid, axis=axis)
+        return jnp.moveaxis(x, (axis, 0, axis + 1), (0, 1, 2))
+
+    of_rows = jax.vmap(lambda x, index: x[:, index])  # along the nodes of every row
+    if policy.rope == "text":
+        base = _logits(rows, layer.keys, spec).reshape(batch, kv_heads, group, nodes, slots)
+        own = _logits(rows, key, spec).reshape(batch, kv_heads, group, nodes, nodes)
+        own = jnp.take_along_axis(own, jnp.maximum(paths, 0)[:, None, None], axis=-1)
+        turning = {"base": by_level(base), "own": by_level(own)}
+    else:
+        along = jnp.moveaxis(of_rows(key, grid_paths), (2, 0, 3), (0, 1, 2))  # [levels, B, W, Hk, levels, D]
+        turning = {"query": by_level(query.reshape(batch, kv_heads, group, nodes, dim)), "keys": along}
+
+    phase = policy.decode
+    changing: set[str] = set()
+
+    def level(carry, turn):
+        depth, at, parent, given, written = turn
+        held, owner, slot, homes, stats = _of_parent(carry, parent)
+        active = at[..., None] >= 0
+        here = (jnp.arange(slots) == slot[..., None]) & active[..., None]
+        held = jnp.where(here, at[..., None, None], held)
+        owner = jnp.where(here, depth, owner)
+        homes = jnp.where((jnp.arange(levels) == depth) & active[..., None], slot[..., None], homes)
+        stats = {name: jnp.where(here, written[name][..., None], stat) for name, stat in stats.items()}
+        alone = jnp.take_along_axis(owner, jnp.maximum(homes, 0), axis=-1) == jnp.arange(levels)
+        alone &= homes >= 0  # path entries that no later one has overwritten
+
+        if policy.rope == "text":
+            logits, own = given["base"], given["own"]
+        else:
+            logits, own = _turned(spec, layer, given, held, homes, fold, split)
+        for number in range(levels):
+            logits = jnp.where((owner == number)[..., None, :], own[..., number, None], logits)
+        seen = visible(at[..., None, None], held, spec.window)  # [B, W, Hk, 1, C]
+        weights, _ = masked_softmax(logits, seen)
+
+        now = fold(at) + 1
+        live = alive(fold(held), now, spec.window)
+        if phase is None:
+            after = split(jnp.argmin(live, axis=-1).astype(jnp.int32))
+        else:
+            limit = jnp.repeat(limits, width)
+            mass = GROUP[phase.aggregate.group](weights, axis=3)
+            past = {name: fold(stat) for name, stat in stats.items()}
+            score = over_heads(line(fold(mass), *phase.score.line(past, fold(held), now)), phase.aggregate.heads)
+            spared = protected(fold(held), now, phase.protects.sinks, phase.protects.recents(limit))
+            after = split(victim(jnp.where(spared, jnp.inf, score), fold(held), live, limit))
+            new = policy.observe(phase, past, fold(mass), now)
+            changing.update(name for name in past if new[name] is not past[name])
+            stats = {name: split(new[name]) if name in changing else stats[name] for name in stats}
+
+        of_path = jnp.take_along_axis(weights, jnp.maximum(homes, 0)[:, :, :, None], axis=-1)
+        of_path = jnp.where(alone[:, :, :, None], of_path, 0.0)
+        weights = jnp.where((owner < 0)[..., None, :], weights, 0.0)
+        carry = (held, owner, after, homes, stats)
+        return carry, (weights, of_path, slot, after, {name: stats[name] for name in changing})
+
+    wide = lambda x: jnp.broadcast_to(x[:, None], (batch, width, *x.shape[1:]))  # noqa: E731
+    begin = (
+        wide(layer.positions),
+        jnp.full((batch, width, kv_heads, slots), -1, jnp.int32),
+        wide(layer.next_slot),
+        jnp.full((batch, width, kv_heads, levels), -1, jnp.int32),
+        {name: wide(stat) for name, stat in layer.stats.items()},
+    )
+    written = {name: by_level(stat[..., None])[..., 0] for name, stat in entered.items()}
+    turns = (jnp.arange(levels, dtype=jnp.int32), jnp.moveaxis(at, 1, 0), jnp.moveaxis(parents, 1, 0), turning, written)
+    _, (weights, of_path, slot, after, stats) = lax.scan(level, begin, turns)
+
+    place = [(int(depth), node - shape.first(int(depth))) for node, depth in enumerate(shape.depths)]
+    depths, columns = (jnp.asarray(side) for side in zip(*place, strict=True))
+    by_node = lambda x: jnp.moveaxis(x[depths, :, columns], 0, -2)  # noqa: E731  [levels, B, W, ..., X] -> [B, ..., N, X]
+    weights = by_node(weights).astype(value.dtype).reshape(batch, kv_heads, group * nodes, slots)
+    context = _mixed(weights, filled(layer.values, layer.positions)).reshape(batch, kv_heads, group, nodes, dim)
+    of_path = by_node(of_path).astype(value.dtype)
+    path_values = of_rows(value, jnp.maximum(paths, 0))
+    context = context + jnp.einsum("bhgnl,bhnld->bhgnd", of_path, path_values, preferred_element_type=jnp.float32)
+    slot, after = (by_node(x[..., None])[..., 0] for x in (slot, after))
+    context = context.astype(query.dtype).reshape(batch, heads, nodes, dim)
+    return context, Branches(key, value, slot, after, {}, {name: by_node(stat) for name, stat in stats.items()})
+
+
+def _of_parent(carry, parent: Int[Array, "B W"]):
+    """Each node's copy of its parent's state; a select per column, which is faster than a gather."""
+    width = parent.shape[1]
+    if width == 1:
+        return carry
+
+    def chosen(x):
+        shape = parent.shape + (1,) * (x.ndim - 2)
+        out = jnp.broadcast_to(x[:, :1], x.shape)
+        for column in range(1, width):
+            out = jnp.where((parent == column).reshape(shape), x[:, column : column + 1], out)
+        return out
+
+    return jax.tree.map(chosen, carry)
+
+
+def _turned(spec: AttentionSpec, layer: LayerCache, given: dict, held, homes, fold, split):
+    """The logits of cache and path, query and keys turned to their places in the cache as this depth finds it."""
+    place = split(slots_of.ranks(fold(held)))  # [B, W, Hk, C]
+    of_path = jnp.take_along_axis(place, jnp.maximum(homes, 0), axis=-1)
+    newest = jnp.max(jnp.where(homes >= 0, of_path, 0), axis=-1)
+    query = rotate(given["query"], newest[..., None], spec.rope)
+    keys = rotate(jnp.broadcast_to(layer.keys[:, None], (*place.shape, layer.keys.shape[-1])), place, spec.rope)
+    own = rotate(given["keys"], of_path, spec.rope)
+    return _logits(query, keys, spec), _logits(query, own, spec)
+
+
+def _logits(query: Float[Array, "*B Q D"], keys: Float[Array, "*B S D"], spec: AttentionSpec):
+    """scale * q . k, soft-capped, float32."""
+    product = jnp.einsum("...qd,...sd->...qs", query, keys, preferred_element_type=jnp.float32)
+    return soft_cap(product * spec.scale, spec.softcap)
+
+
+def _mixed(weights: Float[Array, "*B Q S"], values: Float[Array, "*B S D"]):
+    return jnp.einsum("...qs,...sd->...qd", weights, values, preferred_element_type=jnp.float32)
+
+
+def commit(
+    layer: LayerCache,
+    branches: Branches,
+    nodes: Int[Array, "B levels"],
+    count: Int[Array, "B"],
+    first: Int[Array, "B"],
+) -> LayerCache:
+    """The layer after the first `count [B]` of the nodes, which stand one below the other, came one by one.
+
+    `first [B]` is the root's position. An entry that a later one overwrote is not written at all.
+    """
+    batch, heads, slots = layer.positions.shape
+    levels = nodes.shape[1]
+    safe = jnp.maximum(nodes, 0)[:, None]
+    take = lambda x: jnp.take_along_axis(x, safe.reshape(batch, 1, levels, *(1,) * (x.ndim - 3)), axis=2)  # noqa: E731
+    written = jnp.arange(levels) < count[:, None, None]
+    home = jnp.where(written, take(branches.slots), slots)
+    again = (home[..., None, :] == home[..., :, None]) & (jnp.arange(levels) > jnp.arange(levels)[:, None])
+    home = jnp.where(jnp.any(again, axis=-1), slots, home)  # out of range, so dropped
+    at = (jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None], home)
+
+    positions = jnp.broadcast_to(first[:, None, None] + jnp.arange(levels, dtype=jnp.int32), home.shape)
+    last = jnp.take_along_axis(safe, jnp.maximum(count - 1, 0)[:, None, None], axis=2)
+    some = count > 0
+    stats = {}
+    for name, stat in layer.stats.items():
+        if name in branches.stats:
+            after = jnp.take_along_axis(branches.stats[name], last[..., None], axis=2)[:, :, 0]
+            stats[name] = jnp.where(some[:, None, None], after, stat)
+        else:
+            stats[name] = stat.at[at].set(take(branches.entered[name]), mode="drop")
+    after = jnp.take_along_axis(branches.next_slots, last, axis=2)[..., 0]
+    return LayerCache(
+        keys=layer.keys.at[at].set(take(branches.keys), mode="drop"),
+        values=layer.values.at[at].set(take(branches.values), mode="drop"),
+        positions=layer.positions.at[at].set(positions, mode="drop"),
+        next_slot=jnp.where(some[:, None], after, layer.next_slot),
+        stats=stats,
+    )

@@ -1,0 +1,219 @@
+"""Drafts out of the text itself: what followed the last tokens where they stood before, and what the model expected.
+
+`PromptLookup` drafts the continuation alone, `AASD` a tree with what the prefill's distribution held likelier.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxkv.errors import BadValue
+from jaxkv.run import DecodeState
+from jaxkv.sampling import Sampler
+from jaxkv.speculative.method import Start
+from jaxkv.speculative.tree import ABSENT, Shape, Tree
+from jaxkv.speculative.verify import Conditional, parse
+from jaxkv.weights.params import Params
+
+ROUND, WIDE = 64, 512  # columns for new tokens and for the prompt are multiples, so that near lengths compile once
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Prompt and output of every row, and the tokens that the model held likeliest after each prompt token.
+
+    Rows end their prompt in the same column; `ends [B]` counts the columns filled, `top` and `chance` reach over the
+    prompt's P columns (K = 0 where nobody asks).
+    """
+
+    tokens: Int[Array, "B H"]
+    ends: Int[Array, "B"]
+    top: Int[Array, "B P K"]
+    chance: Float[Array, "B P K"]
+
+
+def begun(tokens: Int[Array, "B P"], top: Int[Array, "B P K"], chance: Float[Array, "B P K"], room: int) -> Text:
+    """The text of a left-padded prompt (padding ABSENT) with columns for `room` more tokens."""
+    return Text(
+        tokens=jnp.pad(tokens, ((0, 0), (0, room)), constant_values=ABSENT),
+        ends=jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32),
+        top=top,
+        chance=chance,
+    )
+
+
+def extended(text: Text, tokens: Int[Array, "B n"]) -> Text:
+    """The text with each row's new tokens (ABSENT: none) behind it."""
+    new = tokens >= 0
+    column = jnp.where(new, text.ends[:, None] + jnp.cumsum(new, axis=1, dtype=jnp.int32) - 1, text.tokens.shape[1])
+    rows = jnp.arange(tokens.shape[0])[:, None]
+    return dataclasses.replace(
+        text,
+        tokens=text.tokens.at[rows, column].set(tokens, mode="drop"),
+        ends=text.ends + jnp.sum(new, axis=1, dtype=jnp.int32),
+    )
+
+
+def match(text: Text, longest: int) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
+    """How many of the last tokens (at most `longest`) stood together before, and in which column they ended.
+
+    The longest match wins, and of equals the latest. Length 0: the last token never stood there before.
+    """
+    columns = jnp.arange(text.tokens.shape[1], dtype=jnp.int32)
+    alike = columns < text.ends[:, None] - 1
+    length = jnp.zeros(text.tokens.shape, jnp.int32)
+    for back in range(longest):
+        last = jnp.take_along_axis(text.tokens, jnp.maximum(text.ends - 1 - back, 0)[:, None], axis=1)
+        earlier = jnp.pad(text.tokens, ((0, 0), (back, 0)), constant_values=ABSENT)[:, : columns.size]
+        alike &= (earlier == last) & (earlier >= 0)
+        length += alike.astype(jnp.int32)
+    column = jnp.argmax(length * columns.size + columns, axis=1).astype(jnp.int32)
+    return jnp.max(length, axis=1), column
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptLookup:
+    """Draft what followed the last tokens where they stood before in prompt or output; no model and no tree.
+
+    `depth` tokens are drafted after a match of `shortest` to `longest` tokens. `limit` prompt tokens are searched, the
+    last ones. `verify`: "exact", "conditional" or a `Conditional`; `fallback` goes over to plain steps while drafts
+    do not pay for the longer pass. Source: prompt lookup decoding (Saxena 2023).
+    """
+
+    depth: int = 7
+    shortest: int = 1
+    longest: int = 6
+    limit: int = 8192
+    verify: str | Conditional = "exact"
+    fallback: bool = True
+
+    def __post_init__(self):
+        if self.depth < 1 or not 1 <= self.shortest <= self.longest or self.limit < 1:
+            raise BadValue(
+                f"depth={self.depth}, shortest={self.shortest}, longest={self.longest}, limit={self.limit}: expected "
+                "numbers of at least 1, and shortest <= longest"
+            )
+        parse(self.verify)
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of every tree."""
+        return Shape((1,) * self.depth)
+
+    @property
+    def top(self) -> int:
+        """K, the tokens of the prefill distribution to keep for every prompt token."""
+        return 0
+
+    @property
+    def classes(self) -> int:
+        """Kinds of drafts whose success is counted apart: by the length of the match."""
+        return self.longest + 1
+
+    def look(self, text: Text) -> tuple[Int[Array, "B"], Any]:
+        """Each row's kind of draft (0: none), and what `draft` needs to know."""
+        length, column = match(text, self.longest)
+        return jnp.where(length >= self.shortest, length, 0), column
+
+    def draft(self, extra, text: Text, kind: Int[Array, "B"], column: Any, state: DecodeState, sampler: Sampler):
+        """The tree below each row's pending token; a text that ends goes on as if it repeated itself."""
+        period = text.ends - 1 - column
+        at = column[:, None] + 1 + jnp.arange(self.depth, dtype=jnp.int32) % jnp.maximum(period, 1)[:, None]
+        trunk = jnp.take_along_axis(text.tokens, jnp.minimum(at, text.tokens.shape[1] - 1), axis=1)
+        trunk = jnp.where(kind[:, None] > 0, trunk, ABSENT)
+        return self._tree(text, trunk, at - 1, state.cache.pending), None, text
+
+    def settle(self, extra, text: Text, tokens: Int[Array, "B n"]) -> Text:
+        """The text with the tokens that were taken."""
+        return extended(text, tokens)
+
+    def passed(self, text: Text, tokens: Int[Array, "B n"]) -> Text:
+        """The text with tokens that came without a draft."""
+        return extended(text, tokens)
+
+    def drafter(self, params: Params) -> "PromptLookup":
+        """The compiled side: itself."""
+        return self
+
+    def begin(self, start: Start) -> tuple[Text, None]:
+        """The text of the prompt and the first token; from a cache alone, of that token."""
+        room = -(-start.room // ROUND) * ROUND
+        if start.rows is None or start.expected is None:
+            shape = (start.pending.shape[0], 1, self.top)
+            nothing = jnp.full(shape, ABSENT, jnp.int32), jnp.zeros(shape, jnp.float32)
+            return begun(start.pending[:, None], *nothing, room), None
+        width = min(-(-max(map(len, start.rows)) // WIDE) * WIDE, self.limit)
+        tokens = np.full((len(start.rows), width), ABSENT, np.int32)
+        for index, row in enumerate(start.rows):
+            part = row[-width:]
+            tokens[index, width - len(part) :] = part
+        fit = lambda x: jnp.pad(x[:, -width:], ((0, 0), (max(width - x.shape[1], 0), 0), (0, 0)))  # noqa: E731
+        top, chance = (jnp.repeat(fit(x), start.samples, axis=0) for x in start.expected)
+        text = begun(jnp.repeat(jnp.asarray(tokens), start.samples, axis=0), top, chance, room)
+        return extended(text, start.pending[:, None]), None
+
+    def _tree(
+        self, text: Text, trunk: Int[Array, "B depth"], before: Int[Array, "B depth"], root: Int[Array, "B"]
+    ) -> Tree:
+        shape = self.shape
+        tokens, parents = [root[:, None]], [jnp.zeros((root.shape[0], 1), jnp.int32)]
+        for depth in range(1, shape.depth + 1):
+            many = shape.widths[depth - 1]
+            beside = self._siblings(text, trunk[:, depth - 1], before[:, depth - 1], many - 1)
+            tokens += [trunk[:, depth - 1 : depth], beside]
+            parents.append(jnp.full((root.shape[0], many), shape.first(depth - 1), jnp.int32))
+        return Tree(jnp.concatenate(tokens, axis=1), jnp.concatenate(parents, axis=1))
+
+    def _siblings(self, text: Text, trunk: Int[Array, "B"], before: Int[Array, "B"], many: int) -> Int[Array, "B many"]:
+        return jnp.zeros((trunk.shape[0], many), jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class AASD(PromptLookup):
+    """Draft what followed the last tokens, and beside it what the model itself held likely there (AASD).
+
+    Where the model's distribution after the retrieved context, kept from the prefill, gave the retrieved token less
+    than `low`, the likeliest tokens of that distribution stand beside it: `siblings[d - 1]` at most at depth d. They
+    have no children. Source: alignment sampling, arXiv 2505.13204; the match, `low`, the numbers of siblings and that
+    nothing hangs below them are ours (the paper's are not known), as is taking the likeliest instead of sampling.
+    """
+
+    siblings: tuple[int, ...] = (3, 2, 1)
+    low: float = 0.5
+
+    def __post_init__(self):
+        super().__post_init__()
+        if len(self.siblings) > self.depth or any(n < 0 for n in self.siblings) or not 0 <= self.low <= 1:
+            raise BadValue(
+                f"siblings={self.siblings}, low={self.low}: expected at most one number per depth ({self.depth}), "
+                "none below 0, and a probability"
+            )
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of every tree."""
+        beside = (*self.siblings, *(0,) * (self.depth - len(self.siblings)))
+        return Shape(tuple(1 + n for n in beside))
+
+    @property
+    def top(self) -> int:
+        """K, the tokens of the prefill distribution to keep for every prompt token."""
+        return max(self.siblings, default=0) + 1
+
+    def _siblings(self, text: Text, trunk: Int[Array, "B"], before: Int[Array, "B"], many: int) -> Int[Array, "B many"]:
+        rows = jnp.arange(trunk.shape[0])
+        width = text.top.shape[1]
+        at = jnp.minimum(before, width - 1)
+        top, chance = text.top[rows, at], text.chance[rows, at]  # [B, K]
+        same = top == trunk[:, None]
+        unlikely = jnp.sum(jnp.where(same, chance, 0.0), axis=1) < self.low
+        known = (before < width) & (trunk >= 0) & unlikely
+        order = jnp.argsort(same, axis=1, stable=True)[:, :many]  # likeliest first, the trunk's own token last
+        others = jnp.take_along_axis(top, order, axis=1)
+        usable = known[:, None] & ~jnp.take_along_axis(same, order, axis=1)
+        return jnp.where(usable, others, ABSENT)

@@ -1,0 +1,207 @@
+"""Drafts by a model: a small one of its own, or the same weights over a smaller cache (self-speculation)."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxkv.attend import LayerState, decode_layer
+from jaxkv.cache import EMPTY, LayerCache
+from jaxkv.errors import BadValue
+from jaxkv.models import ModelConfig
+from jaxkv.policies.catalogue import catalogue
+from jaxkv.policies.policy import Policy
+from jaxkv.run import DecodeState, model_of
+from jaxkv.sampling import Sampler
+from jaxkv.speculative.attend import check
+from jaxkv.speculative.method import Start
+from jaxkv.speculative.tree import Shape, chain
+from jaxkv.speculative.verify import Conditional, parse
+from jaxkv.weights.params import Params
+
+DRAFT = 3  # folded into a position's key for the draft's own draw
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Drafts:
+    """The draft model's cache, which stands where the model's own does; `live` is False once it was passed over."""
+
+    layers: tuple[LayerCache, ...]
+    limits: Int[Array, "L B"]
+    live: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Overwritten:
+    """What one token overwrote in one layer (or some did, one after the other), to be put back when it is rejected."""
+
+    slot: Int[Array, "*some B Hk"]
+    key: Float[Array, "*some B Hk D"]
+    value: Float[Array, "*some B Hk D"]
+    position: Int[Array, "*some B Hk"]
+    stats: dict[str, Float[Array, "*some B Hk C"]]
+
+
+def overwritten(layer: LayerCache) -> Overwritten:
+    """What the layer's next token will overwrite."""
+    batch, heads = layer.next_slot.shape
+    at = (jnp.arange(batch)[:, None], jnp.arange(heads)[None, :], layer.next_slot)
+    return Overwritten(layer.next_slot, layer.keys[at], layer.values[at], layer.positions[at], layer.stats)
+
+
+def undone(layer: LayerCache, log: Overwritten, rejected: Array) -> LayerCache:
+    """The layer before its last token, in the rows where that was rejected."""
+    batch, heads = layer.next_slot.shape
+    slot = jnp.where(rejected[:, None], log.slot, layer.slots)  # out of range, so dropped
+    at = (jnp.arange(batch)[:, None], jnp.arange(heads)[None, :], slot)
+    return LayerCache(
+        keys=layer.keys.at[at].set(log.key, mode="drop"),
+        values=layer.values.at[at].set(log.value, mode="drop"),
+        positions=layer.positions.at[at].set(log.position, mode="drop"),
+        next_slot=jnp.where(rejected[:, None], log.slot, layer.next_slot),
+        stats={name: jnp.where(rejected[:, None, None], log.stats[name], stat) for name, stat in layer.stats.items()},
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelDrafter:
+    """The compiled side of a draft model: a chain of `depth` tokens, each drawn by the draft model itself."""
+
+    depth: int
+    config: ModelConfig
+    policy: Policy
+    classes: ClassVar[int] = 2
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of every tree."""
+        return Shape((1,) * self.depth)
+
+    def look(self, drafts: Drafts) -> tuple[Int[Array, "B"], Any]:
+        """Kind 1 for every row, until the draft model was passed over."""
+        return jnp.broadcast_to(drafts.live.astype(jnp.int32), drafts.limits.shape[1:]), None
+
+    def draft(self, weights, drafts: Drafts, kind: Int[Array, "B"], hint: Any, state: DecodeState, sampler: Sampler):
+        """Run the pending token and each draft through the draft model; the chain, its chances, and a log to undo.
+
+        The last draft is run too, so that its key and value are there when it is accepted.
+        """
+        cache = state.cache
+        model = model_of(self.config, weights)
+        active = ~state.done & (state.left > 0)
+
+        def step(carry, number):
+            layers, token = carry
+            position = jnp.where(active & (number < state.left), cache.lengths + number, EMPTY)
+
+            def attend(spec, query, key, value, layer):
+                return decode_layer(self.policy, position, None, spec, query, key, value, layer)
+
+            states = [LayerState(layer, layer.slots, drafts.limits[i]) for i, layer in enumerate(layers)]
+            hidden, states = model(jnp.maximum(token, 0)[:, None], states, attend)
+            logits = sampler.warped(model.logits(hidden[:, 0]), None)
+            keys = jax.vmap(lambda key, at: jax.random.fold_in(jax.random.fold_in(key, at), DRAFT))(
+                state.keys, cache.lengths + 1 + number
+            )
+            drawn = sampler.draw(logits, keys, cache.lengths)
+            chance = None if sampler.temperature == 0 else jax.nn.softmax(logits, axis=-1)
+            log = tuple(overwritten(layer) for layer in layers)
+            return (tuple(state.cache for state in states), drawn), (drawn, chance, log)
+
+        numbers = jnp.arange(self.depth + 1, dtype=jnp.int32)
+        (layers, _), (drawn, chances, log) = lax.scan(step, (drafts.layers, cache.pending), numbers)
+        tree = chain(drawn[: self.depth].T, cache.pending)
+        chances = None if chances is None else jnp.moveaxis(chances[: self.depth], 0, 1)
+        return tree, chances, (dataclasses.replace(drafts, layers=layers), log)
+
+    def settle(self, weights, drafts: tuple[Drafts, Any], tokens: Int[Array, "B n"]) -> Drafts:
+        """The draft model's cache with as many tokens as were taken: the others are undone, newest first."""
+        ran, log = drafts
+        count = jnp.sum(tokens >= 0, axis=1, dtype=jnp.int32)
+
+        def back(layers, turn):
+            number, logs = turn
+            return tuple(undone(layer, log, number >= count) for layer, log in zip(layers, logs, strict=True)), None
+
+        numbers = jnp.arange(self.depth + 1, dtype=jnp.int32)
+        layers, _ = lax.scan(back, ran.layers, (numbers, log), reverse=True)
+        return dataclasses.replace(ran, layers=layers)
+
+    def passed(self, drafts: Drafts, tokens: Int[Array, "B n"]) -> Drafts:
+        """A token came that the draft model has not run: it is left out from now on."""
+        return dataclasses.replace(drafts, live=jnp.zeros_like(drafts.live))
+
+
+def _checked(depth: int, verify: str | Conditional, policy: Policy) -> None:
+    if depth < 1:
+        raise BadValue(f"depth={depth}: expected at least 1 draft per round")
+    parse(verify)
+    check(policy)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DraftModel:
+    """Drafts of a smaller model with the same vocabulary: standard speculative sampling (arXiv 2211.17192).
+
+    `policy` bounds the draft model's own cache (none: full). When its drafts do not pay, it is left out for the rest
+    of the call, unless `fallback=False`. Raises `BadValue` for a policy that cannot take tokens back.
+    """
+
+    params: Params
+    policy: Policy = dataclasses.field(default_factory=lambda: catalogue()["full"])
+    depth: int = 4
+    verify: str | Conditional = "exact"
+    fallback: bool = True
+    top: ClassVar[int] = 0
+    limit: ClassVar[int] = 0
+
+    def __post_init__(self):
+        _checked(self.depth, self.verify, self.policy)
+
+    def drafter(self, params: Params) -> ModelDrafter:
+        """The compiled side, drafting for `params`. Raises `BadValue` for another vocabulary."""
+        mine, theirs = self.params.config.vocab_size, params.config.vocab_size
+        if mine != theirs:
+            raise BadValue(f"a draft model of {mine} tokens for a model of {theirs}: expected the same vocabulary")
+        return ModelDrafter(self.depth, self.params.config, self.policy)
+
+    def begin(self, start: Start) -> tuple[Drafts, Any]:
+        """The draft model's cache after the prompt, and its weights."""
+        return _begun(start, self.params, self.policy)
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfDraft:
+    """Drafts of the same weights over a smaller cache, verified over the call's own: eviction without loss.
+
+    Source: MagicDec (arXiv 2408.11049), and QuantSpec (arXiv 2502.10424) without its quantisation. It pays where
+    reading the full cache dominates a step.
+    """
+
+    policy: Policy
+    depth: int = 4
+    verify: str | Conditional = "exact"
+    fallback: bool = True
+    top: ClassVar[int] = 0
+    limit: ClassVar[int] = 0
+
+    def __post_init__(self):
+        _checked(self.depth, self.verify, self.policy)
+
+    def drafter(self, params: Params) -> ModelDrafter:
+        """The compiled side, drafting for `params`."""
+        return ModelDrafter(self.depth, params.config, self.policy)
+
+    def begin(self, start: Start) -> tuple[Drafts, Any]:
+        """The smaller cache after the prompt, and the weights."""
+        return _begun(start, start.params, self.policy)
+
+
+def _begun(start: Start, params: Params, policy: Policy) -> tuple[Drafts, Any]:
+    cache = start.prefilled(params, policy)
+    return Drafts(cache.layers, cache.limits, jnp.bool_(True)), params.weights

@@ -1,0 +1,329 @@
+"""decode_attend_score for Hopper GPUs: flash decoding, split over the slots, that keeps every slot's logits.
+
+One program takes one KV head of one row and a run of its slots. The copy engine streams K, V and positions through
+`stages` buffers of shared memory. The tensor cores take the slots as the rows of their products (64 at a time) and the
+G query heads as the columns (8 or 16), so that nothing is spent on padding query heads to 64 rows:
+logits [S, G] = K q and output [D, G] += V^T w. A running maximum keeps the softmax stable. What leaves a program is its
+part of the output, its maximum and sum, and the logits (G floats per slot, beside the 2 D of K and V); XLA joins the
+parts, and turns logits into mass, scores and victim.
+
+Shapes: B rows, Hk KV heads, G query heads each, C slots, D head dim; H = B Hk, S slots at a time.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import gpu_blocks as blocks_of
+from pallas_kernels.decode_attend_score.reference import GROUP, Attended
+from pallas_kernels.decode_attend_score.victim import Factor, Rule, alive, line, over_heads, protected, victim
+from pallas_kernels.gpu_blocks import per_key, per_query
+from pallas_kernels.masking import MASKED
+
+PROGRAMS = 2 * 132  # what an H100 or H200 runs at once: two to a multiprocessor, so that one copies while one computes
+SLOTS = {64: 128, 128: 64, 192: 64, 256: 64}  # slots at a time, by head dim filled up to 64s: about 16 KiB of K
+STAGES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """The numbers that the kernel is compiled for."""
+
+    slots: int  # C
+    dim: int  # D, filled up to a multiple of 64 with zeros that the copy engine makes
+    columns: int  # G, filled up to 8 or 16
+    stored: int  # G, filled up to a multiple of 4: a row of logits in memory is whole 16 bytes
+    block: int  # slots at a time
+    each: int  # blocks per program
+    blocks: int  # blocks per head
+    scale: float
+    window: int | None
+    softcap: float | None
+    keeps_logits: bool
+
+    @property
+    def splits(self) -> int:
+        return -(-self.blocks // self.each)
+
+
+def decode_attend_score(
+    query: Float[Array, "B Hq D"],
+    key: Float[Array, "B Hk D"],
+    value: Float[Array, "B Hk D"],
+    position: Int[Array, "B"],
+    slot: Int[Array, "B Hk"],
+    keys: Float[Array, "B Hk C D"],
+    values: Float[Array, "B Hk C D"],
+    positions: Int[Array, "B Hk C"],
+    limits: Int[Array, "B"],
+    recents: Int[Array, "B"],
+    weight: Factor = 1.0,
+    bias: Factor = 0.0,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    group: str = "sum",
+    rule: Rule | None = None,
+    rotate: Callable | None = None,
+    interpret: bool | plgpu.InterpretGPUParams = False,
+) -> Attended:
+    """`reference.decode_attend_score`, K and V read once.
+
+    Raises `NotImplementedError` on GPUs other than Hopper, for keys turned at read time (`rotate`), for dtypes other
+    than bfloat16 and float16, for D that is no multiple of 16 or above 256,
+    for G above 16, and for B Hk C that is no multiple of 8.
+    """
+    if rotate is not None:
+        raise NotImplementedError("the GPU kernel reads keys as they lie in the cache: rotate= needs the reference")
+    batch, kv_heads, slots, dim = keys.shape
+    rows, heads = batch * kv_heads, query.shape[1] // kv_heads
+
+    finished = position[:, None] < 0
+    at = (jnp.arange(batch)[:, None], jnp.arange(kv_heads)[None, :], jnp.where(finished, slots, slot))
+    positions = positions.at[at].set(jnp.broadcast_to(position[:, None], slot.shape), mode="drop")
+
+    output, lse, logits, keys, values = attend(
+        query.reshape(rows, heads, dim),
+        key.reshape(rows, dim),
+        value.reshape(rows, dim),
+        jnp.repeat(position, kv_heads),
+        slot.reshape(rows),
+        keys.reshape(rows, slots, dim),
+        values.reshape(rows, slots, dim),
+        positions.reshape(rows, slots),
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        interpret=interpret,
+    )
+    weights = jnp.where(logits > MASKED / 2, jnp.exp(logits - lse[:, None, :]), 0.0)
+    mass = GROUP[group](weights, axis=-1).reshape(batch, kv_heads, slots)
+
+    now = position + 1
+    live = alive(positions, now, window)
+    if rule is None:
+        aim = jnp.argmin(live, axis=-1).astype(jnp.int32)
+    else:
+        score = over_heads(line(mass, weight, bias), rule.heads)
+        score = jnp.where(protected(positions, now, rule.sinks, recents), jnp.inf, score)
+        aim = victim(score, positions, live, limits)
+    return Attended(
+        output=output.reshape(query.shape).astype(query.dtype),
+        lse=lse.reshape(query.shape[:2]),
+        mass=mass,
+        keys=keys.reshape(batch, kv_heads, slots, dim),
+        values=values.reshape(batch, kv_heads, slots, dim),
+        positions=positions,
+        next_slot=jnp.where(finished, slot, aim),
+    )
+
+
+def attend(
+    query: Float[Array, "H G D"],
+    key: Float[Array, "H D"],
+    value: Float[Array, "H D"],
+    position: Int[Array, "H"],
+    slot: Int[Array, "H"],
+    keys: Float[Array, "H C D"],
+    values: Float[Array, "H C D"],
+    positions: Int[Array, "H C"],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    keeps_logits: bool = True,
+    interpret: bool | plgpu.InterpretGPUParams = False,
+) -> tuple:
+    """The kernel: output [H, G, D] and lse [H, G] in float32, logits [H, C, G] (None unless kept), and the new cache.
+
+    `positions` hold the new token's already. Logits of slots that are not seen are `masking.MASKED`.
+    """
+    rows, slots, dim = keys.shape
+    heads = query.shape[1]
+    plan = _plan(rows, slots, dim, heads, keys.dtype, scale, window, softcap, keeps_logits)
+    width = plan.blocks * plan.block
+    held = jnp.pad(positions, ((0, 0), (0, width - slots)), constant_values=-1)
+    shift = np.arange(rows)[:, None] * slots % 8  # where a head begins within its eight slots
+    if slots % 8:
+        place = np.arange(width) - shift
+        held = jnp.where((place >= 0) & (place < slots), jnp.take_along_axis(held, place % width, axis=1), -1)
+    outputs = [
+        jax.ShapeDtypeStruct((rows, plan.splits, plan.dim, plan.columns), jnp.float32),
+        jax.ShapeDtypeStruct((rows, plan.splits, 2, plan.columns), jnp.float32),
+    ]
+    if keeps_logits:
+        outputs.append(jax.ShapeDtypeStruct((rows, width, plan.stored), jnp.float32))
+    operand = blocks_of.operand(blocks_of.tile_width(dim), keys.dtype)
+    scratch = {
+        "q_mem": operand(plan.columns, plan.dim),
+        "k_mem": operand(STAGES, plan.block, plan.dim),
+        "v_mem": operand(STAGES, plan.block, plan.dim),
+        "w_mem": operand(plan.columns, plan.block),
+        "p_mem": plgpu.SMEM((STAGES, plan.block), jnp.int32),
+        "new_mem": plgpu.SMEM((2, dim), keys.dtype),
+        "logit_mem": plgpu.SMEM((plan.block, plan.columns), jnp.float32),
+        "out_mem": plgpu.SMEM((plan.dim, plan.columns), jnp.float32),
+        "sum_mem": plgpu.SMEM((2, plan.columns), jnp.float32),
+        "once": plgpu.Barrier(),
+        "k_here": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        "v_here": plgpu.Barrier(num_barriers=STAGES),
+    }
+    whole = (1, rows * slots, dim) if slots % 8 else (rows, slots, dim)
+    cache = [jax.new_ref(x.reshape(whole)) for x in (keys, values)]
+    parts, sums, *logits = plgpu.kernel(
+        functools.partial(_attend_block, plan),
+        out_type=outputs,
+        scratch_types=scratch,
+        grid=(rows, plan.splits),
+        grid_names=("row", "split"),
+        interpret=interpret or None,
+        kernel_name="decode_attend_score",
+    )(
+        jnp.pad(query, ((0, 0), (0, plan.columns - heads), (0, 0))).astype(keys.dtype),
+        key.astype(keys.dtype),
+        value.astype(values.dtype),
+        position,
+        slot,
+        held,
+        *cache,
+    )
+    top, total = sums[:, :, 0, :heads], sums[:, :, 1, :heads]  # [H, splits, G]
+    highest = jnp.max(top, axis=1)
+    share = jnp.exp(top - highest[:, None])
+    total = jnp.sum(total * share, axis=1)
+    safe = jnp.where(total > 0, total, 1.0)
+    lse = jnp.where(total > 0, highest + jnp.log(safe), -jnp.inf)
+    output = jnp.einsum("rsdg,rsg->rgd", parts[:, :, :dim, :heads], share / safe[:, None], precision="highest")
+    if keeps_logits:
+        logits = logits[0][:, :, :heads]
+        place = (np.arange(slots) + shift)[..., None]
+        logits = jnp.take_along_axis(logits, place, axis=1) if slots % 8 else logits[:, :slots]
+    return output, lse, logits if keeps_logits else None, *(jax.freeze(x).reshape(keys.shape) for x in cache)
+
+
+def _attend_block(
+    plan: _Plan, query, key, value, position, slot, positions, keys, values, parts, sums, *logits,
+    q_mem, k_mem, v_mem, w_mem, p_mem, new_mem, logit_mem, out_mem, sum_mem, once, k_here, v_here,
+) -> None:  # fmt: skip
+    """One program: the blocks of slots from `first` on, of one KV head of one row."""
+    row, split = lax.axis_index("row"), lax.axis_index("split")
+    first = split * plan.each
+    count = jnp.minimum(plan.each, plan.blocks - first)
+    now, target = position[row], slot[row]
+    head, begin, shift = row, 0, 0
+    if plan.slots % 8:
+        # Slots are read by eights, so all heads' lie in one row, and a block may reach into those of the heads beside:
+        # they are not seen, so it does not matter either that their programs may be writing there.
+        head, begin = 0, row * plan.slots
+        shift = lax.rem(begin, 8)
+    # From a traced 0, so that the slice may reach past the array: the copy engine reads zeros there and writes nothing.
+    zero = row * 0
+    all_dims, all_heads = pl.ds(zero, plan.dim), pl.ds(zero, plan.columns)
+
+    @pl.when((now >= 0) & (lax.div(target + shift, plan.block * plan.each) == split))
+    def _write_new_token():
+        for new, row_of, cache in ((key, 0, keys), (value, 1, values)):
+            plgpu.copy_gmem_to_smem(new.at[row], new_mem.at[row_of], once)
+            plgpu.barrier_wait(once)
+            plgpu.copy_smem_to_gmem(new_mem.at[row_of], cache.at[head, begin + target])
+        plgpu.wait_smem_to_gmem(0)  # in memory before the block around it is read
+
+    def fetch(index):
+        stage, start = lax.rem(index, STAGES), (first + index) * plan.block
+        some = pl.ds(pl.multiple_of(begin - shift + start, 8), plan.block)
+        plgpu.copy_gmem_to_smem(positions.at[row, pl.ds(start, plan.block)], p_mem.at[stage], k_here.at[stage])
+        plgpu.copy_gmem_to_smem(keys.at[head, some, all_dims], k_mem.at[stage], k_here.at[stage])
+        plgpu.copy_gmem_to_smem(values.at[head, some, all_dims], v_mem.at[stage], v_here.at[stage])
+
+    for index in range(STAGES):
+        pl.when(index < count)(functools.partial(fetch, jnp.int32(index)))
+    plgpu.copy_gmem_to_smem(query.at[row, :, all_dims], q_mem, once)
+    plgpu.barrier_wait(once)
+
+    def step(index, carry):
+        top, total, output = carry
+        stage = lax.rem(index, STAGES)
+        plgpu.barrier_wait(k_here.at[stage])
+        scores = blocks_of.product(k_mem.at[stage], q_mem.transpose((1, 0))) * plan.scale
+        if plan.softcap is not None:
+            scores = plan.softcap * jnp.tanh(scores / plan.softcap)
+        held = plgpu.layout_cast(p_mem[stage], blocks_of.KEYS)
+        seen = (held >= 0) & (held <= now)
+        if plan.window is not None:
+            seen = seen & (now - held < plan.window)
+        visible = per_key(seen, scores.shape)
+        scores = jnp.where(visible, scores, MASKED)
+
+        higher = jnp.maximum(top, jnp.max(scores, axis=0))
+        weights = jnp.where(visible, jnp.exp(scores - per_query(higher, scores.shape)), 0.0)
+        shrink = jnp.exp(top - higher)
+        w_mem.transpose((1, 0))[...] = weights.astype(w_mem.dtype)
+        if logits:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            logit_mem[...] = scores
+
+        plgpu.barrier_wait(v_here.at[stage])
+        blocks_of.clear_empty(v_mem.at[stage], held)
+        plgpu.commit_smem()  # and everyone has done with the stage of the step before
+        if logits:
+            some = pl.ds((first + index) * plan.block, plan.block)
+            plgpu.copy_smem_to_gmem(logit_mem, logits[0].at[row, some, all_heads])
+        coming = index - 1 + STAGES
+        pl.when((index > 0) & (coming < count))(functools.partial(fetch, coming))
+        added = blocks_of.product(v_mem.at[stage].transpose((1, 0)), w_mem.transpose((1, 0)))
+        return (
+            higher,
+            total * per_query(shrink, total.shape) + weights,
+            output * per_query(shrink, output.shape) + added,
+        )
+
+    start = (
+        jnp.full((plan.columns,), MASKED, jnp.float32),
+        jnp.zeros((plan.block, plan.columns), jnp.float32),
+        jnp.zeros((plan.dim, plan.columns), jnp.float32),
+    )
+    layouts = blocks_of.QUERIES, blocks_of.SQUARE, blocks_of.SQUARE
+    start = tuple(plgpu.layout_cast(x, layout) for x, layout in zip(start, layouts, strict=True))
+    top, total, output = lax.fori_loop(0, count, step, start)
+    out_mem[...] = output
+    sum_mem.at[0][...] = top
+    sum_mem.at[1][...] = jnp.sum(total, axis=0)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(out_mem, parts.at[row, split])
+    plgpu.copy_smem_to_gmem(sum_mem, sums.at[row, split])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _plan(rows, slots, dim, heads, dtype, scale, window, softcap, keeps_logits) -> _Plan:
+    """The kernel's numbers; raises `NotImplementedError` for what it does not take."""
+    blocks_of.check(dim, dtype)
+    if heads > 16:
+        raise NotImplementedError(f"{heads} query heads to a KV head: up to 16")
+    if rows * slots % 8:
+        raise NotImplementedError(f"{rows} x {slots} slots: a multiple of 8 in all, as they are read by eights")
+    wide = blocks_of.round_up(dim, 64)
+    block = SLOTS[wide]
+    blocks = -(-(slots + (7 if slots % 8 else 0)) // block)
+    each = -(-blocks // _splits(rows, blocks))
+    columns, stored = blocks_of.round_up(heads, 8), blocks_of.round_up(heads, 4)
+    return _Plan(slots, wide, columns, stored, block, each, blocks, scale, window, softcap, keeps_logits)
+
+
+def _splits(rows: int, blocks: int) -> int:
+    """Programs per head: the fewest of at least 4 blocks that keep nine tenths of the chip busy, else the busiest."""
+
+    def busy(splits: int) -> float:
+        programs = rows * -(-blocks // -(-blocks // splits))
+        return programs / (-(-programs // PROGRAMS) * PROGRAMS)
+
+    choices = range(1, max(1, blocks // 4) + 1)
+    return next((splits for splits in choices if busy(splits) >= 0.9), max(choices, key=busy))

@@ -1,0 +1,75 @@
+"""What the TPU kernels share: sizes of blocks, and values of empty slots set to zero inside a block."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+LANES = 128  # a vector register holds 8 sublanes of 128 lanes
+SUBLANES = 8
+QUERIES = 16  # a block of queries is a multiple of it: rows of bfloat16 lie packed in tiles of 16
+VMEM_BYTES = 48 * 2**20  # of on-chip memory that a kernel may take: v5p has 64 MiB, v5e and v6e 128
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `size`."""
+    return -(-size // multiple) * multiple
+
+
+def even_blocks(size: int, most: int, multiple: int = LANES) -> tuple[int, int]:
+    """(blocks, block size): as few as sizes up to `most` allow, of about equal size, a multiple of `multiple`."""
+    blocks = -(-size // max(most // multiple * multiple, multiple))
+    block = round_up(-(-size // blocks), multiple)
+    return -(-size // block), block
+
+
+def exact(dtype) -> lax.Precision | None:
+    """The precision at which a product of this dtype loses nothing: the matrix unit rounds float32 to bfloat16 unless
+    told otherwise.
+    """
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def slots_along_lanes(slots: int, dim: int) -> bool:
+    """Whether XLA lays out `[..., slots, dim]` with the slots along the lanes: where that pads less."""
+    return round_up(slots, LANES) * round_up(dim, SUBLANES) < round_up(slots, SUBLANES) * round_up(dim, LANES)
+
+
+def zero_empty(block: jax.Array, filled: jax.Array, columns: bool) -> jax.Array:
+    """The values `[S, D]` (`columns`: `[D, S]`) of a block, 0 in slots where `filled [1, S]` (float32) is 0, whatever
+    lies there.
+    """
+    if not columns:
+        width = round_up(block.shape[1], LANES)
+        filled = jnp.broadcast_to(filled, (width, filled.shape[1])).T[:, : block.shape[1]]
+    return jnp.where(filled > 0, block.astype(jnp.float32), 0.0).astype(block.dtype)
+
+
+def product(a: jax.Array, b: jax.Array, contract: int) -> jax.Array:
+    """The matrix product [M, N] over the last axis of a and axis `contract` of b, summed in float32."""
+    axes = (((1,), (contract,)), ((), ()))
+    return lax.dot_general(a, b, axes, precision=exact(b.dtype), preferred_element_type=jnp.float32)
+
+
+def keys_at(place, step, slots: int) -> jax.Array:
+    """Positions [1, S] of block `step` of the keys out of a window on them, with what lies behind the last as empty."""
+    index = step * place.shape[-1] + lax.broadcasted_iota(jnp.int32, (1, place.shape[-1]), 1)
+    return jnp.where(index < slots, place[0, 0], -1)
+
+
+def queries_at(at, step, length: int) -> jax.Array:
+    """Positions [T, 1] of block `step` of the queries, with what lies behind the last as padding."""
+    index = step * at.shape[1] + lax.broadcasted_iota(jnp.int32, (at.shape[1], 1), 0)
+    return jnp.where(index < length, at[0], -1)
+
+
+def sees(at: jax.Array, place: jax.Array, window: int | None) -> jax.Array:
+    """`masking.visible` inside a kernel, where queries lie along the sublanes: [T, 1] and [1, S] to [T, S]."""
+    seen = (place >= 0) & (place <= at)
+    return seen if window is None else seen & (at - place < window)
+
+
+def any_seen(at: jax.Array, place: jax.Array, window: int | None) -> jax.Array:
+    """False only where no query of the block sees a key of it: from the least and the greatest of either."""
+    far = jnp.iinfo(jnp.int32).max
+    seen = jnp.min(jnp.where(place < 0, far, place)) <= jnp.max(at)
+    return seen if window is None else seen & (jnp.min(jnp.where(at < 0, far, at)) - jnp.max(place) < window)

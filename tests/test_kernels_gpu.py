@@ -1,0 +1,247 @@
+"""The GPU kernels against the reference: natively on a Hopper GPU, under the interpreter (with its race detection, and
+uninitialised memory full of NaN) elsewhere, and lowered for CUDA everywhere."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.decode_attend_score import reference
+from pallas_kernels.decode_attend_score.victim import Rule
+from pallas_kernels.prefill_attend import reference as attend_reference
+from pallas_kernels.prefill_attend_mass import reference as mass_reference
+
+gpu = pytest.importorskip("pallas_kernels.decode_attend_score.gpu", reason="this jaxlib carries no Mosaic GPU")
+attend_gpu = pytest.importorskip("pallas_kernels.prefill_attend.gpu")
+mass_gpu = pytest.importorskip("pallas_kernels.prefill_attend_mass.gpu")
+plgpu = gpu.plgpu
+
+NATIVE = jax.default_backend() == "gpu"
+CLOSE = {"output": 8e-3, "lse": 1e-5, "mass": 2e-6}  # the output is rounded to 16 bits, the scores never
+
+RULES = {  # rule, is there a weight, is there a bias, limit as a share of the slots, recents
+    "longflow": (Rule("sum"), True, False, 1.0, 0),
+    "longflow, each head": (Rule("each", sinks=4), True, False, 1.0, 3),
+    "h2o": (Rule("each"), False, True, 1.0, 9),
+    "tova, room left": (Rule("mean"), False, False, 2.0, 1),
+    "adds": (None, False, False, 1.0, 0),
+}
+
+
+def inputs(batch, kv_heads, group, slots, dim, dtype="bfloat16", rule="longflow", seed=0):
+    """Random arguments: three in ten slots empty and full of NaN, one row finished, the last one with nothing held."""
+    rng = np.random.default_rng(seed)
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    held = np.stack([rng.permutation(slots * 2)[:slots] for _ in range(batch * kv_heads)])
+    held = held.reshape(batch, kv_heads, slots)
+    held = np.where(rng.random(held.shape) < 0.3, -1, held)
+    held[-1] = -1
+    hollow = jnp.asarray(np.where(held < 0, np.nan, 1.0)[..., None], dtype)
+    position = rng.integers(slots, 2 * slots, batch)
+    position[0] = -1 if batch > 1 else position[0]
+    chosen, *parts, share, recents = RULES[rule]
+    parts = [
+        jnp.asarray(rng.random(held.shape), jnp.float32) if part else float(i == 0) for i, part in enumerate(parts)
+    ]
+    arrays = (
+        draw(batch, kv_heads * group, dim), draw(batch, kv_heads, dim), draw(batch, kv_heads, dim),
+        jnp.asarray(position, jnp.int32), jnp.asarray(rng.integers(0, slots, (batch, kv_heads)), jnp.int32),
+        draw(batch, kv_heads, slots, dim) * hollow, draw(batch, kv_heads, slots, dim) * hollow,
+        jnp.asarray(held, jnp.int32), jnp.full(batch, int(slots * share), jnp.int32),
+        jnp.full(batch, recents, jnp.int32), *parts,
+    )  # fmt: skip
+    return arrays, {"scale": dim**-0.5, "rule": chosen}
+
+
+def native_or_not(races=True):
+    return {} if NATIVE else {"interpret": plgpu.InterpretGPUParams(detect_races=races)}
+
+
+def run(implementation, arrays, **options):
+    arrays, factors = arrays[:10], arrays[10:]
+    if implementation is gpu:
+        # Where heads do not begin at a multiple of 8, what lies beside a head is read and thrown away, written or not.
+        races = arrays[5].shape[2] % 8 == 0
+        options |= native_or_not(races)
+    return jax.jit(lambda *args: implementation.decode_attend_score(*args, *factors, **options))(*arrays)
+
+
+def check(got, want):
+    for name, tolerance in CLOSE.items():
+        ours, theirs = (np.asarray(getattr(x, name), np.float32) for x in (got, want))
+        np.testing.assert_allclose(ours, theirs, atol=tolerance, rtol=tolerance, err_msg=name)
+    for name in ("keys", "values", "positions", "next_slot"):
+        np.testing.assert_array_equal(*(np.asarray(getattr(x, name), np.float32) for x in (got, want)), err_msg=name)
+
+
+CASES = {  # G, C, D, dtype, rule, more
+    "one query head": (1, 64, 64, "bfloat16", "longflow, each head", {}),
+    "D 80, window": (2, 200, 80, "float16", "h2o", {"window": 150}),
+    "D 96, soft cap, odd slots": (5, 98, 96, "bfloat16", "tova, room left", {"softcap": 20.0, "group": "mean"}),
+    "sixteen query heads, odd slots": (16, 134, 128, "bfloat16", "longflow", {"group": "max"}),
+    "D 256": (9, 72, 256, "bfloat16", "adds", {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_reference(name):
+    group, slots, dim, dtype, rule, more = CASES[name]
+    arrays, options = inputs(2, 2, group, slots, dim, dtype, rule)
+    check(run(gpu, arrays, **options, **more), run(reference, arrays, **options, **more))
+
+
+def test_splits_where_one_sees_nothing():
+    """A head's slots on several programs, all the held ones on the first."""
+    arrays, options = inputs(1, 1, 4, 600, 128)
+    plan = gpu._plan(1, 600, 128, 4, jnp.bfloat16, 1.0, None, None, True)
+    assert plan.splits > 1
+    arrays = list(arrays)
+    arrays[5:8] = inputs(2, 1, 4, 600, 128)[0][5:8]
+    first = plan.each * plan.block
+    arrays[5:8] = [x[:1] for x in arrays[5:8]]
+    hollow = (jnp.arange(600) >= first)[None, None]
+    arrays[5:7] = [jnp.where(hollow[..., None], jnp.bfloat16(jnp.nan), x) for x in arrays[5:7]]
+    arrays[7] = jnp.where(hollow, -1, arrays[7])
+    arrays[4] = jnp.zeros((1, 1), jnp.int32)
+    arrays[3] = jnp.full(1, 1300, jnp.int32)
+    one = run(gpu, arrays, **options)
+    check(one, run(reference, arrays, **options))
+    again = run(gpu, arrays, **options)
+    for ours, theirs in zip(one, again, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
+
+
+def test_ties_go_to_the_older_token():
+    """Equal keys get equal mass to the last bit, wherever their slots lie, so the oldest of them goes."""
+    arrays, options = inputs(1, 1, 4, 152, 64)
+    arrays = list(arrays)
+    arrays[5] = jnp.ones_like(arrays[5])
+    arrays[6] = jnp.ones_like(arrays[6])
+    arrays[1] = jnp.ones_like(arrays[1])
+    arrays[7] = jnp.asarray(np.random.default_rng(3).permutation(152)[None, None], jnp.int32)
+    arrays[3], arrays[4] = jnp.full(1, 152, jnp.int32), jnp.full((1, 1), 7, jnp.int32)
+    arrays[8], arrays[10:] = jnp.full(1, 152, jnp.int32), (1.0, 0.0)
+    got = run(gpu, arrays, **options)
+    assert len(np.unique(np.asarray(got.mass))) == 1
+    assert int(got.positions[0, 0, got.next_slot[0, 0]]) == int(np.min(np.asarray(got.positions)))
+
+
+@pytest.mark.parametrize("slots", [997, 1000])
+@pytest.mark.parametrize(("dim", "group"), [(64, 4), (80, 1), (96, 7), (128, 16), (256, 8)])
+def test_lowers_for_cuda(dim, group, slots):
+    """As far as a machine without a GPU goes: layouts are inferred and the kernel's module is built and verified."""
+    arrays, options = inputs(2, 4, group, slots, dim)
+    arrays, factors = arrays[:10], arrays[10:]
+    step = functools.partial(gpu.decode_attend_score, **options, window=500, softcap=30.0)
+    traced = jax.jit(lambda *args: step(*args, *factors), donate_argnums=(5, 6, 7)).trace(*arrays)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    call = next(line for line in text.splitlines() if "@mosaic_gpu" in line)
+    for output, operand in ((3, 6), (4, 7)):  # K and V go in and out as the same buffers
+        assert f"output_tuple_indices = [{output}], operand_index = {operand}" in call
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 60, 512, 2048])
+@pytest.mark.parametrize("slots", [8, 64, 264, 2048, 32768])
+def test_every_block_is_read_once(rows, slots):
+    plan = gpu._plan(rows, slots, 128, 4, jnp.bfloat16, 1.0, None, None, True)
+    starts = [split * plan.each for split in range(plan.splits)]
+    counts = [min(plan.each, plan.blocks - start) for start in starts]
+    assert sum(counts) == plan.blocks == -(-slots // plan.block)
+    assert min(counts) > 0
+    assert rows * plan.splits >= min(gpu.PROGRAMS * 0.85, rows * max(1, plan.blocks // 8))
+
+
+@pytest.mark.parametrize(
+    ("said", "change"),
+    [
+        ("float32", {"dtype": "float32"}),
+        ("head dim 100", {"dim": 100}),
+        ("1 x 63 slots", {"slots": 63}),
+        ("head dim 320", {"dim": 320}),
+        ("17 query heads", {"group": 17}),
+    ],
+)
+def test_refuses_what_it_cannot_do(said, change):
+    shape = {"batch": 1, "kv_heads": 1, "group": 2, "slots": 64, "dim": 64} | change
+    arrays, options = inputs(**shape)
+    with pytest.raises(NotImplementedError, match=said):
+        run(gpu, arrays, **options)
+
+
+def test_refuses_keys_turned_at_read_time():
+    arrays, options = inputs(1, 1, 1, 64, 64)
+    with pytest.raises(NotImplementedError, match="rotate"):
+        run(gpu, arrays, **options, rotate=lambda q, k, p: (q, k))
+
+
+def prompt(heads, kv_heads, length, past, dim, dtype="bfloat16"):
+    """Arguments of prefill: `past` slots in no order, three in ten empty and full of NaN, and the block's own keys.
+
+    The first row's first tokens are padding.
+    """
+    rng, batch = np.random.default_rng(1), 2
+    held = np.stack([rng.permutation(2 * past)[:past] for _ in range(batch * kv_heads)]).reshape(batch, kv_heads, past)
+    held = np.where(rng.random(held.shape) < 0.3, -1, held)
+    asking = np.broadcast_to(np.arange(length) + 2 * past, (batch, length)).copy()
+    asking[0, :5] = -1
+    held = np.concatenate([held, np.broadcast_to(asking[:, None], (batch, kv_heads, length))], axis=-1)
+    hollow = np.where(held < 0, np.nan, 1.0)[..., None]
+
+    def draw(heads, tokens):
+        return rng.normal(size=(batch, heads, tokens, dim))
+
+    queries, *cache = draw(heads, length), *(draw(kv_heads, past + length) * hollow for _ in range(2))
+    queries, keys, values = (jnp.asarray(x, dtype) for x in (queries, *cache))
+    return queries, keys, values, jnp.asarray(asking, jnp.int32), jnp.asarray(held, jnp.int32)
+
+
+PROMPTS = {  # Hq, Hk, T, past, D, dtype, options
+    "two heads to one, several blocks": (2, 1, 70, 90, 64, "bfloat16", {"own_keys_last": True}),
+    "D 80, window, soft cap": (1, 1, 20, 77, 80, "float16", {"window": 40, "softcap": 10.0}),
+    "D 256": (1, 1, 64, 0, 256, "bfloat16", {"own_keys_last": True}),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prefill_equals_the_reference(name):
+    *shape, options = PROMPTS[name]
+    arrays, options = prompt(*shape), options | {"scale": shape[4] ** -0.5}
+    got = jax.jit(lambda *args: attend_gpu.prefill_attend(*args, **options, **native_or_not()))(*arrays)
+    want = jax.jit(lambda *args: attend_reference.prefill_attend(*args, **options))(*arrays)
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), atol=1.6e-2)
+
+
+@pytest.mark.parametrize(("name", "reduce"), list(zip(PROMPTS, ("sum", "max", "mean"), strict=True)))
+def test_mass_equals_the_reference(name, reduce):
+    *shape, options = PROMPTS[name]
+    queries, keys, _, asking, held = prompt(*shape)
+    options = {"scale": shape[4] ** -0.5, "reduce": reduce} | options
+    options.pop("own_keys_last", None)
+    arrays = queries[:, :, -32:], keys, asking[:, -32:], held
+    got = jax.jit(lambda *args: mass_gpu.prefill_attend_mass(*args, **options, **native_or_not()))(*arrays)
+    want = jax.jit(lambda *args: mass_reference.prefill_attend_mass(*args, **options))(*arrays)
+    np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_mass_of_all_queries():
+    queries, keys, _, asking, held = prompt(2, 1, 70, 90, 64)
+    got = mass_gpu.prefill_attend_mass(queries, keys, asking, held, scale=0.125, **native_or_not())
+    want = mass_reference.prefill_attend_mass(queries, keys, asking, held, scale=0.125)
+    np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_prefill_lowers_for_cuda(dim):
+    queries, keys, values, asking, held = prompt(4, 2, 100, 57, dim)
+    more = {"scale": 0.1, "window": 50, "softcap": 30.0}
+    for step, arrays in (
+        (attend_gpu.prefill_attend, (queries, keys, values, asking, held)),
+        (mass_gpu.prefill_attend_mass, (queries, keys, asking, held)),
+    ):
+        traced = jax.jit(functools.partial(step, **more)).trace(*arrays)
+        assert "@mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()

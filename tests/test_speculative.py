@@ -1,0 +1,666 @@
+"""Speculative decoding: the same text as plain decoding, the same cache, the same distribution."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import jaxkv
+from jaxkv import cli
+from jaxkv.attend import LayerState, decode_layer
+from jaxkv.cache import EMPTY
+from jaxkv.errors import BadValue
+from jaxkv.generate import _prefill as prefill_of
+from jaxkv.policies import catalogue
+from jaxkv.prompts import rows_of
+from jaxkv.run import model_of
+from jaxkv.sampling import Sampler
+from jaxkv.speculative import AASD, Conditional, DraftModel, PromptLookup, SelfDraft, gate
+from jaxkv.speculative.attend import check, commit, tree_layer
+from jaxkv.speculative.context import begun, extended, match
+from jaxkv.speculative.tree import ABSENT, Shape, Tree, chain, lineage, placed, pruned, sees, walk
+from jaxkv.speculative.verify import follows
+
+FAMILY = "llama3"
+SMALL = {"longflow": {"window": 6}, "dapq": {"count": 6}, "dapq-longflow": {"count": 6}}
+PROSE = Path(__file__).parents[1] / "benchmarks" / "data" / "prose.txt"
+SHOWN = ["full", "longflow", "streaming-llm", "streaming-llm/text", "dapq", "dapq-longflow"]
+
+
+class Letters:
+    """A tokenizer whose token n is the character chr(n + 32)."""
+
+    def __call__(self, text, **_):
+        return {"input_ids": [ord(letter) - 32 for letter in text]}
+
+    def decode(self, tokens, **_):
+        return "".join(chr(token + 32) for token in tokens)
+
+
+def policy(name: str, budget: int = 24, **options):
+    """The named policy at test size; "name/text" is the one with positions in the text."""
+    name, _, rope = name.partition("/")
+    options = {**SMALL.get(name, {}), **({"rope": rope} if rope else {}), **options}
+    return jaxkv.policy(name, **({} if name == "full" else {"budget": budget}), **options)
+
+
+def ids(length: int, seed: int = 0) -> np.ndarray:
+    """Few different tokens, so that much of the text stood before."""
+    return np.random.default_rng(seed).integers(3, 12, length).astype(np.int32)
+
+
+def both(params, prompts, chosen, method, steps, **options):
+    """Plain and speculative decoding of the same prompts."""
+    options = {"stop_tokens": (), **options}
+    plain = jaxkv.generate(params, prompts, policy=chosen, max_new_tokens=steps, **options)
+    fast = jaxkv.generate(params, prompts, policy=chosen, max_new_tokens=steps, speculative=method, **options)
+    return plain, fast
+
+
+def assert_same_cache(plain, fast):
+    """Slots, positions, next slots and statistics as if every token had come alone."""
+    assert plain.lengths.tolist() == fast.lengths.tolist() and plain.pending.tolist() == fast.pending.tolist()
+    for one, other in zip(plain.layers, fast.layers, strict=True):
+        assert np.array_equal(one.positions, other.positions)
+        assert np.array_equal(one.next_slot, other.next_slot)
+        live = np.asarray(one.positions) >= 0
+        pairs = [(one.keys, other.keys), (one.values, other.values)]
+        pairs += [(one.stats[name], other.stats[name]) for name in one.stats]
+        for mine, theirs in pairs:
+            np.testing.assert_allclose(np.asarray(mine)[live], np.asarray(theirs)[live], atol=1e-3)
+
+
+@pytest.mark.parametrize("name", [*SHOWN, "h2o"])
+def test_greedy_equals_plain_decoding(tiny, name):
+    """128 tokens of a batch whose rows accept different lengths; AASD drafts siblings everywhere, so that all occur."""
+    prompts = [ids(60, 1), ids(33, 2), ids(41, 3)]
+    method = AASD(depth=4, siblings=(2, 1), low=1.0, fallback=False)
+    plain, fast = both(tiny(FAMILY), prompts, policy(name), method, 128)
+    assert fast.tokens.tolist() == plain.tokens.tolist()
+    assert_same_cache(plain.cache, fast.cache)
+    told = fast.stats.speculation
+    assert told.trees > 30 and told.acceptance_length > 1.05, "drafts were tried, and some were right"
+    assert told.departed == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SHOWN, "h2o", "tova", "knorm"])
+@pytest.mark.parametrize("family", ["gemma3_text", "mistral", "qwen3"])
+def test_greedy_equals_plain_decoding_in_every_family(tiny, family, name):
+    params = tiny(family)
+    for seed in range(3):
+        prompts = [ids(length, 10 * seed + length) for length in (50, 23, 37, 64)]
+        for method in (PromptLookup(fallback=False), AASD(depth=4, low=1.0, fallback=False)):
+            plain, fast = both(params, prompts, policy(name), method, 128)
+            assert fast.tokens.tolist() == plain.tokens.tolist()
+            assert_same_cache(plain.cache, fast.cache)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHOWN)
+def test_greedy_equals_plain_decoding_on_a_real_model(smollm2, name):
+    """128 tokens of eight prompts in two batches; where a row differs, its logits must agree to rounding there."""
+    paragraphs = PROSE.read_text(encoding="utf-8").split("\n\n")
+    texts = [f"{paragraphs[at]}\n\n{paragraphs[at + 1]}\n\nRepeat the text." for at in range(0, 8, 2)]
+    texts += [f"{paragraphs[at]}\n\n{paragraphs[at + 1]}\n\nWho is in it?" for at in range(1, 9, 2)]
+    rows = [rows_of([{"role": "user", "content": text}], smollm2.tokenizer, 49152)[0][0] for text in texts]
+    for batch in (rows[:4], rows[4:]):
+        plain, fast = both(smollm2, batch, policy_of_size(name), AASD(), 128)
+        for row, prompt in enumerate(batch):
+            differ = np.flatnonzero(plain.tokens[row] != fast.tokens[row])
+            if differ.size:
+                gap = logit_gap(smollm2, policy_of_size(name), prompt, plain.tokens[row], fast.tokens[row], differ[0])
+                print(f"{name}: row {row} differs from token {differ[0]} on; logits {gap:.2g} apart")
+                assert gap < 1e-3
+
+
+def policy_of_size(name: str):
+    name, _, rope = name.partition("/")
+    return jaxkv.policy(name, **({} if name == "full" else {"budget": 256}), **({"rope": rope} if rope else {}))
+
+
+def logit_gap(params, chosen, prompt, mine, theirs, at) -> float:
+    """How far apart the logits of two tokens are after the text that both share, decoded plainly."""
+    shared = mine[:at].tolist()
+    cache = jaxkv.prefill(params, prompt, policy=chosen)
+    for token in shared[:-1]:
+        cache = jaxkv.generate(params, [token], cache=cache, max_new_tokens=1, stop_tokens=()).cache
+    row = jnp.array([shared[-1]], jnp.int32)
+    states = [LayerState(layer, layer.slots, cache.limits[i]) for i, layer in enumerate(cache.layers)]
+    model = model_of(params.config, params.weights)
+
+    def attend(*given):
+        return decode_layer(chosen, cache.lengths, None, *given)
+
+    hidden, _ = model(row[:, None], states, attend)
+    logits = np.asarray(model.logits(hidden[:, 0]))[0]
+    return float(abs(logits[mine[at]] - logits[theirs[at]]))
+
+
+def grown(shape: Shape, seed: int, batch: int = 2, gaps: float = 0.2) -> Tree:
+    """A random tree: parents anywhere in the depth above, some nodes absent, siblings with different tokens."""
+    rng = np.random.default_rng(seed)
+    tokens = np.zeros((batch, shape.nodes), np.int32)
+    parents = np.zeros((batch, shape.nodes), np.int32)
+    for row in range(batch):
+        tokens[row] = rng.permutation(90)[: shape.nodes] + 3
+        for node in range(1, shape.nodes):
+            above = int(shape.depths[node]) - 1
+            parents[row, node] = shape.first(above) + rng.integers(1 if above == 0 else shape.widths[above - 1])
+        tokens[row, 1:][rng.random(shape.nodes - 1) < gaps] = ABSENT
+    return Tree(jnp.asarray(tokens), jnp.asarray(parents))
+
+
+SHAPES = st.lists(st.integers(1, 3), min_size=1, max_size=4).map(tuple).map(Shape)
+
+
+@given(shape=SHAPES, seed=st.integers(0, 10**6), left=st.integers(0, 6))
+@settings(max_examples=60, deadline=None)
+def test_every_tree_is_walked_as_its_nodes_stand(shape, seed, left):
+    """lineage, sees, pruned and walk against plain loops over the nodes."""
+    tree = grown(shape, seed)
+    lefts = jnp.array([left, left + 2])
+    cut = pruned(shape, tree, lefts)
+    paths = np.asarray(lineage(shape, cut))
+    looks = np.asarray(sees(shape, jnp.asarray(paths)))
+    tokens, parents = np.asarray(cut.tokens), np.asarray(cut.parents)
+    after = np.random.default_rng(seed + 1).choice(tokens[tokens >= 0] if (tokens >= 0).any() else [5], tokens.shape)
+    nodes, follow = (np.asarray(x) for x in walk(shape, cut, jnp.asarray(after.astype(np.int32))))
+    for row in range(2):
+        for node in range(shape.nodes):
+            line = [node]
+            while line[-1]:
+                line.append(int(parents[row, line[-1]]))
+            assert set(np.flatnonzero(looks[row, node])) == set(line)
+            assert [p for p in paths[row, node] if p >= 0] == line[::-1]
+            original = int(tree.tokens[row, node])
+            whole = all(int(tree.tokens[row, p]) >= 0 for p in line)
+            usable = whole and len(line) - 1 < int(lefts[row])
+            assert tokens[row, node] == (original if usable else ABSENT)
+        at, expected = 0, [0]
+        while True:
+            right = [n for n in range(1, shape.nodes)
+                     if parents[row, n] == at and tokens[row, n] == after[row, at] and tokens[row, n] >= 0]  # fmt: skip
+            if not right:
+                break
+            at = right[0]
+            expected.append(at)
+        assert [n for n in nodes[row] if n >= 0] == expected
+        assert [t for t in follow[row] if t >= 0] == [after[row, n] for n in expected]
+
+
+@pytest.mark.parametrize("name", ["full", "streaming-llm", "h2o", "dapq-longflow"])
+@given(shape=SHAPES, seed=st.integers(0, 10**6))
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+def test_a_tree_of_any_shape_equals_its_paths_token_by_token(tiny, name, shape, seed):
+    """Every node's logits, and the cache after a random accepted path, against plain steps along the same path."""
+    params, chosen = tiny(FAMILY), policy(name, 16)
+    cache = jaxkv.prefill(params, [ids(30, seed % 7), ids(9, 1)], policy=chosen)
+    if name == "full":
+        cache = roomy(cache, shape.depth + 1)
+    tree = pruned(shape, grown(shape, seed), jnp.array([shape.depth + 1, shape.depth]))
+    logits, branches = run_tree(params, chosen, shape, cache, tree)
+    paths = np.asarray(lineage(shape, tree))
+    rng = np.random.default_rng(seed)
+    ends = [int(rng.choice(np.flatnonzero(np.asarray(tree.tokens[row]) >= 0))) for row in range(2)]
+    for node in sorted({0, *ends, shape.nodes - 1}):
+        for row in range(2):
+            if int(tree.tokens[row, node]) < 0:
+                continue
+            path = [int(n) for n in paths[row, node] if n >= 0]
+            stepped = cache
+            for above in path:
+                token = jnp.array([int(tree.tokens[r, above]) if r == row else -1 for r in range(2)], jnp.int32)
+                single, stepped = run_step(params, chosen, stepped, token)
+            np.testing.assert_allclose(logits[row, node], single[row], atol=2e-4)
+    nodes = jnp.asarray(np.stack([paths[row, ends[row]] for row in range(2)]))
+    count = jnp.sum(nodes >= 0, axis=1)
+    layers = [commit(one, new, nodes, count, cache.lengths) for one, new in zip(cache.layers, branches, strict=True)]
+    stepped = cache
+    for level in range(int(count.max())):
+        token = jnp.take_along_axis(tree.tokens, jnp.maximum(nodes[:, level], 0)[:, None], axis=1)[:, 0]
+        _, stepped = run_step(params, chosen, stepped, jnp.where(nodes[:, level] >= 0, token, -1))
+    assert_same_cache(stepped, dataclasses.replace(stepped, layers=tuple(layers)))
+    for layer, limit in zip(layers, np.asarray(cache.limits), strict=True):
+        assert (np.sum(np.asarray(layer.positions) >= 0, axis=-1).max(axis=1) <= limit).all()
+
+
+def roomy(cache, room):
+    from jaxkv.cache import resize
+
+    layers = tuple(resize(layer, layer.slots + room) for layer in cache.layers)
+    layers = tuple(
+        dataclasses.replace(layer, next_slot=jnp.argmin(layer.positions >= 0, axis=-1).astype(jnp.int32))
+        for layer in layers
+    )
+    return dataclasses.replace(cache, layers=layers)
+
+
+def run_tree(params, chosen, shape, cache, tree):
+    """The logits of every node, and what each would write."""
+
+    @jax.jit
+    def run(weights, cache, tree):
+        spot = placed(shape, tree, cache.lengths)
+        states = [LayerState(layer, layer.slots, cache.limits[i]) for i, layer in enumerate(cache.layers)]
+        model = model_of(params.config, weights)
+        hidden, branches = model(jnp.maximum(tree.tokens, 0), states, lambda *given: tree_layer(chosen, spot, *given))
+        return model.logits(hidden), branches
+
+    logits, branches = run(params.weights, cache, tree)
+    return np.asarray(logits), branches
+
+
+STEPS = {}
+
+
+def run_step(params, chosen, cache, token):
+    """One plain step of the rows whose token is not -1."""
+    if chosen not in STEPS:
+
+        @jax.jit
+        def step(weights, cache, token):
+            position = jnp.where(token >= 0, cache.lengths, EMPTY)
+            states = [LayerState(layer, layer.slots, cache.limits[i]) for i, layer in enumerate(cache.layers)]
+            model = model_of(params.config, weights)
+            hidden, states = model(
+                jnp.maximum(token, 0)[:, None], states, lambda *given: decode_layer(chosen, position, None, *given)
+            )
+            layers = tuple(state.cache for state in states)
+            lengths = cache.lengths + (token >= 0)
+            return model.logits(hidden[:, 0]), dataclasses.replace(cache, layers=layers, lengths=lengths)
+
+        STEPS[chosen] = step
+    logits, cache = STEPS[chosen](params.weights, cache, token)
+    return np.asarray(logits), cache
+
+
+def test_nothing_is_compiled_again_while_rows_accept_different_lengths(tiny):
+    from jaxkv.speculative.rounds import speculate
+
+    params, method = tiny(FAMILY), AASD(depth=4, siblings=(2, 1), low=1.0, fallback=False)
+    prompts = [ids(60, 1), ids(33, 2), ids(41, 3)]
+    both(params, prompts, policy("tova"), method, 100)
+    before = speculate._cache_size()
+    other = [ids(58, 4), ids(40, 5), ids(12, 6)]
+    plain, fast = both(params, other, policy("tova"), method, 100)
+    assert speculate._cache_size() == before
+    assert fast.tokens.tolist() == plain.tokens.tolist()
+
+
+@pytest.mark.parametrize("name", ["full", "dapq-longflow"])
+def test_a_stop_token_inside_a_draft_ends_its_row_there(tiny, name):
+    """Some rows end early, one of them behind accepted drafts; nothing lies behind the stop token, and others go on."""
+    params, method = tiny(FAMILY), PromptLookup(depth=5, fallback=False)
+    prompts = [ids(60, 1), ids(33, 2), ids(41, 3)]
+    free = jaxkv.generate(params, prompts, policy=policy(name), max_new_tokens=60, stop_tokens=())
+    inside = 0
+    for token in sorted({int(row[at]) for row in free.tokens for at in (9, 17, 30)}):
+        plain, fast = both(params, prompts, policy(name), method, 60, stop_tokens=(token,))
+        assert fast.lengths.tolist() == plain.lengths.tolist()
+        for row, end in enumerate(plain.lengths):
+            assert fast.tokens[row, :end].tolist() == plain.tokens[row, :end].tolist()
+        assert_same_cache(plain.cache, fast.cache)
+        inside += len(set(plain.lengths.tolist())) > 1
+    assert inside, "rows ended at different places"
+
+
+def test_a_stop_string_inside_a_draft_leaves_nothing_behind(tiny):
+    params = tiny(FAMILY)
+    params = type(params)(params.weights, params.config, Letters())
+    for name in ("full", "h2o"):
+        free = jaxkv.generate(params, ids(40), policy=policy(name), max_new_tokens=40, stop_tokens=())
+        plain, fast = both(params, ids(40), policy(name), PromptLookup(fallback=False), 40, stop=free.text[20:22])
+        assert fast.text == plain.text and fast.lengths.tolist() == plain.lengths.tolist()
+        assert_same_cache(plain.cache, fast.cache)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 7])
+def test_no_draft_goes_beyond_what_was_asked_or_the_context(tiny, steps):
+    """A text that repeats itself, so that drafts are right, up to the last position of the model's context."""
+    params, method = tiny(FAMILY), PromptLookup(depth=5, fallback=False)
+    prompt = np.resize(ids(5), params.config.max_position - steps)
+    for name in ("full", "tova"):
+        plain, fast = both(params, prompt, policy(name), method, steps)
+        assert fast.tokens.tolist() == plain.tokens.tolist()
+        assert int(fast.cache.lengths[0]) == params.config.max_position - 1
+        assert_same_cache(plain.cache, fast.cache)
+
+
+def test_going_on_from_a_cache(tiny):
+    params, method = tiny(FAMILY), PromptLookup(depth=3, fallback=False)
+    for name in ("full", "h2o"):
+        plain, fast = both(params, ids(30), policy(name), method, 10)
+        for prompt in (ids(12, 4), None):
+            one = jaxkv.generate(params, prompt, cache=plain.cache, max_new_tokens=20, stop_tokens=())
+            other = jaxkv.generate(
+                params, prompt, cache=fast.cache, max_new_tokens=20, stop_tokens=(), speculative=method
+            )
+            assert one.tokens.tolist() == other.tokens.tolist()
+            assert_same_cache(one.cache, other.cache)
+
+
+def test_streamed_pieces_are_the_same(tiny):
+    params = tiny(FAMILY)
+    params = type(params)(params.weights, params.config, Letters())
+    whole = jaxkv.generate(params, ids(30), max_new_tokens=21, stop_tokens=())
+    stream = jaxkv.stream(params, ids(30), max_new_tokens=21, stop_tokens=(), speculative=AASD())
+    assert "".join(stream) == whole.text
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 5, "repetition_penalty": 1.3}, {"top_p": 0.9}]
+)
+def test_drafts_from_the_text_change_no_draw(tiny, options):
+    """With a seed, sampling gives the very tokens of plain decoding: its distribution therefore is the model's."""
+    options = {"temperature": 0.5, "seed": 3, "samples": 2, **options}
+    for name in ("full", "longflow"):
+        method = AASD(depth=4, low=1.0, fallback=False)
+        plain, fast = both(tiny(FAMILY), [ids(60, 1), ids(33, 2)], policy(name), method, 40, **options)
+        assert fast.tokens.tolist() == plain.tokens.tolist()
+        assert_same_cache(plain.cache, fast.cache)
+
+
+def noisy(params, size=0.5):
+    """A draft model that is often wrong: the same weights with noise."""
+    noise = lambda x: x + size * x.std() * jax.random.normal(jax.random.key(1), x.shape, x.dtype)  # noqa: E731
+    return type(params)(jax.tree.map(noise, params.weights), params.config, params.tokenizer)
+
+
+def chi_square(found, expected) -> tuple[float, float]:
+    """The statistic over cells of at least five expected, and a bound that chance passes once in 10,000 times."""
+    common = expected >= 5
+    found, expected = (
+        np.append(found[common], found[~common].sum()),
+        np.append(expected[common], expected[~common].sum()),
+    )
+    found, expected = found[expected > 0], expected[expected > 0]
+    freedom = len(found) - 1
+    return float(((found - expected) ** 2 / expected).sum()), freedom + 4.5 * np.sqrt(2 * freedom) + 6
+
+
+@pytest.mark.parametrize("drafter", ["draft model", "self"])
+def test_a_draft_model_keeps_the_models_distribution(tiny, drafter):
+    """Sequences of three tokens from many samples, against their exact probabilities under plain decoding."""
+    params, draws, kept = tiny(FAMILY), 4096, 4
+    method = {
+        "draft model": DraftModel(noisy(params), depth=2, fallback=False),
+        "self": SelfDraft(policy("streaming-llm", 8), depth=2, fallback=False),
+    }[drafter]
+    options = dict(temperature=1.3, top_k=kept, max_new_tokens=3, stop_tokens=(), policy=jaxkv.policy("full"))
+    out = jaxkv.generate(params, ids(20), samples=draws, seed=5, speculative=method, **options)
+    told = out.stats.speculation
+    assert 1.1 < told.acceptance_length < 2, "some drafts were accepted and some were not"
+
+    sampler = Sampler(temperature=1.3, top_k=kept)
+
+    def chances(rows):
+        _, logits, _ = prefill_of(
+            params,
+            [np.append(ids(20), row).astype(np.int32) for row in rows],
+            jaxkv.policy("full"),
+            None,
+            0,
+            None,
+            None,
+        )
+        return np.asarray(jax.nn.softmax(sampler.warped(logits, None), axis=-1))
+
+    first = chances([[]])[0]
+    ones = np.flatnonzero(first)
+    second = chances([[a] for a in ones])
+    twos = [(a, b) for i, a in enumerate(ones) for b in np.flatnonzero(second[i])]
+    third = chances([list(pair) for pair in twos])
+    exact = {
+        (a, b, c): first[a] * second[list(ones).index(a), b] * third[i, c]
+        for i, (a, b) in enumerate(twos)
+        for c in np.flatnonzero(third[i])
+    }
+    found = {sequence: 0 for sequence in exact}
+    for row in out.tokens:
+        found[tuple(int(t) for t in row)] += 1
+    value, bound = chi_square(np.array(list(found.values())), draws * np.array(list(exact.values())))
+    assert value < bound
+
+
+def test_standard_speculative_sampling_follows_p_whatever_q():
+    """One round over made-up chances: the first token follows p, and so does the second where the first was a draft."""
+    rng = np.random.default_rng(0)
+    draws, size = 20_000, 6
+    p, q = (rng.dirichlet(np.ones(size), 1 + size) for _ in range(2))
+    d1 = np.array([rng.choice(size, p=q[0]) for _ in range(draws)], np.int32)
+    d2 = np.array([rng.choice(size, p=q[1 + d]) for d in d1], np.int32)
+    tree = chain(jnp.asarray(np.stack([d1, d2], 1)), jnp.zeros(draws, jnp.int32))
+    logits = np.log(np.stack([np.broadcast_to(p[0], (draws, size)), p[1 + d1], p[1 + d2]], 1)).astype(np.float32)
+    drawn = jnp.asarray(np.stack([np.broadcast_to(q[0], (draws, size)), q[1 + d1]], 1).astype(np.float32))
+    keys = jax.vmap(lambda n: jax.random.fold_in(jax.random.key(1), n))(jnp.arange(draws))
+    at = jnp.broadcast_to(jnp.arange(3), (draws, 3))
+    shape = Shape((1, 1))
+    token, _ = follows(shape, tree, jnp.asarray(logits), Sampler(temperature=1.0), None, None, keys, at, drawn)
+    _, tokens = (np.asarray(x) for x in walk(shape, tree, token))
+    value, bound = chi_square(np.bincount(tokens[:, 0], minlength=size), draws * p[0])
+    assert value < bound
+    assert abs((tokens[:, 1] >= 0).mean() - np.minimum(p[0], q[0]).sum()) < 0.02, "accepted as often as can be"
+    for first in range(size):
+        second = tokens[(tokens[:, 0] == first) & (tokens[:, 1] >= 0), 1]
+        value, bound = chi_square(np.bincount(second, minlength=size), len(second) * p[1 + first])
+        assert value < bound
+
+
+@pytest.mark.parametrize("name", ["full", "tova"])
+def test_draft_models_change_nothing_when_greedy(tiny, name):
+    params = tiny(FAMILY)
+    prompts = [ids(60, 1), ids(33, 2), ids(41, 3)]
+    for method in (
+        DraftModel(params, depth=3, fallback=False),
+        DraftModel(noisy(params), policy("h2o", 16), depth=3, fallback=False),
+        SelfDraft(policy("longflow", 16), depth=3, fallback=False),
+        SelfDraft(policy("streaming-llm", 16), depth=3),
+    ):
+        plain, fast = both(params, prompts, policy(name), method, 40)
+        assert fast.tokens.tolist() == plain.tokens.tolist()
+        assert_same_cache(plain.cache, fast.cache)
+    same = both(params, prompts, jaxkv.policy("full"), DraftModel(params, depth=3, fallback=False), 41)[1]
+    assert same.stats.speculation.acceptance_length == 4, "the model agrees with itself"
+
+
+def test_conditional_verification_follows_its_formula():
+    """One node with two children, of made-up probabilities: which child passes, and what counts as a departure."""
+    shape, rule = Shape((2,)), Conditional(alpha=0.1, beta=0.3, floor=0.02)
+    tree = Tree(jnp.array([[9, 1, 2]]), jnp.zeros((1, 3), jnp.int32))
+    key = jax.random.split(jax.random.key(0), 1)
+    cases = []
+    for chances in ([0.5, 0.1, 0.2, 0.2], [0.9, 0.03, 0.04, 0.03], [0.3, 0.25, 0.2, 0.25], [0.2, 0.5, 0.2, 0.1]):
+        p = np.array(chances)
+        bar = min(max(0.3 - 0.1 * -(p * np.log(p)).sum(), 0.02), p.max())
+        best = max((1, 2), key=lambda token: p[token])
+        exact = int(p.argmax())
+        expected = exact if exact in (1, 2) or p[best] < bar else best
+        logits = jnp.broadcast_to(jnp.log(jnp.asarray(p, jnp.float32)), (1, 3, 4))
+        token, departs = follows(shape, tree, logits, Sampler(), rule, None, key, jnp.zeros((1, 3), jnp.int32))
+        assert int(token[0, 0]) == expected and bool(departs[0, 0]) == (expected != exact)
+        cases.append(expected != exact)
+    assert True in cases and False in cases
+
+
+def test_conditional_verification_reports_its_departures(tiny):
+    params, prompts = tiny(FAMILY), [ids(60, 1), ids(33, 2)]
+    loose = AASD(depth=4, low=1.0, fallback=False, verify=Conditional(alpha=0.1, beta=0.1, floor=0.01))
+    plain, fast = both(params, prompts, policy("tova"), loose, 60)
+    told = fast.stats.speculation
+    assert told.departed > 0 and fast.tokens.tolist() != plain.tokens.tolist()
+    exact = both(params, prompts, policy("tova"), dataclasses.replace(loose, verify="exact"), 60)[1]
+    assert told.acceptance_length > exact.stats.speculation.acceptance_length
+    strict = dataclasses.replace(loose, verify=Conditional(beta=1.0, floor=1.0))
+    assert both(params, prompts, policy("tova"), strict, 60)[1].tokens.tolist() == plain.tokens.tolist(), (
+        "only the most likely token passes"
+    )
+
+
+def test_matches_are_the_longest_and_of_those_the_latest():
+    def text(*rows):
+        width = max(map(len, rows))
+        tokens = np.full((len(rows), width), ABSENT, np.int32)
+        for index, row in enumerate(rows):
+            tokens[index, width - len(row) :] = row
+        none = jnp.zeros((len(rows), width, 0))
+        return begun(jnp.asarray(tokens), none.astype(jnp.int32), none, 8)
+
+    length, column = match(text([1, 2, 3, 9, 2, 3, 8, 3, 7, 2, 3], [5, 4], [6, 6, 6]), 4)
+    assert length.tolist() == [2, 0, 2] and column[0] == 5 and column[2] == 9
+    grown = extended(text([1, 2, 3], [4, 1, 2]), jnp.array([[1, -1], [4, 1]]))
+    assert grown.ends.tolist() == [4, 5] and match(grown, 3)[0].tolist() == [1, 2]
+    assert match(grown, 3)[1].tolist() == [0, 1]
+
+
+@given(st.lists(st.integers(0, 2), min_size=2, max_size=30), st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_matches_against_a_plain_search(tokens, longest):
+    room = jnp.zeros((1, 32, 0))
+    padded = np.full((1, 32), ABSENT, np.int32)
+    padded[0, 32 - len(tokens) :] = tokens
+    length, column = match(begun(jnp.asarray(padded), room.astype(jnp.int32), room, 4), longest)
+    best = (0, -1)
+    for end in range(len(tokens) - 1):
+        same = 0
+        while same < longest and same <= end and tokens[end - same] == tokens[len(tokens) - 1 - same]:
+            same += 1
+        best = max(best, (same, end + 32 - len(tokens)))
+    assert int(length[0]) == best[0] and (best[0] == 0 or int(column[0]) == best[1])
+
+
+def test_siblings_are_what_the_prefill_held_likelier(tiny):
+    """Where the prompt's own distribution gave the next token less than `low`, its likeliest tokens stand beside."""
+    params = tiny(FAMILY)
+    row = ids(40)
+    _, _, (top, chance) = prefill_of(params, [row], jaxkv.policy("tova", budget=16), None, 8, None, None, 3, 100)
+    full = prefill_of
+    for at in (10, 30, 39):
+        logits = np.asarray(full(params, [row[: at + 1]], jaxkv.policy("full"), None, 0, None, None)[1][0])
+        column = top.shape[1] - 40 + at
+        exact = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+        assert top[0, column].tolist() == np.argsort(-logits, kind="stable")[:3].tolist()
+        np.testing.assert_allclose(chance[0, column], exact[np.asarray(top[0, column])], rtol=1e-3)
+
+
+def test_siblings_by_probability():
+    method = AASD(depth=2, siblings=(2, 1), low=0.4)
+    tokens = jnp.array([[1, 2, 3, 4, 1, 2]])
+    top = jnp.broadcast_to(jnp.array([3, 7, 8]), (1, 6, 3)).astype(jnp.int32)
+    chance = jnp.broadcast_to(jnp.array([0.3, 0.25, 0.1]), (1, 6, 3)).astype(jnp.float32)
+    text = begun(tokens, top, chance, 4)
+    kind, hint = method.look(text)
+    assert kind.tolist() == [2]
+    cache = type("Cache", (), {"pending": jnp.array([2])})
+    tree, chances, _ = method.draft(None, text, kind, hint, type("State", (), {"cache": cache}), Sampler())
+    assert chances is None
+    assert tree.tokens.tolist() == [[2, 3, 7, 8, 4, 3]], "trunk 3, 4; beside 3 the next likeliest, beside 4 the first"
+    assert tree.parents.tolist() == [[0, 0, 0, 0, 1, 1]]
+    sure = dataclasses.replace(method, low=0.2)
+    assert sure.draft(None, text, kind, hint, type("State", (), {"cache": cache}), Sampler())[0].tokens.tolist() == [
+        [2, 3, ABSENT, ABSENT, 4, 3]
+    ]
+
+
+def test_a_bounded_table_of_a_long_prompt(tiny):
+    """`limit` bounds what is kept; the text is the same whether drafts reach far back or not."""
+    params = tiny(FAMILY)
+    chosen = policy("h2o", 24, block=32)
+    plain, fast = both(params, ids(150), chosen, AASD(depth=3, low=1.0, limit=40, fallback=False), 30)
+    assert fast.tokens.tolist() == plain.tokens.tolist()
+
+
+def test_the_gate_closes_when_drafts_fail_and_tries_again():
+    kinds, running = jnp.array([2]), jnp.array([True])
+    state, passed = gate.opened(4, 1.5), []
+    tried = 0
+    for _ in range(400):
+        if bool(gate.pays(state, kinds, running)):
+            state = gate.learned(state, kinds, jnp.array([0]), running)
+            tried += 1
+            passed.append(True)
+        else:
+            state = gate.waited(state, kinds, running)
+            passed.append(False)
+    assert tried * 0.5 / 400 < 0.05, "failing drafts cost less than a twentieth"
+    assert any(passed[200:]), "and are tried now and then"
+    for _ in range(60):
+        if bool(gate.pays(state, kinds, running)):
+            state = gate.learned(state, kinds, jnp.array([5]), running)
+        else:
+            state = gate.waited(state, kinds, running)
+    assert bool(gate.pays(state, kinds, running))
+
+
+@given(st.floats(1.1, 4.0), st.integers(0, 10**6))
+@settings(max_examples=30, deadline=None)
+def test_the_measured_cost_is_that_of_the_chunks(cost, seed):
+    rng = np.random.default_rng(seed)
+    trees, steps = rng.integers(0, 9, 12), rng.integers(0, 9, 12)
+    trees[0], steps[0], trees[1], steps[1] = 40, 0, 0, 40
+    seconds = 0.02 * (steps + cost * trees)
+    assert gate.measured(trees.tolist(), steps.tolist(), seconds.tolist(), 1.5) == pytest.approx(cost, rel=0.05)
+    assert gate.measured([], [], [], 1.7) == 1.7
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda p: jaxkv.generate(p, ids(9), speculative="aasd"), "AASD"),
+        (lambda p: jaxkv.generate(p, ids(9), policy=policy("h2o", every=4), speculative=AASD()), "every=1"),
+        (lambda p: SelfDraft(policy("h2o", every=4)), "every=1"),
+        (lambda p: PromptLookup(depth=0), "depth=0"),
+        (lambda p: PromptLookup(shortest=5, longest=3), "shortest"),
+        (lambda p: AASD(depth=2, siblings=(1, 1, 1)), "siblings"),
+        (lambda p: AASD(low=1.5), "low=1.5"),
+        (lambda p: AASD(verify="loose"), "verify='loose'"),
+        (lambda p: Conditional(floor=2.0), "floor=2.0"),
+        (lambda p: Shape(()), "tree widths"),
+    ],
+)
+def test_what_cannot_be_is_refused(tiny, call, words):
+    with pytest.raises(BadValue, match=words):
+        call(tiny(FAMILY))
+
+
+def test_a_draft_model_needs_the_text_and_the_vocabulary(tiny):
+    params = tiny(FAMILY)
+    cache = jaxkv.prefill(params, ids(20))
+    with pytest.raises(BadValue, match="whole text"):
+        jaxkv.generate(params, ids(3), cache=cache, speculative=SelfDraft(policy("h2o", 16)))
+    with pytest.raises(BadValue, match="same vocabulary"):
+        jaxkv.generate(params, ids(3), speculative=DraftModel(tiny("mistral")))
+
+
+def test_the_command_line_speculates(monkeypatch, capsys, tiny):
+    params = tiny(FAMILY)
+    monkeypatch.setattr(jaxkv, "load", lambda *_, **__: type(params)(params.weights, params.config, Letters()))
+    common = ["generate", "abcabcabcab", "--budget", "40", "--max-new-tokens", "9", "--json"]
+    told = []
+    for extra in ([], ["--speculative", "aasd"], ["--speculative", "lookup", "--verify", "conditional"]):
+        assert cli.main([*common, *extra]) == 0
+        told.append(json.loads(capsys.readouterr().out))
+    assert told[0]["tokens"] == told[1]["tokens"]
+    assert told[0]["stats"]["speculation"] is None and told[1]["stats"]["speculation"]["departed"] == 0
+    assert cli.main([*common, "--verify", "conditional"]) == 2
+    assert "--speculative" in capsys.readouterr().err
+
+
+def test_every_policy_speculates_or_says_why_not():
+    refused = set()
+    for name, known in catalogue().items():
+        chosen = dataclasses.replace(known, budget=512) if known.evicts else known
+        try:
+            check(chosen)
+        except BadValue as error:
+            refused.add(name)
+            assert f"policy {name!r}" in str(error) and "leave speculative= out" in str(error)
+    slow = {name for name, known in catalogue().items() if known.decode and known.decode.every > 1}
+    bent = {name for name, known in catalogue().items() if known.decode and not known.decode.straight}
+    assert refused == slow | bent and bent

@@ -1,0 +1,259 @@
+"""The TPU kernels, and whole prefill and decode programs, through the real TPU compiler, on a machine without a TPU.
+
+`libtpu` holds the compiler; a topology stands in for the chips. What is read off the compiled program: it compiles and
+fits, the cache goes in and out in the same memory, nothing makes a copy of it, and how many bytes a kernel moves.
+"""
+
+import dataclasses
+import functools
+import re
+import tomllib
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import SingleDeviceSharding
+
+import jaxkv
+from jaxkv import cache as slots_of
+from jaxkv import run
+from jaxkv.cache import KVCache
+from jaxkv.configs import config_files
+from jaxkv.models import ModelConfig, abstract_weights
+from jaxkv.plan import Plan
+from jaxkv.sampling import Sampler
+from pallas_kernels.decode_attend_score.tpu import decode_attend_score
+from pallas_kernels.decode_attend_score.victim import Rule
+from pallas_kernels.prefill_attend.tpu import prefill_attend
+from pallas_kernels.prefill_attend_mass.tpu import prefill_attend_mass
+
+pytest.importorskip("libtpu", reason="libtpu, which holds the TPU compiler, is not installed here (pip install libtpu)")
+
+CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1"}
+SHAPES = {  # B, Hk, G, C, D
+    "smollm2": (8, 3, 3, 1024, 64),
+    "llama-3-8b": (8, 8, 4, 4096, 128),
+    "one row of 131072": (1, 8, 4, 131072, 128),
+    "odd": (64, 2, 16, 300, 80),
+    "wide": (2, 4, 7, 712, 256),
+}
+
+
+@functools.cache
+def chip(name: str) -> SingleDeviceSharding:
+    """Arrays on one chip of the kind."""
+    return SingleDeviceSharding(topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[name]).devices[0])
+
+
+def on(name: str, tree):
+    """The same arrays, as shapes on a chip."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=chip(name)), tree)
+
+
+def step_arrays(batch: int, kv_heads: int, group: int, slots: int, dim: int, dtype=jnp.bfloat16) -> tuple:
+    """The arguments of decode_attend_score as shapes, with an array as weight."""
+    row = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    new = jax.ShapeDtypeStruct((batch, kv_heads, dim), dtype)
+    cache = jax.ShapeDtypeStruct((batch, kv_heads, slots, dim), dtype)
+    each = jax.ShapeDtypeStruct((batch, kv_heads, slots), jnp.int32)
+    return (
+        jax.ShapeDtypeStruct((batch, kv_heads * group, dim), dtype), new, new, row,
+        jax.ShapeDtypeStruct((batch, kv_heads), jnp.int32), cache, cache, each, row, row,
+        jax.ShapeDtypeStruct((batch, kv_heads, slots), jnp.float32),
+    )  # fmt: skip
+
+
+def made_of(shape: tuple[int, ...], text: str) -> set[str]:
+    """The operations whose result is an array of this shape, or of its last two axes swapped, in a compiled program."""
+    *lead, slots, dim = shape
+    either = "|".join(",".join(map(str, (*lead, *last))) for last in ((slots, dim), (dim, slots)))
+    return set(re.findall(rf"= \(?[a-z0-9]+\[(?:{either})\][^=]*? ([a-z-]+)\(", text))
+
+
+BATCH, SLOTS, BLOCK = 8, 1024, 1024  # of the whole programs
+NAMES_ONLY = {"parameter", "get-tuple-element", "bitcast", "custom-call", "tuple"}  # operations that move nothing
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", CHIPS)
+def test_decode_kernel_compiles_and_writes_in_place(name, shape):
+    sizes = SHAPES[shape]
+    step = functools.partial(decode_attend_score, scale=0.1, rule=Rule("sum"))
+    arrays = on(name, step_arrays(*sizes))
+    compiled = jax.jit(step, donate_argnums=(5, 6)).lower(*arrays).compile()
+    batch, kv_heads, _, slots, dim = sizes
+    cache_bytes = 2 * batch * kv_heads * slots * dim * 2
+    assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes
+    assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes // 2  # so no copy of K or of V
+    assert made_of(arrays[5].shape, compiled.as_text()) <= NAMES_ONLY
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", CHIPS)
+def test_prefill_kernels_compile(name, dtype):
+    for batch, kv_heads, group, length, slots, dim in ((1, 8, 4, 2048, 3072, 128), (2, 3, 3, 40, 300, 64)):
+        query = jax.ShapeDtypeStruct((batch, kv_heads * group, length, dim), dtype)
+        keys = jax.ShapeDtypeStruct((batch, kv_heads, slots, dim), dtype)
+        at = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+        place = jax.ShapeDtypeStruct((batch, kv_heads, slots), jnp.int32)
+        attend = functools.partial(prefill_attend, scale=0.1, window=1000, softcap=50.0, own_keys_last=True)
+        jax.jit(attend).lower(*on(name, (query, keys, keys, at, place))).compile()
+        mass = functools.partial(prefill_attend_mass, scale=0.1, reduce="mean")
+        compiled = jax.jit(mass).lower(*on(name, (query, keys, at, place))).compile()
+        every = 4 * batch * kv_heads * group * length * slots
+        assert length < 128 or compiled.memory_analysis().temp_size_in_bytes < every // 4  # no queries x keys array
+
+
+def pallas_calls(function, *arrays) -> list:
+    """The Pallas calls in a function, as equations of its jaxpr."""
+
+    def calls(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "pallas_call":
+                yield equation
+            for value in equation.params.values():
+                if isinstance(value, jax.extend.core.ClosedJaxpr) and equation.primitive.name != "pallas_call":
+                    yield from calls(value.jaxpr)
+
+    return list(calls(jax.make_jaxpr(function)(*arrays).jaxpr))
+
+
+def fetches(call) -> list[tuple[list, int]]:
+    """Per blocked operand, in order: the blocks that the pipeline moves, step by step (a block that stays is not moved
+    again), and their bytes.
+    """
+    mapping = call.params["grid_mapping"]
+    out = []
+    for block in mapping.block_mappings:
+        shape, dtype = block.array_aval.shape, block.array_aval.dtype
+        sizes = [getattr(size, "block_size", size) for size in block.block_shape]
+        moved, total, before = [], 0, None
+        if block.transformed_block_aval.memory_space in (pl.ANY, pltpu.HBM):
+            out.append(([], 0))
+            continue
+        for step in np.ndindex(*mapping.grid):
+            closed = block.index_map_jaxpr
+            unused = [None] * (len(closed.jaxpr.invars) - len(step))
+            at = tuple(int(i) for i in jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *map(np.int32, step), *unused))
+            if at != before:
+                moved.append(at)
+                total += dtype.itemsize * int(
+                    np.prod([min(s, n - i * s) for i, s, n in zip(at, sizes, shape, strict=True)])
+                )
+            before = at
+        out.append((moved, total))
+    return out
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decode_kernel_moves_each_block_once(shape):
+    """K and V once, and beside them and what goes out at most 5 %; the compiler is told the same bytes."""
+    batch, kv_heads, _, slots, dim = SHAPES[shape]
+    step = functools.partial(decode_attend_score, scale=0.1, rule=Rule("sum"))
+    (call,) = pallas_calls(step, *step_arrays(*SHAPES[shape]))
+    operands = fetches(call)
+    inputs = call.params["grid_mapping"].num_inputs
+    keys, values = operands[3], operands[4]
+    for moved, total in (keys, values):
+        assert len(moved) == len(set(moved)) and total == 2 * batch * kv_heads * slots * dim
+    tiles = call.params["jaxpr"].invars[-2].aval  # the scratch before the semaphore: the tile around each new token
+    assert tiles.shape[:2] == (2, kv_heads)  # of K and of V
+    written = batch * int(np.prod(tiles.shape)) * 2
+    out = sum(total for _, total in operands[inputs:]) + written
+    everything = sum(total for _, total in operands) + written
+    assert everything <= 1.05 * (keys[1] + values[1] + out)
+    assert call.params["cost_estimate"].bytes_accessed == pytest.approx(everything, rel=0.01)
+    assert made_of((1, 2), "%x = f32[1,2]{1,0} copy(%y)") == {"copy"}  # what the tests above look for is found
+
+
+def llama() -> ModelConfig:
+    return ModelConfig.from_hf(tomllib.loads(config_files("models")["llama-3-8b"].read_text())["config"])
+
+
+def smollm2() -> ModelConfig:
+    return ModelConfig.from_hf(
+        dict(
+            model_type="llama", vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+            num_attention_heads=9, num_key_value_heads=3, head_dim=64, max_position_embeddings=8192,
+            rms_norm_eps=1e-5, rope_theta=100000.0, tie_word_embeddings=True, eos_token_id=2,
+        )
+    )  # fmt: skip
+
+
+MODELS = {"smollm2": smollm2, "llama-3-8b": llama}
+
+# Llama 3 8B in bfloat16 is 16 GB of weights, as much as one v5e chip holds: there, half of its layers.
+PROGRAMS = [
+    pytest.param("v5e", "smollm2", 30, id="v5e-smollm2"),
+    *(
+        pytest.param(name, model, layers, id=f"{name}-{model}", marks=pytest.mark.slow)
+        for name, model, layers in (
+            ("v6e", "smollm2", 30), ("v5p", "smollm2", 30),
+            ("v5e", "llama-3-8b", 16), ("v6e", "llama-3-8b", 32), ("v5p", "llama-3-8b", 32),
+        )
+    ),
+]  # fmt: skip
+
+
+def model(name: str, layers: int) -> ModelConfig:
+    config = MODELS[name]()
+    return dataclasses.replace(config, num_layers=layers, layer_types=config.layer_types[:layers])
+
+
+@pytest.mark.parametrize("name, family, layers", PROGRAMS)
+def test_decode_step_copies_no_cache(name, family, layers):
+    config, policy = model(family, layers), jaxkv.policy("dapq-longflow", budget=SLOTS)
+
+    def start() -> list:
+        rows = jnp.zeros(BATCH, jnp.int32)
+        empty = tuple(
+            slots_of.empty(BATCH, spec.num_kv_heads, SLOTS, spec.head_dim, jnp.bfloat16, policy.stats)
+            for spec in config.specs
+        )
+        cache = KVCache(empty, rows, jnp.zeros((layers, BATCH), jnp.int32), rows)
+        state = run.DecodeState(cache, jnp.zeros(BATCH, bool), rows, None, jax.vmap(jax.random.key)(rows))
+        leaves, structure[:] = jax.tree.flatten(state)[0], [jax.tree.structure(state)]
+        return leaves
+
+    def decode(weights, leaves):
+        return run.decode(
+            weights, jax.tree.unflatten(structure[0], leaves), steps=4, config=config, policy=policy,
+            sampler=Sampler(), stop=(), implementation="tpu",
+        )  # fmt: skip
+
+    structure: list = []
+    state = on(name, jax.eval_shape(start))
+    weights = on(name, abstract_weights(config, jnp.bfloat16, panels=False))
+    compiled = jax.jit(decode, donate_argnums=1).lower(weights, state).compile()
+    spec = config.specs[0]
+    keys = (BATCH, spec.num_kv_heads, SLOTS, spec.head_dim)
+    assert compiled.memory_analysis().alias_size_in_bytes >= layers * 2 * int(np.prod(keys)) * 2
+    assert made_of(keys, compiled.as_text()) <= {*NAMES_ONLY, "while"}
+
+
+@pytest.mark.parametrize("name, family, layers", PROGRAMS)
+def test_prefill_holds_a_block_at_a_time(name, family, layers):
+    """Beside weights and cache a prompt needs what one block of it needs, however long it is."""
+    config, policy = model(family, layers), jaxkv.policy("dapq-longflow", budget=SLOTS)
+    rows = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
+    temporary = []
+    for blocks in (1, 7) if family == "smollm2" else (3,):
+        plan = Plan((SLOTS,) * layers, BLOCK, blocks, BLOCK, True)
+        tokens = jax.ShapeDtypeStruct((BATCH, plan.length), jnp.int32)
+        prompt = (tokens, tokens, jax.ShapeDtypeStruct((BATCH, policy.extra), jnp.int32), rows)
+
+        def prefill(weights, *prompt, plan=plan):
+            empty = run.empty_layers(config, policy, BATCH, jnp.bfloat16)
+            return run.prefill(weights, empty, *prompt, config=config, policy=policy, plan=plan, implementation="tpu")
+
+        limits = jax.ShapeDtypeStruct((layers, BATCH), jnp.int32)
+        arrays = on(name, (abstract_weights(config, jnp.bfloat16, panels=False), *prompt, limits))
+        compiled = jax.jit(prefill).lower(*arrays).compile()
+        temporary.append(compiled.memory_analysis().temp_size_in_bytes)
+    assert temporary[-1] < 1.05 * temporary[0]
+    assert temporary[-1] < 4 * 2**30
