@@ -28,7 +28,9 @@ from pallas_kernels.decode_attend_score.victim import Factor, Rule, alive, line,
 from pallas_kernels.gpu_blocks import per_key, per_query
 from pallas_kernels.masking import MASKED
 
-PROGRAMS = 2 * 132  # what an H100 or H200 runs at once: two to a multiprocessor, so that one copies while one computes
+MULTIPROCESSORS = (
+    132  # of an H100 or H200; each runs two programs, one copying while one computes, or one of a wide head
+)
 SLOTS = {64: 128, 128: 64, 192: 64, 256: 64}  # slots at a time, by head dim filled up to 64s: about 16 KiB of K
 STAGES = 3
 
@@ -313,17 +315,17 @@ def _plan(rows, slots, dim, heads, dtype, scale, window, softcap, keeps_logits) 
     wide = blocks_of.round_up(dim, 64)
     block = SLOTS[wide]
     blocks = -(-(slots + (7 if slots % 8 else 0)) // block)
-    each = -(-blocks // _splits(rows, blocks))
+    each = -(-blocks // _splits(rows, blocks, MULTIPROCESSORS * (2 if wide <= 128 else 1)))
     columns, stored = blocks_of.round_up(heads, 8), blocks_of.round_up(heads, 4)
     return _Plan(slots, wide, columns, stored, block, each, blocks, scale, window, softcap, keeps_logits)
 
 
-def _splits(rows: int, blocks: int) -> int:
+def _splits(rows: int, blocks: int, at_once: int) -> int:
     """Programs per head: the fewest of at least 4 blocks that keep nine tenths of the chip busy, else the busiest."""
 
     def busy(splits: int) -> float:
         programs = rows * -(-blocks // -(-blocks // splits))
-        return programs / (-(-programs // PROGRAMS) * PROGRAMS)
+        return programs / blocks_of.round_up(programs, at_once)
 
     choices = range(1, max(1, blocks // 4) + 1)
     return next((splits for splits in choices if busy(splits) >= 0.9), max(choices, key=busy))
