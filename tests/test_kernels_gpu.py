@@ -1,9 +1,11 @@
 """The GPU kernels against the reference: natively on a Hopper GPU, under the interpreter (with its race detection, and
 uninitialised memory full of NaN) elsewhere, and lowered for CUDA everywhere."""
 
+import contextlib
 import dataclasses
 import functools
 import tomllib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -291,3 +293,17 @@ def test_programs_of_a_model_lower_for_cuda():
     pseudo, limits = jnp.zeros((batch, policy.extra), jnp.int32), jnp.zeros((2, batch), jnp.int32)
     text = lowered(programs.prefill, layers, tokens, tokens, pseudo, rows, limits, plan=plan)
     assert text.count("@mosaic_gpu") == 2 * 2 * 3  # the first block and the others, attention and two passes of mass
+
+
+@pytest.mark.slow
+def test_generates_what_the_reference_does():
+    """A prompt in two blocks, cut to its budget, and decode steps that evict, with every kernel in its place."""
+    params = jaxkv.load(Path(__file__).parent / "goldens" / "tiny" / "llama3", dtype=jnp.bfloat16)
+    prompt = np.random.default_rng(0).integers(3, 160, 60)
+    options = {"policy": jaxkv.policy("dapq-longflow", budget=24, block=32), "max_new_tokens": 4, "stop_tokens": ()}
+    want = jaxkv.generate(params, [prompt], **options, implementation="reference")
+    with contextlib.nullcontext() if NATIVE else plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        got = jaxkv.generate(params, [prompt], **options, implementation="gpu")
+    np.testing.assert_array_equal(got.tokens, want.tokens)
+    for ours, theirs in zip(got.cache.layers, want.cache.layers, strict=True):
+        np.testing.assert_array_equal(ours.positions, theirs.positions)
