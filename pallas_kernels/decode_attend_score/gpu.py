@@ -1,7 +1,7 @@
 """decode_attend_score for Hopper GPUs: flash decoding, split over the slots, that keeps every slot's logits.
 
 One program takes one KV head of one row and a run of its slots. The copy engine streams K, V and positions through
-`stages` buffers of shared memory. The tensor cores take the slots as the rows of their products (64 at a time) and the
+`STAGES` buffers of shared memory. The tensor cores take the slots as the rows of their products (64 at a time) and the
 G query heads as the columns (8 or 16), so that nothing is spent on padding query heads to 64 rows:
 logits [S, G] = K q and output [D, G] += V^T w. A running maximum keeps the softmax stable. What leaves a program is its
 part of the output, its maximum and sum, and the logits (G floats per slot, beside the 2 D of K and V); XLA joins the
@@ -81,8 +81,8 @@ def decode_attend_score(
     """`reference.decode_attend_score`, K and V read once.
 
     Raises `NotImplementedError` on GPUs other than Hopper, for keys turned at read time (`rotate`), for dtypes other
-    than bfloat16 and float16, for D that is no multiple of 16 or above 256,
-    for G above 16, and for B Hk C that is no multiple of 8.
+    than bfloat16 and float16, for D that is no multiple of 16 or above 256, for G above 16, and for B Hk C that is no
+    multiple of 8. Where C itself is none, positions and logits take a detour; K and V do not.
     """
     if rotate is not None:
         raise NotImplementedError("the GPU kernel reads keys as they lie in the cache: rotate= needs the reference")
@@ -171,7 +171,8 @@ def attend(
         "v_mem": operand(STAGES, plan.block, plan.dim),
         "w_mem": operand(plan.columns, plan.block),
         "p_mem": plgpu.SMEM((STAGES, plan.block), jnp.int32),
-        "new_mem": plgpu.SMEM((2, dim), keys.dtype),
+        "key_mem": plgpu.SMEM((dim,), keys.dtype),
+        "value_mem": plgpu.SMEM((dim,), keys.dtype),
         "logit_mem": plgpu.SMEM((plan.block, plan.columns), jnp.float32),
         "out_mem": plgpu.SMEM((plan.dim, plan.columns), jnp.float32),
         "sum_mem": plgpu.SMEM((2, plan.columns), jnp.float32),
@@ -214,7 +215,7 @@ def attend(
 
 def _attend_block(
     plan: _Plan, query, key, value, position, slot, positions, keys, values, parts, sums, *logits,
-    q_mem, k_mem, v_mem, w_mem, p_mem, new_mem, logit_mem, out_mem, sum_mem, once, k_here, v_here,
+    q_mem, k_mem, v_mem, w_mem, p_mem, key_mem, value_mem, logit_mem, out_mem, sum_mem, once, k_here, v_here,
 ) -> None:  # fmt: skip
     """One program: the blocks of slots from `first` on, of one KV head of one row."""
     row, split = lax.axis_index("row"), lax.axis_index("split")
@@ -233,10 +234,10 @@ def _attend_block(
 
     @pl.when((now >= 0) & (lax.div(target + shift, plan.block * plan.each) == split))
     def _write_new_token():
-        for new, row_of, cache in ((key, 0, keys), (value, 1, values)):
-            plgpu.copy_gmem_to_smem(new.at[row], new_mem.at[row_of], once)
+        for new, memory, cache in ((key, key_mem, keys), (value, value_mem, values)):
+            plgpu.copy_gmem_to_smem(new.at[row], memory, once)
             plgpu.barrier_wait(once)
-            plgpu.copy_smem_to_gmem(new_mem.at[row_of], cache.at[head, begin + target])
+            plgpu.copy_smem_to_gmem(memory, cache.at[head, begin + target])
         plgpu.wait_smem_to_gmem(0)  # in memory before the block around it is read
 
     def fetch(index):
