@@ -1,7 +1,7 @@
 """decode_attend_score for Hopper GPUs: flash decoding, split over the slots, that keeps every slot's logits.
 
 One program takes one KV head of one row and a run of its slots. The copy engine streams K, V and positions through
-`STAGES` buffers of shared memory. The tensor cores take the slots as the rows of their products (64 at a time) and the
+several buffers of shared memory. The tensor cores take the slots as the rows of their products (64 at a time) and the
 G query heads as the columns (8 or 16), so that nothing is spent on padding query heads to 64 rows:
 logits [S, G] = K q and output [D, G] += V^T w. A running maximum keeps the softmax stable. What leaves a program is its
 part of the output, its maximum and sum, and the logits (G floats per slot, beside the 2 D of K and V); XLA joins the
@@ -32,7 +32,6 @@ MULTIPROCESSORS = (
     132  # of an H100 or H200; each runs two programs, one copying while one computes, or one of a wide head
 )
 SLOTS = {64: 128, 128: 64, 192: 64, 256: 64}  # slots at a time, by head dim filled up to 64s: about 16 KiB of K
-STAGES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +43,7 @@ class _Plan:
     columns: int  # G, filled up to 8 or 16
     stored: int  # G, filled up to a multiple of 4: a row of logits in memory is whole 16 bytes
     block: int  # slots at a time
+    stages: int  # blocks in shared memory
     each: int  # blocks per program
     blocks: int  # blocks per head
     scale: float
@@ -167,18 +167,18 @@ def attend(
     operand = blocks_of.operand(blocks_of.tile_width(dim), keys.dtype)
     scratch = {
         "q_mem": operand(plan.columns, plan.dim),
-        "k_mem": operand(STAGES, plan.block, plan.dim),
-        "v_mem": operand(STAGES, plan.block, plan.dim),
+        "k_mem": operand(plan.stages, plan.block, plan.dim),
+        "v_mem": operand(plan.stages, plan.block, plan.dim),
         "w_mem": operand(plan.columns, plan.block),
-        "p_mem": plgpu.SMEM((STAGES, plan.block), jnp.int32),
+        "p_mem": plgpu.SMEM((plan.stages, plan.block), jnp.int32),
         "key_mem": plgpu.SMEM((dim,), keys.dtype),
         "value_mem": plgpu.SMEM((dim,), keys.dtype),
         "logit_mem": plgpu.SMEM((plan.block, plan.columns), jnp.float32),
         "out_mem": plgpu.SMEM((plan.dim, plan.columns), jnp.float32),
         "sum_mem": plgpu.SMEM((2, plan.columns), jnp.float32),
         "once": plgpu.Barrier(),
-        "k_here": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        "v_here": plgpu.Barrier(num_barriers=STAGES),
+        "k_here": plgpu.Barrier(num_arrivals=2, num_barriers=plan.stages),
+        "v_here": plgpu.Barrier(num_barriers=plan.stages),
     }
     whole = (1, rows * slots, dim) if slots % 8 else (rows, slots, dim)
     cache = [jax.new_ref(x.reshape(whole)) for x in (keys, values)]
@@ -241,20 +241,20 @@ def _attend_block(
         plgpu.wait_smem_to_gmem(0)  # in memory before the block around it is read
 
     def fetch(index):
-        stage, start = lax.rem(index, STAGES), (first + index) * plan.block
+        stage, start = lax.rem(index, plan.stages), (first + index) * plan.block
         some = pl.ds(pl.multiple_of(begin - shift + start, 8), plan.block)
         plgpu.copy_gmem_to_smem(positions.at[row, pl.ds(start, plan.block)], p_mem.at[stage], k_here.at[stage])
         plgpu.copy_gmem_to_smem(keys.at[head, some, all_dims], k_mem.at[stage], k_here.at[stage])
         plgpu.copy_gmem_to_smem(values.at[head, some, all_dims], v_mem.at[stage], v_here.at[stage])
 
-    for index in range(STAGES):
+    for index in range(plan.stages):
         pl.when(index < count)(functools.partial(fetch, jnp.int32(index)))
     plgpu.copy_gmem_to_smem(query.at[row, :, all_dims], q_mem, once)
     plgpu.barrier_wait(once)
 
     def step(index, carry):
         top, total, output = carry
-        stage = lax.rem(index, STAGES)
+        stage = lax.rem(index, plan.stages)
         plgpu.barrier_wait(k_here.at[stage])
         scores = blocks_of.product(k_mem.at[stage], q_mem.transpose((1, 0))) * plan.scale
         if plan.softcap is not None:
@@ -280,7 +280,7 @@ def _attend_block(
         if logits:
             some = pl.ds((first + index) * plan.block, plan.block)
             plgpu.copy_smem_to_gmem(logit_mem, logits[0].at[row, some, all_heads])
-        coming = index - 1 + STAGES
+        coming = index - 1 + plan.stages
         pl.when((index > 0) & (coming < count))(functools.partial(fetch, coming))
         added = blocks_of.product(v_mem.at[stage].transpose((1, 0)), w_mem.transpose((1, 0)))
         return (
@@ -318,7 +318,9 @@ def _plan(rows, slots, dim, heads, dtype, scale, window, softcap, keeps_logits) 
     blocks = -(-(slots + (7 if slots % 8 else 0)) // block)
     each = -(-blocks // _splits(rows, blocks, MULTIPROCESSORS * (2 if wide <= 128 else 1)))
     columns, stored = blocks_of.round_up(heads, 8), blocks_of.round_up(heads, 4)
-    return _Plan(slots, wide, columns, stored, block, each, blocks, scale, window, softcap, keeps_logits)
+    return _Plan(
+        slots, wide, columns, stored, block, 2 if wide > 128 else 3, each, blocks, scale, window, softcap, keeps_logits
+    )
 
 
 def _splits(rows: int, blocks: int, at_once: int) -> int:
