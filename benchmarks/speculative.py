@@ -1,5 +1,7 @@
 """Speculative against plain decoding, in turns in one run: questions over a passage, summaries, code completion.
 
+Stories are there for drafts that fail: little of them stood in the text before.
+
 python -m benchmarks.speculative
 """
 
@@ -13,7 +15,13 @@ import jaxkv
 from benchmarks.report import DATA, RESULTS, cores, prose, table, write
 from jaxkv.speculative import AASD, Conditional, PromptLookup, SelfDraft
 
-TASKS = ("questions", "summaries", "code")
+TASKS = ("questions", "summaries", "code", "stories")
+STORIES = (
+    "Write a short story about a glass blower who is afraid of birds.",
+    "Write a letter from a mountain guide to her brother in a big city.",
+    "Describe a market on another planet, with as many different goods as you can.",
+    "Write a poem about the first day of a very long journey.",
+)
 METHODS = {
     "lookup": PromptLookup(),
     "aasd": AASD(),
@@ -36,6 +44,8 @@ def prompts_of(tokenizer: Any, task: str) -> list[list[int]]:
             + f"\n\nAnswer in the words of the text. {each['question']}"
             for each in asked
         ]
+    elif task == "stories":
+        texts = list(STORIES)
     else:
         parts = [paragraphs[start : start + 5] for start in range(0, len(paragraphs) - 4, 3)]
         texts = ["\n\n".join(part) + "\n\nSummarise the text above in one paragraph." for part in parts]

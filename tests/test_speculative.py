@@ -14,16 +14,18 @@ from hypothesis import strategies as st
 import jaxkv
 from jaxkv import cli
 from jaxkv.attend import LayerState, decode_layer
-from jaxkv.cache import EMPTY
+from jaxkv.cache import EMPTY, KVCache, resize
 from jaxkv.errors import BadValue
 from jaxkv.generate import _prefill as prefill_of
 from jaxkv.policies import catalogue
 from jaxkv.prompts import rows_of
-from jaxkv.run import model_of
+from jaxkv.run import DecodeState, model_of
 from jaxkv.sampling import Sampler
 from jaxkv.speculative import AASD, Conditional, DraftModel, PromptLookup, SelfDraft, gate
 from jaxkv.speculative.attend import check, commit, tree_layer
 from jaxkv.speculative.context import begun, extended, match
+from jaxkv.speculative.rounds import speculate
+from jaxkv.speculative.session import Session
 from jaxkv.speculative.tree import ABSENT, Shape, Tree, chain, lineage, placed, pruned, sees, walk
 from jaxkv.speculative.verify import follows
 
@@ -232,8 +234,6 @@ def test_a_tree_of_any_shape_equals_its_paths_token_by_token(tiny, name, shape, 
 
 
 def roomy(cache, room):
-    from jaxkv.cache import resize
-
     layers = tuple(resize(layer, layer.slots + room) for layer in cache.layers)
     layers = tuple(
         dataclasses.replace(layer, next_slot=jnp.argmin(layer.positions >= 0, axis=-1).astype(jnp.int32))
@@ -282,8 +282,6 @@ def run_step(params, chosen, cache, token):
 
 
 def test_nothing_is_compiled_again_while_rows_accept_different_lengths(tiny):
-    from jaxkv.speculative.rounds import speculate
-
     params, method = tiny(FAMILY), AASD(depth=4, siblings=(2, 1), low=1.0, fallback=False)
     prompts = [ids(60, 1), ids(33, 2), ids(41, 3)]
     both(params, prompts, policy("tova"), method, 100)
@@ -557,15 +555,15 @@ def test_siblings_by_probability():
     text = begun(tokens, top, chance, 4)
     kind, hint = method.look(text)
     assert kind.tolist() == [2]
-    cache = type("Cache", (), {"pending": jnp.array([2])})
-    tree, chances, _ = method.draft(None, text, kind, hint, type("State", (), {"cache": cache}), Sampler())
+    cache = KVCache((), jnp.array([6]), jnp.zeros((0, 1), jnp.int32), jnp.array([2]))
+    state = DecodeState(cache, jnp.array([False]), jnp.array([9]), None, jax.random.split(jax.random.key(0), 1))
+    tree, chances, _ = method.draft(None, text, kind, hint, state, Sampler())
     assert chances is None
     assert tree.tokens.tolist() == [[2, 3, 7, 8, 4, 3]], "trunk 3, 4; beside 3 the next likeliest, beside 4 the first"
     assert tree.parents.tolist() == [[0, 0, 0, 0, 1, 1]]
     sure = dataclasses.replace(method, low=0.2)
-    assert sure.draft(None, text, kind, hint, type("State", (), {"cache": cache}), Sampler())[0].tokens.tolist() == [
-        [2, 3, ABSENT, ABSENT, 4, 3]
-    ]
+    tree = sure.draft(None, text, kind, hint, state, Sampler())[0]
+    assert tree.tokens.tolist() == [[2, 3, ABSENT, ABSENT, 4, 3]], "likely enough, or not among the likeliest at all"
 
 
 def test_a_bounded_table_of_a_long_prompt(tiny):
@@ -612,7 +610,7 @@ def test_the_measured_cost_is_that_of_the_chunks(cost, seed):
 @pytest.mark.parametrize(
     "call, words",
     [
-        (lambda p: jaxkv.generate(p, ids(9), speculative="aasd"), "AASD"),
+        (lambda p: Session("aasd", p, jaxkv.policy("full")), "AASD"),
         (lambda p: jaxkv.generate(p, ids(9), policy=policy("h2o", every=4), speculative=AASD()), "every=1"),
         (lambda p: SelfDraft(policy("h2o", every=4)), "every=1"),
         (lambda p: PromptLookup(depth=0), "depth=0"),
