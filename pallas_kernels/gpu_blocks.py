@@ -35,7 +35,7 @@ def tile_width(dim: int) -> int:
 
 def operand(width: int, dtype):
     """`operand(width, dtype)(shape)`: shared memory for an operand of the tensor cores."""
-    tiles = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)
+    tiles = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)  # pyright: ignore[reportAbstractUsage]
     return lambda *shape: plgpu.SMEM(shape, dtype, transforms=tiles)
 
 
@@ -51,7 +51,7 @@ def product(a, b):
         plgpu.wgmma(total, a, b)
         return total[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
 
 
 def per_key(x, shape):

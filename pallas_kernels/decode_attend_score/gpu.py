@@ -1,7 +1,7 @@
 """decode_attend_score for Hopper GPUs: flash decoding, split over the slots, that keeps every slot's logits.
 
 One program takes one KV head of one row and a run of its slots. The copy engine streams K, V and positions through
-`stages` buffers of shared memory. The tensor cores take the slots as the rows of their products (64 at a time) and the
+several buffers of shared memory. The tensor cores take the slots as the rows of their products (64 at a time) and the
 G query heads as the columns (8 or 16), so that nothing is spent on padding query heads to 64 rows:
 logits [S, G] = K q and output [D, G] += V^T w. A running maximum keeps the softmax stable. What leaves a program is its
 part of the output, its maximum and sum, and the logits (G floats per slot, beside the 2 D of K and V); XLA joins the
@@ -28,9 +28,10 @@ from pallas_kernels.decode_attend_score.victim import Factor, Rule, alive, line,
 from pallas_kernels.gpu_blocks import per_key, per_query
 from pallas_kernels.masking import MASKED
 
-PROGRAMS = 2 * 132  # what an H100 or H200 runs at once: two to a multiprocessor, so that one copies while one computes
+MULTIPROCESSORS = (
+    132  # of an H100 or H200; each runs two programs, one copying while one computes, or one of a wide head
+)
 SLOTS = {64: 128, 128: 64, 192: 64, 256: 64}  # slots at a time, by head dim filled up to 64s: about 16 KiB of K
-STAGES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,7 @@ class _Plan:
     columns: int  # G, filled up to 8 or 16
     stored: int  # G, filled up to a multiple of 4: a row of logits in memory is whole 16 bytes
     block: int  # slots at a time
+    stages: int  # blocks in shared memory
     each: int  # blocks per program
     blocks: int  # blocks per head
     scale: float
@@ -79,8 +81,8 @@ def decode_attend_score(
     """`reference.decode_attend_score`, K and V read once.
 
     Raises `NotImplementedError` on GPUs other than Hopper, for keys turned at read time (`rotate`), for dtypes other
-    than bfloat16 and float16, for D that is no multiple of 16 or above 256,
-    for G above 16, and for B Hk C that is no multiple of 8.
+    than bfloat16 and float16, for D that is no multiple of 16 or above 256, for G above 16, and for B Hk C that is no
+    multiple of 8. Where C itself is none, positions and logits take a detour; K and V do not.
     """
     if rotate is not None:
         raise NotImplementedError("the GPU kernel reads keys as they lie in the cache: rotate= needs the reference")
@@ -165,17 +167,18 @@ def attend(
     operand = blocks_of.operand(blocks_of.tile_width(dim), keys.dtype)
     scratch = {
         "q_mem": operand(plan.columns, plan.dim),
-        "k_mem": operand(STAGES, plan.block, plan.dim),
-        "v_mem": operand(STAGES, plan.block, plan.dim),
+        "k_mem": operand(plan.stages, plan.block, plan.dim),
+        "v_mem": operand(plan.stages, plan.block, plan.dim),
         "w_mem": operand(plan.columns, plan.block),
-        "p_mem": plgpu.SMEM((STAGES, plan.block), jnp.int32),
-        "new_mem": plgpu.SMEM((2, dim), keys.dtype),
+        "p_mem": plgpu.SMEM((plan.stages, plan.block), jnp.int32),
+        "key_mem": plgpu.SMEM((dim,), keys.dtype),
+        "value_mem": plgpu.SMEM((dim,), keys.dtype),
         "logit_mem": plgpu.SMEM((plan.block, plan.columns), jnp.float32),
         "out_mem": plgpu.SMEM((plan.dim, plan.columns), jnp.float32),
         "sum_mem": plgpu.SMEM((2, plan.columns), jnp.float32),
         "once": plgpu.Barrier(),
-        "k_here": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        "v_here": plgpu.Barrier(num_barriers=STAGES),
+        "k_here": plgpu.Barrier(num_arrivals=2, num_barriers=plan.stages),
+        "v_here": plgpu.Barrier(num_barriers=plan.stages),
     }
     whole = (1, rows * slots, dim) if slots % 8 else (rows, slots, dim)
     cache = [jax.new_ref(x.reshape(whole)) for x in (keys, values)]
@@ -212,7 +215,7 @@ def attend(
 
 def _attend_block(
     plan: _Plan, query, key, value, position, slot, positions, keys, values, parts, sums, *logits,
-    q_mem, k_mem, v_mem, w_mem, p_mem, new_mem, logit_mem, out_mem, sum_mem, once, k_here, v_here,
+    q_mem, k_mem, v_mem, w_mem, p_mem, key_mem, value_mem, logit_mem, out_mem, sum_mem, once, k_here, v_here,
 ) -> None:  # fmt: skip
     """One program: the blocks of slots from `first` on, of one KV head of one row."""
     row, split = lax.axis_index("row"), lax.axis_index("split")
@@ -231,27 +234,27 @@ def _attend_block(
 
     @pl.when((now >= 0) & (lax.div(target + shift, plan.block * plan.each) == split))
     def _write_new_token():
-        for new, row_of, cache in ((key, 0, keys), (value, 1, values)):
-            plgpu.copy_gmem_to_smem(new.at[row], new_mem.at[row_of], once)
+        for new, memory, cache in ((key, key_mem, keys), (value, value_mem, values)):
+            plgpu.copy_gmem_to_smem(new.at[row], memory, once)
             plgpu.barrier_wait(once)
-            plgpu.copy_smem_to_gmem(new_mem.at[row_of], cache.at[head, begin + target])
+            plgpu.copy_smem_to_gmem(memory, cache.at[head, begin + target])
         plgpu.wait_smem_to_gmem(0)  # in memory before the block around it is read
 
     def fetch(index):
-        stage, start = lax.rem(index, STAGES), (first + index) * plan.block
+        stage, start = lax.rem(index, plan.stages), (first + index) * plan.block
         some = pl.ds(pl.multiple_of(begin - shift + start, 8), plan.block)
         plgpu.copy_gmem_to_smem(positions.at[row, pl.ds(start, plan.block)], p_mem.at[stage], k_here.at[stage])
         plgpu.copy_gmem_to_smem(keys.at[head, some, all_dims], k_mem.at[stage], k_here.at[stage])
         plgpu.copy_gmem_to_smem(values.at[head, some, all_dims], v_mem.at[stage], v_here.at[stage])
 
-    for index in range(STAGES):
+    for index in range(plan.stages):
         pl.when(index < count)(functools.partial(fetch, jnp.int32(index)))
     plgpu.copy_gmem_to_smem(query.at[row, :, all_dims], q_mem, once)
     plgpu.barrier_wait(once)
 
     def step(index, carry):
         top, total, output = carry
-        stage = lax.rem(index, STAGES)
+        stage = lax.rem(index, plan.stages)
         plgpu.barrier_wait(k_here.at[stage])
         scores = blocks_of.product(k_mem.at[stage], q_mem.transpose((1, 0))) * plan.scale
         if plan.softcap is not None:
@@ -277,7 +280,7 @@ def _attend_block(
         if logits:
             some = pl.ds((first + index) * plan.block, plan.block)
             plgpu.copy_smem_to_gmem(logit_mem, logits[0].at[row, some, all_heads])
-        coming = index - 1 + STAGES
+        coming = index - 1 + plan.stages
         pl.when((index > 0) & (coming < count))(functools.partial(fetch, coming))
         added = blocks_of.product(v_mem.at[stage].transpose((1, 0)), w_mem.transpose((1, 0)))
         return (
@@ -313,17 +316,19 @@ def _plan(rows, slots, dim, heads, dtype, scale, window, softcap, keeps_logits) 
     wide = blocks_of.round_up(dim, 64)
     block = SLOTS[wide]
     blocks = -(-(slots + (7 if slots % 8 else 0)) // block)
-    each = -(-blocks // _splits(rows, blocks))
+    each = -(-blocks // _splits(rows, blocks, MULTIPROCESSORS * (2 if wide <= 128 else 1)))
     columns, stored = blocks_of.round_up(heads, 8), blocks_of.round_up(heads, 4)
-    return _Plan(slots, wide, columns, stored, block, each, blocks, scale, window, softcap, keeps_logits)
+    return _Plan(
+        slots, wide, columns, stored, block, 2 if wide > 128 else 3, each, blocks, scale, window, softcap, keeps_logits
+    )
 
 
-def _splits(rows: int, blocks: int) -> int:
+def _splits(rows: int, blocks: int, at_once: int) -> int:
     """Programs per head: the fewest of at least 4 blocks that keep nine tenths of the chip busy, else the busiest."""
 
     def busy(splits: int) -> float:
         programs = rows * -(-blocks // -(-blocks // splits))
-        return programs / (-(-programs // PROGRAMS) * PROGRAMS)
+        return programs / blocks_of.round_up(programs, at_once)
 
     choices = range(1, max(1, blocks // 4) + 1)
     return next((splits for splits in choices if busy(splits) >= 0.9), max(choices, key=busy))
