@@ -108,7 +108,7 @@ def _prompt_mass(
     query, at = query[:, :, -last:], query_positions[:, -last:]
     if not getattr(observe, "own_keys", True):
         key_positions = key_positions.at[:, :, -last:].set(EMPTY)
-    mass = prefill_attend_mass(query, keys, at, key_positions, reduce=aggregate.queries, **softmax)
+    mass = prefill_attend_mass(query, keys, at, key_positions, reduce=aggregate.queries, own_keys_last=True, **softmax)
     apart = phase.protects.recent_entries(key_positions, now, state.limits)
     mass = aggregate.along_text(mass, key_positions, apart)
     return aggregate.over_group(mass, keys.shape[1])

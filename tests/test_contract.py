@@ -1,7 +1,7 @@
 """The cache rules of the design, for every registered policy.
 
-By default one policy of each way through the code runs the whole suite (`CORE`), and every other one the lean
-`test_rules_of_the_family`, which compiles twice; the whole suite on all is marked slow.
+By default the first policies run the whole suite (`CORE`), and one of each other way through the code the lean
+`test_rules_of_the_family`, which compiles twice (`LEAN`); the whole suite on every policy is marked slow.
 """
 
 import dataclasses
@@ -18,7 +18,12 @@ from jaxkv import run
 from jaxkv.policies import catalogue
 
 CORE = ("full", "streaming-llm", "snapkv", "h2o", "tova", "knorm", "dapq", "longflow", "dapq-longflow")
-REST = [name for name in sorted(catalogue()) if name not in CORE]
+LEAN = (
+    *("chunkkv-entropy", "compactor", "criticalkv", "expected-attention", "finch", "kvcrush", "kvzip", "lacache"),
+    *("lagkv", "laq", "lazyeviction", "r-kv", "scope", "treekv"),
+)
+OTHERS = [name for name in sorted(catalogue()) if name not in CORE]
+REST = [pytest.param(name, marks=() if name in LEAN else pytest.mark.slow) for name in OTHERS]
 NAMES = [pytest.param(name, marks=() if name in CORE else pytest.mark.slow) for name in sorted(catalogue())]
 BOUNDED = [name for name in NAMES if catalogue()[name.values[0]].evicts]
 SMALL = {  # published windows are longer than the tiny prompts
@@ -254,7 +259,7 @@ def test_rules_of_the_family(tiny, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REST)
+@pytest.mark.parametrize("name", OTHERS)
 def test_rules_hold_for_generated_cases_of_the_family(tiny, name):
     rng = np.random.default_rng(sorted(catalogue()).index(name))
     for budget, block in ((9, 8), (13, 20), (24, 20)):

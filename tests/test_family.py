@@ -42,6 +42,7 @@ from jaxkv.policies.order import BIG
 from jaxkv.policies.policy import from_dict, to_dict
 from jaxkv.policies.score import Entering, KeyNorm, Recency, Sight
 from jaxkv.policies.scores import KINDS
+from pallas_kernels.prefill_attend_mass.reference import prefill_attend_mass
 
 RTOL = 1e-4
 CLEAR = 2e-5  # smallest margin of every golden here: rounding can't change what is kept
@@ -451,6 +452,28 @@ def test_chunks(entries, by):
                 assert (mine == np.float32(BIG)).all()
             else:
                 np.testing.assert_allclose(mine, score.mean(), rtol=RTOL)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
+@pytest.mark.parametrize("length", [60, 700])
+def test_mass_without_the_keys_that_come_later(reduce, length):
+    """`own_keys_last` leaves out what no query sees, and changes nothing; the queries go by tiles."""
+    rng, held = np.random.default_rng(2), 20
+    queries = jnp.asarray(rng.normal(size=(2, 4, length, DIMS)), jnp.float32)
+    keys = jnp.asarray(rng.normal(size=(2, 2, held + length, DIMS)), jnp.float32)
+    at = np.stack([np.arange(length) + 30, np.r_[np.full(7, -1), np.arange(length - 7) + 25]]).astype(np.int32)
+    old = np.broadcast_to(np.r_[-1, np.arange(held - 1)], (2, held))
+    positions = np.repeat(np.concatenate([old, at], axis=1)[:, None], 2, axis=1).astype(np.int32)
+    both = [
+        np.asarray(
+            prefill_attend_mass(
+                queries, keys, jnp.asarray(at), jnp.asarray(positions), scale=0.3, reduce=reduce, own_keys_last=last
+            )
+        )
+        for last in (False, True)
+    ]
+    np.testing.assert_allclose(*both, rtol=1e-5, atol=1e-7)
+    assert (both[0] > 0).any(axis=-1).all()
 
 
 # On a model.

@@ -52,6 +52,7 @@ def prefill_attend_mass(
     window: int | None = None,
     softcap: float | None = None,
     reduce: str = "sum",
+    own_keys_last: bool = False,
     interpret: bool | plgpu.InterpretGPUParams = False,
 ) -> Float[Array, "B Hq S"]:
     """`reference.prefill_attend_mass` without an array of queries by keys.
@@ -59,6 +60,7 @@ def prefill_attend_mass(
     Raises `NotImplementedError` on GPUs other than Hopper, for dtypes other than bfloat16 and float16, and for D that
     is no multiple of 16 or above 256.
     """
+    del own_keys_last  # a hint, which the blocks here do not need: they look at positions
     batch, heads, length, dim = queries.shape
     kv_heads, slots = keys.shape[1:3]
     blocks_of.check(dim, keys.dtype)

@@ -27,9 +27,11 @@ def prefill_attend_mass(
     window: int | None = None,
     softcap: float | None = None,
     reduce: str = "sum",
+    own_keys_last: bool = False,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B Hq S"]:
     """`reference.prefill_attend_mass`, without a queries x keys array."""
+    del own_keys_last  # a hint, which the blocks here do not need: they look at positions
     batch, heads, length, dim = queries.shape
     kv_heads, slots = keys.shape[1:3]
     group = heads // kv_heads
