@@ -22,6 +22,7 @@ from jaxkv.policies.observe import PseudoQueries
 from jaxkv.policies.policy import Policy
 from jaxkv.prompts import Prompt, left_padded, rows_of
 from jaxkv.sampling import Sampler
+from jaxkv.sharding.layout import on_host
 from jaxkv.weights.params import Params
 
 CHUNK = 32  # decode steps per compiled scan: the host looks in between
@@ -201,12 +202,13 @@ def _prefill(
     progress: Progress | None,
 ) -> tuple[KVCache, jax.Array]:
     """Run the rows, on top of the cache if there is one; the new cache and the logits `[B, V]` of the last tokens."""
-    config, batch = params.config, len(rows)
+    config, layout, batch = params.config, params.layout, len(rows)
     if cache is not None:
-        cache = _branched(cache, batch)
+        cache = layout.cache(_branched(cache, batch))
         pending = np.asarray(cache.pending)
         rows = [np.append(pending[i], row).astype(np.int32) if pending[i] >= 0 else row for i, row in enumerate(rows)]
     shapes, limits = plan(policy, config, cache, np.array([len(row) for row in rows]), room)
+    shapes = dataclasses.replace(shapes, slots=tuple(map(layout.slots, shapes.slots)))
     lengths = np.zeros(batch, np.int32) if cache is None else np.asarray(cache.lengths)
     tokens, positions = left_padded(rows, shapes.length, lengths)
     pseudo = np.zeros((batch, 0), np.int32)
@@ -214,20 +216,20 @@ def _prefill(
     if isinstance(observe, PseudoQueries) and shapes.look:
         pseudo = np.stack([observe.tokens(row, config.vocab_size) for row in rows])
     if cache is None:
-        layers = run.empty_layers(config, policy, batch, params.dtype)
+        layers = layout.layers(run.empty_layers(config, policy, batch, params.dtype))
     else:
         layers = tuple(
             dataclasses.replace(layer, stats={k: layer.stats[k] for k in policy.stats}) for layer in cache.layers
         )
     layers, logits = run.prefill(
-        params.weights, layers, *map(jnp.asarray, (tokens, positions, pseudo, lengths, limits)),
-        config=config, policy=policy, plan=shapes, implementation=implementation, progress=progress,
+        params.weights, layers, *map(layout.put, (tokens, positions, pseudo, lengths, limits)),
+        config=config, policy=policy, plan=shapes, layout=layout, implementation=implementation, progress=progress,
     )  # fmt: skip
     return KVCache(
         layers=layers,
-        lengths=jnp.asarray(lengths + np.array([len(row) for row in rows], np.int32)),
-        limits=jnp.asarray(limits),
-        pending=jnp.full((batch,), -1, jnp.int32),
+        lengths=layout.put(lengths + np.array([len(row) for row in rows], np.int32)),
+        limits=layout.put(limits),
+        pending=layout.put(np.full(batch, -1, np.int32)),
         policy=policy,
         model=params.fingerprint,
     ), logits
@@ -319,7 +321,8 @@ def _begin(
         rows, single = rows_of(prompt, params.tokenizer, config.vocab_size)
         cache, logits = _prefill(params, rows, chosen, cache, max_new_tokens, implementation, progress)
         logits = jnp.repeat(logits, samples, axis=0)
-    cache = _repeated(cache, samples)
+    layout = params.layout
+    cache = layout.cache(_repeated(cache, samples))
     seen = None
     if sampler.repetition_penalty is not None:
         seen = np.zeros((cache.batch, config.vocab_size), bool)
@@ -327,10 +330,10 @@ def _begin(
             seen[index, rows[index // samples] if rows else np.asarray(cache.pending)[index]] = True
     state = run.DecodeState(
         cache=cache,
-        done=jnp.zeros(cache.batch, bool),
-        left=jnp.full(cache.batch, max_new_tokens, jnp.int32),
-        seen=None if seen is None else jnp.asarray(seen),
-        keys=_row_keys(seed, rows, cache, samples),
+        done=layout.put(np.zeros(cache.batch, bool)),
+        left=layout.put(np.full(cache.batch, max_new_tokens, np.int32)),
+        seen=None if seen is None else layout.put(seen),
+        keys=layout.put(_row_keys(seed, rows, cache, samples)),
     )
     tokens: list[list[int]] = [[] for _ in range(cache.batch)]
     task = _Task(
@@ -338,7 +341,7 @@ def _begin(
         max_new_tokens - (logits is not None), state, tokens, sum(map(len, rows or [])), 0.0, implementation, progress,
     )  # fmt: skip
     if logits is not None:
-        task.state, first = run.first_token(sampler, stop_tokens, state, logits)
+        task.state, first = run.first_token(sampler, stop_tokens, state, logits, layout=layout)
         _take(task, np.asarray(first)[:, None])
     task.prefill_seconds = time.perf_counter() - started
     return task
@@ -353,7 +356,7 @@ def _with_room(policy: Policy, config: Any, cache: KVCache, room: int) -> KVCach
         )
     layers = cache.layers
     if policy.decode is None:
-        held = np.asarray(cache.held()).max(axis=(1, 2))
+        held = on_host(cache.held()).max(axis=(1, 2))
         layers = tuple(
             _grown(layer, int(held[index]) + room, config.attention_spec(index).window)
             for index, layer in enumerate(layers)
@@ -413,7 +416,7 @@ def _decode(task: _Task, chunk: int) -> Iterator[bool]:
 def _chunk(task: _Task, steps: int) -> tuple[run.DecodeState, np.ndarray]:
     state, new = run.decode(
         task.params.weights, task.state, steps=steps, config=task.params.config, policy=task.policy,
-        sampler=task.sampler, stop=task.stop_tokens, implementation=task.implementation,
+        sampler=task.sampler, stop=task.stop_tokens, layout=task.params.layout, implementation=task.implementation,
     )  # fmt: skip
     return state, np.asarray(new)
 
@@ -484,7 +487,7 @@ def _finish(task: _Task) -> Generation:
     tokens = np.full((len(task.tokens), task.max_new_tokens), pad, np.int32)
     for index, row in enumerate(task.tokens):
         tokens[index, : len(row)] = row
-    held = np.asarray(cache.held())
+    held = on_host(cache.held())
     timed = task.chunk_seconds[1:] or task.chunk_seconds
     seconds = sum((spent for _, spent in timed), 0.0)
     stats = Stats(

@@ -8,6 +8,7 @@ from jaxkv.cache import KVCache
 from jaxkv.errors import BadValue
 from jaxkv.models import ModelConfig
 from jaxkv.policies.policy import Policy
+from jaxkv.sharding.layout import on_host
 
 ROUND = 16  # the first block is padded to a multiple of this, so that near lengths share a compilation
 
@@ -56,7 +57,7 @@ def plan(
                 f"budget {limits.max()} fills the model's context of {config.max_position}: lower budget= to leave "
                 "room for the tokens that come"
             )
-    held = np.zeros(config.num_layers, np.int64) if cache is None else np.asarray(cache.held()).max(axis=(1, 2))
+    held = np.zeros(config.num_layers, np.int64) if cache is None else on_host(cache.held()).max(axis=(1, 2))
 
     slots = []
     for layer in range(config.num_layers):

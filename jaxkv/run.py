@@ -19,6 +19,7 @@ from jaxkv.models import Decoder, ModelConfig, graphdef
 from jaxkv.plan import Plan
 from jaxkv.policies.policy import Policy
 from jaxkv.sampling import Sampler
+from jaxkv.sharding.layout import ONE_DEVICE, Layout
 
 Layers = tuple[LayerCache, ...]
 
@@ -33,7 +34,7 @@ def empty_layers(config: ModelConfig, policy: Policy, batch: int, dtype) -> Laye
     return tuple(slots_of.empty(batch, s.num_kv_heads, 0, s.head_dim, dtype, policy.stats) for s in specs)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "policy", "plan", "implementation", "progress"))
+@functools.partial(jax.jit, static_argnames=("config", "policy", "plan", "layout", "implementation", "progress"))
 def prefill(
     weights,
     layers: Layers,
@@ -46,6 +47,7 @@ def prefill(
     config: ModelConfig,
     policy: Policy,
     plan: Plan,
+    layout: Layout = ONE_DEVICE,
     implementation: str | None = None,
     progress=None,
 ) -> tuple[Layers, Float[Array, "B V"]]:
@@ -59,12 +61,16 @@ def prefill(
     ahead = end[:, None] + jnp.arange(pseudo.shape[1], dtype=jnp.int32)
 
     def block(layers: Layers, tokens, positions):
+        front = ((0, 0), (layout.padding(tokens.shape[1] + pseudo.shape[1]), 0))
+        tokens, positions = jnp.pad(tokens, front), jnp.pad(positions, front, constant_values=EMPTY)
         now = jnp.where(positions[:, -1] < 0, lengths, positions[:, -1] + 1)  # a row of padding has not begun
         attend = functools.partial(
-            prefill_layer, policy, jnp.concatenate([positions, ahead], axis=1), now, implementation
+            prefill_layer, policy, jnp.concatenate([positions, ahead], axis=1), now, layout, implementation
         )
         states = [LayerState(layer, plan.slots[i], limits[i], plan.look) for i, layer in enumerate(layers)]
-        hidden, states = model(jnp.concatenate([tokens, pseudo], axis=1), states, attend)
+        hidden, states = model(
+            layout.lay("tokens", jnp.concatenate([tokens, pseudo], axis=1)), states, attend, layout.lay
+        )
         return tuple(state.cache for state in states), hidden[:, tokens.shape[1] - 1]
 
     layers, hidden = block(layers, tokens[:, : plan.first], positions[:, : plan.first])
@@ -81,7 +87,7 @@ def prefill(
             jnp.moveaxis(x[:, plan.first :].reshape(-1, plan.blocks, plan.block), 1, 0) for x in (tokens, positions)
         ]
         (layers, hidden), _ = lax.scan(more, (layers, hidden), (jnp.arange(1, plan.blocks + 1), *rest))
-    return layers, model.logits(hidden)
+    return layers, layout.constrain(model.logits(hidden))
 
 
 @jax.tree_util.register_dataclass
@@ -128,26 +134,30 @@ def decode_step(
     policy: Policy,
     sampler: Sampler,
     stop: tuple[int, ...],
+    layout: Layout = ONE_DEVICE,
     implementation: str | None = None,
 ) -> tuple[DecodeState, Int[Array, "B"]]:
     """Run each running row's pending token through the model and sample the next; -1 for rows that have finished."""
     cache = state.cache
     running = ~state.done & (state.left > 0)
     position = jnp.where(running, cache.lengths, EMPTY)
-    attend = functools.partial(decode_layer, policy, position, implementation)
+    attend = functools.partial(decode_layer, policy, position, layout, implementation)
     states = [LayerState(layer, layer.slots, cache.limits[i]) for i, layer in enumerate(cache.layers)]
     model = _model(config, weights)
-    hidden, states = model(jnp.maximum(cache.pending, 0)[:, None], states, attend)
+    hidden, states = model(layout.lay("tokens", jnp.maximum(cache.pending, 0)[:, None]), states, attend, layout.lay)
     cache = dataclasses.replace(
         cache,
         layers=tuple(each.cache for each in states),
         lengths=cache.lengths + running.astype(jnp.int32),
     )
-    return emit(sampler, stop, dataclasses.replace(state, cache=cache), model.logits(hidden[:, 0]))
+    state, token = emit(sampler, stop, dataclasses.replace(state, cache=cache), model.logits(hidden[:, 0]))
+    return layout.state(state), layout.constrain(token)
 
 
 @functools.partial(
-    jax.jit, static_argnames=("steps", "config", "policy", "sampler", "stop", "implementation"), donate_argnames="state"
+    jax.jit,
+    static_argnames=("steps", "config", "policy", "sampler", "stop", "layout", "implementation"),
+    donate_argnames="state",
 )
 def decode(
     weights,
@@ -158,15 +168,27 @@ def decode(
     policy: Policy,
     sampler: Sampler,
     stop: tuple[int, ...],
+    layout: Layout = ONE_DEVICE,
     implementation: str | None = None,
 ) -> tuple[DecodeState, Int[Array, "B steps"]]:
     """`steps` decode steps as one scan; the state is donated."""
 
     def step(state: DecodeState, _):
-        return decode_step(weights, state, config, policy, sampler, stop, implementation)
+        return decode_step(weights, state, config, policy, sampler, stop, layout, implementation)
 
     state, tokens = lax.scan(step, state, length=steps)
     return state, tokens.T
 
 
-first_token = jax.jit(emit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="layout")
+def first_token(
+    sampler: Sampler,
+    stop: tuple[int, ...],
+    state: DecodeState,
+    logits: Float[Array, "B V"],
+    *,
+    layout: Layout = ONE_DEVICE,
+) -> tuple[DecodeState, Int[Array, "B"]]:
+    """`emit` as a program of its own, for the token behind the prompt."""
+    state, token = emit(sampler, stop, state, logits)
+    return layout.state(state), layout.constrain(token)

@@ -1,0 +1,265 @@
+"""A pod without a pod: decode and prefill compiled for TPU topologies that are not there, and what they need.
+
+Nothing runs and no weights exist: XLA's TPU compiler, from `libtpu`, compiles the sharded programs for abstract
+arguments; memory per chip and the bytes of every collective are read from the executables.
+
+    pip install libtpu && python -m benchmarks.pod [--only NAME ...] [--scaling]
+"""
+
+import argparse
+import collections
+import dataclasses
+import json
+import os
+import time
+import tomllib
+from typing import Any
+
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to ask about
+os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import topologies
+
+import jaxkv
+from benchmarks.report import RESULTS, table, write
+from jaxkv import run
+from jaxkv.cache import KVCache
+from jaxkv.configs import config_files
+from jaxkv.models import ModelConfig, abstract_weights
+from jaxkv.plan import plan
+from jaxkv.sampling import Sampler
+from jaxkv.sharding import Layout
+from jaxkv.sharding.traffic import Collective, collectives
+
+GIB = 2**30
+CHIPS = {  # HBM bytes and bytes per second of a chip (cloud.google.com/tpu/docs, system architecture, 2026)
+    "v5e": (16 * GIB, 819e9),
+    "v6e": (32 * GIB, 1640e9),
+    "v5p": (95 * GIB, 2765e9),
+}
+BUDGET, BLOCK, STEPS = 4096, 2048, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One model on one topology: the mesh's axes, the rows of the batch, and the prompt's tokens."""
+
+    model: str
+    topology: str
+    mesh: tuple[tuple[str, int], ...]
+    batch: int
+    tokens: int = 2**20
+    policy: str = "dapq-longflow"
+    budget: int | None = BUDGET
+
+    @property
+    def name(self) -> str:
+        """Names the case on the command line and in the table."""
+        axes = " ".join(f"{axis}={size}" for axis, size in self.mesh if size > 1) or "one chip"
+        return f"{self.model} {self.topology} {axes}"
+
+    @property
+    def chip(self) -> str:
+        return self.topology.partition(":")[0]
+
+
+CASES = (
+    Case("llama-3-8b", "v5e:8x8", (("data", 8), ("model", 8)), 64),
+    Case("llama-3-8b", "v5e:8x8", (("model", 8), ("context", 8)), 1),
+    Case("llama-3-8b", "v6e:4x4", (("data", 2), ("model", 8)), 32),
+    Case("llama-3-8b", "v5p:2x2x2", (("model", 8),), 32),
+    Case("llama-3-70b", "v5e:8x8", (("data", 2), ("model", 32)), 32),
+    Case("llama-3-70b", "v6e:4x4", (("model", 16),), 16),
+    Case("llama-3-70b", "v5p:2x2x2", (("model", 8),), 16),
+)
+SCALING = tuple(
+    Case("llama-3-8b", f"v5e:{topology}", (("data", data), ("model", model)), 8 * data)
+    for topology, data, model in (
+        ("1x1", 1, 1), ("2x2", 1, 4), ("2x4", 1, 8), ("4x4", 2, 8), ("4x8", 4, 8), ("8x8", 8, 8), ("8x16", 16, 8),
+        ("16x16", 32, 8),
+    )
+)  # fmt: skip
+
+
+def config_of(model: str, layers: int | None) -> ModelConfig:
+    """The shape of a model of `configs/models`, its context stretched to what the study prefills."""
+    facts = tomllib.loads(config_files("models")[model].read_text(encoding="utf-8"))["config"]
+    if layers is not None:
+        facts["num_hidden_layers"] = layers
+    return dataclasses.replace(ModelConfig.from_hf(facts), max_position=2**21)
+
+
+def devices_of(topology: str) -> list[Any]:
+    """The chips of a topology, none of which need be there."""
+    options = {"chips_per_host_bounds": [1, 1, 1]} if topology.endswith(":1x1") else {}
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices)
+
+
+def arguments(case: Case, config: ModelConfig, layout: Layout) -> tuple[Any, ...]:
+    """Abstract weights, the arguments of prefill behind them, the plan, and the state that decode takes."""
+    chosen = jaxkv.policy(case.policy, budget=case.budget, block=BLOCK)
+    shapes, limits = plan(chosen, config, None, np.full(case.batch, case.tokens), 2**10)
+    shapes = dataclasses.replace(shapes, slots=tuple(map(layout.slots, shapes.slots)))
+
+    def array(shape, dtype=jnp.int32, axes=None):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.sharding(shape, axes or (None,) * len(shape)))
+
+    def divided(leaf):
+        return array(leaf.shape, leaf.dtype, layout.slot_axes(leaf.ndim))
+
+    flat = nnx.to_flat_state(abstract_weights(config, jnp.bfloat16, panels=False))
+    weights = nnx.from_flat_state(
+        (path, leaf.replace(array(leaf.shape, leaf.dtype, layout.rule("/".join(map(str, path))))))
+        for path, leaf in flat
+    )
+    layers = jax.eval_shape(lambda: run.empty_layers(config, chosen, case.batch, jnp.bfloat16))
+    layers = jax.tree.map(divided, layers)
+    rows = array((case.batch,))
+    text = array((case.batch, shapes.length), axes=(("data",), None))
+    prompt = (layers, text, text, array((case.batch, chosen.extra if shapes.look else 0)), rows, array(limits.shape))
+
+    def kept(layer, slots):
+        def resized(leaf):
+            shape = list(leaf.shape)
+            shape[2:3] = [slots] if leaf.ndim > 2 else []
+            return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+        return jax.tree.map(lambda leaf: divided(resized(leaf)), layer)
+
+    held = tuple(kept(layer, slots) for layer, slots in zip(layers, shapes.slots, strict=True))
+    cache = KVCache(held, rows, array(limits.shape), rows, policy=chosen, model="")
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), case.batch))
+    state = run.DecodeState(cache, array((case.batch,), bool), rows, None, array(keys.shape, keys.dtype))
+    return weights, prompt, shapes, state, chosen
+
+
+def per_device(tree: Any) -> int:
+    """Bytes of the abstract arrays on one device."""
+    return sum(
+        int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    )
+
+
+def memory(compiled: Any) -> dict[str, int]:
+    """Bytes on one chip: the most that the program needs at a time, and its parts."""
+    found = compiled.memory_analysis()
+    parts = {
+        name: getattr(found, f"{name}_size_in_bytes")
+        for name in ("argument", "output", "alias", "temp", "generated_code")
+    }
+    parts["total"] = parts["argument"] + parts["output"] - parts["alias"] + parts["temp"] + parts["generated_code"]
+    return parts
+
+
+def traffic(found: list[Collective]) -> dict[str, Any]:
+    """Collectives of one turn of the program's loop: how many, and the bytes that they bring to a chip, by kind."""
+    looped = [each for each in found if each.looped]
+    counts = collections.Counter(each.kind for each in looped)
+    sizes: collections.Counter[str] = collections.Counter()
+    for each in looped:
+        sizes[each.kind] += each.bytes
+    return {
+        "count": len(looped),
+        "bytes": sum(sizes.values()),
+        "largest": max((each.bytes for each in looped), default=0),
+        "counts": dict(counts),
+        "sizes": dict(sizes),
+    }
+
+
+def measured(case: Case, layers: int | None, phases: tuple[str, ...]) -> dict[str, Any]:
+    """Compile the phases of a case; memory, collectives and seconds of each."""
+    config = config_of(case.model, layers)
+    layout = Layout.of(jaxkv.mesh(**dict(case.mesh), devices=devices_of(case.topology)), config)
+    weights, prompt, shapes, state, chosen = arguments(case, config, layout)
+    out: dict[str, Any] = {
+        **dataclasses.asdict(case),
+        "name": case.name,
+        "layers": config.num_layers,
+        "weights": per_device(weights),
+        "cache": per_device(state.cache.layers),
+        "smallest_array_with_slots": min(
+            per_device(leaf) for leaf in jax.tree.leaves(state.cache.layers) if len(leaf.shape) > 2
+        ),
+    }
+    static = {"config": config, "policy": chosen, "layout": layout}
+    for phase in phases:
+        began = time.perf_counter()
+        if phase == "decode":
+            lowered = run.decode.lower(weights, state, **static, steps=STEPS, sampler=Sampler(), stop=())
+        else:
+            lowered = run.prefill.lower(weights, *prompt, **static, plan=shapes)
+        compiled = lowered.compile()
+        found = collectives(compiled.as_text())
+        out[phase] = {
+            "seconds": time.perf_counter() - began,
+            "memory": memory(compiled),
+            "traffic": traffic(found),
+            "largest_anywhere": max((each.bytes for each in found), default=0),
+        }
+    if "decode" in out:  # the smallest array that has slots is larger than anything that decoding sends
+        assert out["decode"]["largest_anywhere"] < out["smallest_array_with_slots"] or case.mesh == (), out
+    return out
+
+
+def row_of(result: dict[str, Any]) -> tuple[str, ...]:
+    """A line of the table of programs."""
+    hbm, bandwidth = CHIPS[result["topology"].partition(":")[0]]
+    cells = [result["name"], str(result["layers"]), str(result["batch"])]
+    cells += [f"{result[part] / GIB:.2f}" for part in ("weights", "cache")]
+    for phase in ("decode", "prefill"):
+        if phase in result:
+            total = result[phase]["memory"]["total"]
+            moved = result[phase]["traffic"]
+            cells += [f"{total / GIB:.2f}", f"{total / hbm:.0%}", str(moved["count"]), f"{moved['bytes'] / 2**20:.2f}"]
+        else:
+            cells += ["-"] * 4
+    cells.append(f"{(result['weights'] + result['cache']) / bandwidth * 1e3:.2f}")
+    return tuple(cells)
+
+
+HEADER = (
+    "program", "layers", "batch", "weights GiB", "cache GiB", "decode GiB", "of HBM", "collectives/token", "MiB/token",
+    "prefill GiB", "of HBM", "collectives/block", "MiB/block", "limit ms/token",
+)  # fmt: skip
+
+
+def main() -> None:
+    """Compile, print the table, add to the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name holds one of these")
+    parser.add_argument("--scaling", action="store_true", help="the weak-scaling series instead, decode only")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has, for a quick look; not stored")
+    parser.add_argument("--phases", nargs="+", default=["decode", "prefill"], choices=["decode", "prefill"])
+    options = parser.parse_args()
+
+    name = "pod_scaling" if options.scaling else "pod"
+    phases = ("decode",) if options.scaling else tuple(options.phases)
+    path = RESULTS / f"{name}.json"
+    stored = json.loads(path.read_text())["results"] if path.exists() else []
+    done = {result["name"]: result for result in stored}
+    for case in SCALING if options.scaling else CASES:
+        if not any(part in case.name for part in options.only):
+            continue
+        result = measured(case, options.layers, phases)
+        done[case.name] = {**done.get(case.name, {}), **result}
+        print(table(case.name, HEADER, [row_of(result)]), flush=True)
+        print(
+            {phase: round(result[phase]["seconds"]) for phase in phases}, "s;", result[phases[0]]["traffic"], flush=True
+        )
+        if options.layers is None:
+            write(name, {"results": list(done.values())})
+    if options.layers is None:
+        print(
+            table(f"bf16, budget {BUDGET}, block {BLOCK}, per chip", HEADER, [row_of(each) for each in done.values()])
+        )
+
+
+if __name__ == "__main__":
+    main()
