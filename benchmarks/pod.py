@@ -42,6 +42,7 @@ CHIPS = {  # HBM bytes and bytes per second of a chip (cloud.google.com/tpu/docs
     "v5p": (95 * GIB, 2765e9),
 }
 BUDGET, BLOCK, STEPS = 4096, 2048, 16
+DOCS = RESULTS.parent.parent / "docs" / "sharding.md"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,8 +231,17 @@ HEADER = (
 )  # fmt: skip
 
 
+def into_docs(name: str, rows: list[tuple[str, ...]]) -> None:
+    """Put the table between the markers of that name in docs/sharding.md."""
+    lines = [HEADER, ("---",) * len(HEADER), *rows]
+    markdown = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    before, _, rest = DOCS.read_text(encoding="utf-8").partition(f"<!-- {name} -->\n")
+    after = rest.partition(f"<!-- end of {name} -->")[2]
+    DOCS.write_text(f"{before}<!-- {name} -->\n{markdown}\n<!-- end of {name} -->{after}", encoding="utf-8")
+
+
 def main() -> None:
-    """Compile, print the table, add to the JSON."""
+    """Compile, print the table, add to the JSON and the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose name holds one of these")
     parser.add_argument("--scaling", action="store_true", help="the weak-scaling series instead, decode only")

@@ -45,6 +45,8 @@ def start(
         return  # no cluster around: one host
     except RuntimeError as error:
         if "must be called before" in str(error):
+            if coordinator is None:
+                return  # jax runs already, on the hosts that it has found
             raise BadValue("hosts must be joined before anything else of jax runs: call start() first") from error
         raise HostFailure(
             f"the {num_processes} hosts of coordinator {coordinator} did not come together within {timeout} s (process "
