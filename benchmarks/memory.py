@@ -8,46 +8,17 @@ Nothing runs: the programs are compiled for abstract arguments and asked for the
 import argparse
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 import jaxkv
 from benchmarks.report import table, write
-from jaxkv import run
-from jaxkv.cache import KVCache
-from jaxkv.plan import plan
-from jaxkv.sampling import Sampler
-
-
-def abstract(tree: Any) -> Any:
-    """The shapes and dtypes of a tree's arrays."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+from jaxkv.lowering import held, lower
 
 
 def needed(params: Any, policy: jaxkv.Policy, batch: int, length: int, room: int) -> dict[str, int]:
     """Temporary and argument bytes of prefill over `length` tokens and of decode after it; weights told apart."""
-    config, weights = params.config, abstract(params.weights)
-    shapes, limits = plan(policy, config, None, np.full(batch, length), room)
-    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
-    pseudo = policy.extra if shapes.look else 0
-    layers = jax.eval_shape(lambda: run.empty_layers(config, policy, batch, params.dtype))
-    arguments = (
-        weights, layers, ints(batch, shapes.length), ints(batch, shapes.length), ints(batch, pseudo), ints(batch),
-        ints(*limits.shape),
-    )  # fmt: skip
-    static = {"config": config, "policy": policy}
-    prefill = run.prefill.lower(*arguments, **static, plan=shapes).compile()
-    layers, _ = jax.eval_shape(lambda *given: run.prefill(*given, **static, plan=shapes), *arguments)
-    cache = KVCache(layers, ints(batch), ints(*limits.shape), ints(batch), policy=policy, model=params.fingerprint)
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
-    state = run.DecodeState(cache, jax.ShapeDtypeStruct((batch,), bool), ints(batch), None, keys)
-    decode = run.decode.lower(weights, state, **static, steps=16, sampler=Sampler(), stop=()).compile()
-
-    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
-    out = {"tokens": length, "weights": held, "cache": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layers))}
-    for name, compiled in (("prefill", prefill), ("decode", decode)):
-        memory = compiled.memory_analysis()
+    programs = lower(params.config, policy, batch=batch, tokens=length, room=room, dtype=params.dtype)
+    out = {"tokens": length, "weights": held(programs.weights), "cache": held(programs.cache.layers)}
+    for name, program in (("prefill", programs.prefill), ("decode", programs.decode)):
+        memory = program.compile().memory_analysis()
         out[f"{name}_temporary"] = memory.temp_size_in_bytes
         out[f"{name}_arguments"] = memory.argument_size_in_bytes
     return out

@@ -20,18 +20,13 @@ os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 from jax.experimental import topologies
 
 import jaxkv
 from benchmarks.report import RESULTS, table, write
-from jaxkv import run
-from jaxkv.cache import KVCache
 from jaxkv.configs import config_files
-from jaxkv.models import ModelConfig, abstract_weights
-from jaxkv.plan import plan
-from jaxkv.sampling import Sampler
+from jaxkv.lowering import held_by_one, lower
+from jaxkv.models import ModelConfig
 from jaxkv.sharding import Layout
 from jaxkv.sharding.traffic import Collective, collectives
 
@@ -100,53 +95,6 @@ def devices_of(topology: str) -> list[Any]:
     return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices)
 
 
-def arguments(case: Case, config: ModelConfig, layout: Layout) -> tuple[Any, ...]:
-    """Abstract weights, the arguments of prefill behind them, the plan, and the state that decode takes."""
-    chosen = jaxkv.policy(case.policy, budget=case.budget, block=BLOCK)
-    shapes, limits = plan(chosen, config, None, np.full(case.batch, case.tokens), 2**10)
-    shapes = dataclasses.replace(shapes, slots=tuple(map(layout.slots, shapes.slots)))
-
-    def array(shape, dtype=jnp.int32, axes=None):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.sharding(shape, axes or (None,) * len(shape)))
-
-    def divided(leaf):
-        return array(leaf.shape, leaf.dtype, layout.slot_axes(leaf.ndim))
-
-    flat = nnx.to_flat_state(abstract_weights(config, jnp.bfloat16, panels=False))
-    weights = nnx.from_flat_state(
-        (path, leaf.replace(array(leaf.shape, leaf.dtype, layout.rule("/".join(map(str, path))))))
-        for path, leaf in flat
-    )
-    layers = jax.eval_shape(lambda: run.empty_layers(config, chosen, case.batch, jnp.bfloat16))
-    layers = jax.tree.map(divided, layers)
-    rows = array((case.batch,))
-    text = array((case.batch, shapes.length), axes=(("data",), None))
-    prompt = (layers, text, text, array((case.batch, chosen.extra if shapes.look else 0)), rows, array(limits.shape))
-
-    def kept(layer, slots):
-        def resized(leaf):
-            shape = list(leaf.shape)
-            shape[2:3] = [slots] if leaf.ndim > 2 else []
-            return jax.ShapeDtypeStruct(shape, leaf.dtype)
-
-        return jax.tree.map(lambda leaf: divided(resized(leaf)), layer)
-
-    held = tuple(kept(layer, slots) for layer, slots in zip(layers, shapes.slots, strict=True))
-    cache = KVCache(held, rows, array(limits.shape), rows, policy=chosen, model="")
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), case.batch))
-    state = run.DecodeState(cache, array((case.batch,), bool), rows, None, array(keys.shape, keys.dtype))
-    return weights, prompt, shapes, state, chosen
-
-
-def per_device(tree: Any) -> int:
-    """Bytes of the abstract arrays on one device."""
-    return sum(
-        int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    )
-
-
 def memory(compiled: Any) -> dict[str, int]:
     """Bytes on one chip: the most that the program needs at a time, and its parts."""
     found = compiled.memory_analysis()
@@ -178,25 +126,22 @@ def measured(case: Case, layers: int | None, phases: tuple[str, ...]) -> dict[st
     """Compile the phases of a case; memory, collectives and seconds of each."""
     config = config_of(case.model, layers)
     layout = Layout.of(jaxkv.mesh(**dict(case.mesh), devices=devices_of(case.topology)), config)
-    weights, prompt, shapes, state, chosen = arguments(case, config, layout)
+    policy = jaxkv.policy(case.policy, budget=case.budget, block=BLOCK)
+    programs = lower(
+        config, policy, batch=case.batch, tokens=case.tokens, steps=STEPS, dtype=jnp.bfloat16, layout=layout
+    )
+    layers = programs.cache.layers
     out: dict[str, Any] = {
         **dataclasses.asdict(case),
         "name": case.name,
         "layers": config.num_layers,
-        "weights": per_device(weights),
-        "cache": per_device(state.cache.layers),
-        "smallest_array_with_slots": min(
-            per_device(leaf) for leaf in jax.tree.leaves(state.cache.layers) if len(leaf.shape) > 2
-        ),
+        "weights": held_by_one(programs.weights),
+        "cache": held_by_one(layers),
+        "smallest_array_with_slots": min(held_by_one(leaf) for leaf in jax.tree.leaves(layers) if len(leaf.shape) > 2),
     }
-    static = {"config": config, "policy": chosen, "layout": layout}
     for phase in phases:
         began = time.perf_counter()
-        if phase == "decode":
-            lowered = run.decode.lower(weights, state, **static, steps=STEPS, sampler=Sampler(), stop=())
-        else:
-            lowered = run.prefill.lower(weights, *prompt, **static, plan=shapes)
-        compiled = lowered.compile()
+        compiled = getattr(programs, phase).compile()
         found = collectives(compiled.as_text())
         out[phase] = {
             "seconds": time.perf_counter() - began,

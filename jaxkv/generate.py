@@ -207,8 +207,7 @@ def _prefill(
         cache = layout.cache(_branched(cache, batch))
         pending = np.asarray(cache.pending)
         rows = [np.append(pending[i], row).astype(np.int32) if pending[i] >= 0 else row for i, row in enumerate(rows)]
-    shapes, limits = plan(policy, config, cache, np.array([len(row) for row in rows]), room)
-    shapes = dataclasses.replace(shapes, slots=tuple(map(layout.slots, shapes.slots)))
+    shapes, limits = plan(policy, config, cache, np.array([len(row) for row in rows]), room, parts=layout.parts)
     lengths = np.zeros(batch, np.int32) if cache is None else np.asarray(cache.lengths)
     tokens, positions = left_padded(rows, shapes.length, lengths)
     pseudo = np.zeros((batch, 0), np.int32)

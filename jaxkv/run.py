@@ -61,17 +61,16 @@ def prefill(
     ahead = end[:, None] + jnp.arange(pseudo.shape[1], dtype=jnp.int32)
 
     def block(layers: Layers, tokens, positions):
-        front = ((0, 0), (layout.padding(tokens.shape[1] + pseudo.shape[1]), 0))
+        front = ((0, 0), (-(tokens.shape[1] + pseudo.shape[1]) % layout.parts, 0))  # equal parts for the devices
         tokens, positions = jnp.pad(tokens, front), jnp.pad(positions, front, constant_values=EMPTY)
         now = jnp.where(positions[:, -1] < 0, lengths, positions[:, -1] + 1)  # a row of padding has not begun
         attend = functools.partial(
             prefill_layer, policy, jnp.concatenate([positions, ahead], axis=1), now, layout, implementation
         )
         states = [LayerState(layer, plan.slots[i], limits[i], plan.look) for i, layer in enumerate(layers)]
-        hidden, states = model(
-            layout.lay("tokens", jnp.concatenate([tokens, pseudo], axis=1)), states, attend, layout.lay
-        )
-        return tuple(state.cache for state in states), hidden[:, tokens.shape[1] - 1]
+        everything = layout.lay("tokens", jnp.concatenate([tokens, pseudo], axis=1))
+        hidden, states = model(everything, states, attend, layout.lay, only=tokens.shape[1] - 1)
+        return tuple(state.cache for state in states), hidden[:, 0]
 
     layers, hidden = block(layers, tokens[:, : plan.first], positions[:, : plan.first])
 

@@ -1,6 +1,8 @@
 """generate, stream, prefill, save and restore: what they give, and what they refuse."""
 
 import json
+import subprocess
+import sys
 import types
 
 import jax
@@ -237,6 +239,32 @@ def test_a_cache_of_another_model_or_policy_is_refused(tiny, tmp_path):
             file.write_bytes(file.read_bytes()[:10])
     with pytest.raises(BadCheckpoint, match="not a readable"):
         jaxkv.restore(tmp_path / "a")
+
+
+ELSEWHERE = """
+import sys
+import numpy as np
+import jaxkv
+
+params = jaxkv.load(sys.argv[1])
+out = jaxkv.generate(params, cache=jaxkv.restore(sys.argv[2], params), max_new_tokens=9, stop_tokens=())
+np.savez(sys.argv[3], tokens=out.tokens, **{f"keys{i}": layer.keys for i, layer in enumerate(out.cache.layers)})
+"""
+
+
+def test_another_process_goes_on_bit_for_bit(goldens, tiny, tmp_path):
+    params = tiny(FAMILY)
+    begun = jaxkv.generate(
+        params, ids(30), policy=jaxkv.policy("dapq-longflow", budget=16), max_new_tokens=5, stop_tokens=()
+    )
+    jaxkv.save(begun.cache, tmp_path / "cache")
+    paths = [str(path) for path in (goldens / "tiny" / FAMILY, tmp_path / "cache", tmp_path / "there.npz")]
+    subprocess.run([sys.executable, "-c", ELSEWHERE, *paths], check=True)
+    here = jaxkv.generate(params, cache=begun.cache, max_new_tokens=9, stop_tokens=())
+    there = np.load(tmp_path / "there.npz")
+    assert np.array_equal(there["tokens"], here.tokens)
+    for index, layer in enumerate(here.cache.layers):
+        assert np.array_equal(there[f"keys{index}"], layer.keys)
 
 
 def test_the_command_line(monkeypatch, capsys, lettered):

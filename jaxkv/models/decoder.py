@@ -75,10 +75,17 @@ class Layer(nnx.Module):
             self.post_attention_norm, self.post_mlp_norm = init.norm(width), init.norm(width)
 
     def __call__(
-        self, x: Float[Array, "B T M"], spec: AttentionSpec, state: S, attend: Attend, lay: Lay
+        self,
+        x: Float[Array, "B T M"],
+        spec: AttentionSpec,
+        state: S,
+        attend: Attend,
+        lay: Lay,
+        only: int | None = None,
     ) -> tuple[jax.Array, S]:
-        """The stream after this layer, and the layer's new state."""
-        mixed, state = self.attention(self._norm(x, self.attention_norm), spec, state, attend, lay)
+        """The stream after this layer (of token `only` alone, if given), and the layer's new state."""
+        mixed, state = self.attention(self._norm(x, self.attention_norm), spec, state, attend, lay, only)
+        x = x if only is None else x[:, only : only + 1]
         if self.config.post_norms:
             mixed = self._norm(mixed, self.post_attention_norm)
         x = lay("stream", x + mixed)
@@ -87,7 +94,9 @@ class Layer(nnx.Module):
             mixed = self._norm(mixed, self.post_mlp_norm)
         return lay("stream", x + mixed), state
 
-    def attention(self, x: jax.Array, spec: AttentionSpec, state: S, attend: Attend, lay: Lay) -> tuple[jax.Array, S]:
+    def attention(
+        self, x: jax.Array, spec: AttentionSpec, state: S, attend: Attend, lay: Lay, only: int | None = None
+    ) -> tuple[jax.Array, S]:
         """Query, key and value (biased, normed, not yet rotated) to `attend`, and its context through `out`."""
         batch, length, _ = x.shape
         mixed = lay("qkv", project(x, self.qkv[...]))
@@ -97,7 +106,8 @@ class Layer(nnx.Module):
         if self.config.qk_norm:
             query, key = self._norm(query, self.q_norm), self._norm(key, self.k_norm)
         context, state = attend(spec, query, key, value, state)
-        return project(context.reshape(batch, length, -1), self.out[...]), state
+        context = context.reshape(batch, length, -1)
+        return project(context if only is None else context[:, only : only + 1], self.out[...]), state
 
     def mlp(self, x: jax.Array) -> jax.Array:
         """activation(gate) * up, projected down."""
@@ -121,9 +131,15 @@ class Decoder(nnx.Module):
             self.head = init.matrix(config.hidden_size, config.vocab_size)
 
     def __call__(
-        self, tokens: Int[Array, "B T"], states: Sequence[S], attend: Attend, lay: Lay = lambda name, x: x
-    ) -> tuple[Float[Array, "B T M"], tuple[S, ...]]:
-        """The final-norm hidden states and the new per-layer states.
+        self,
+        tokens: Int[Array, "B T"],
+        states: Sequence[S],
+        attend: Attend,
+        lay: Lay = lambda name, x: x,
+        only: int | None = None,
+    ) -> tuple[Float[Array, "B _ M"], tuple[S, ...]]:
+        """The final-norm hidden states (of token `only` alone, if given: the last layer is cheaper then), and the new
+        per-layer states.
 
         `attend(spec, query [B, T, Hq, D], key [B, T, Hk, D], value [B, T, Hk, D], state) -> (context [B, T, Hq, D],
         state)` gets query and key before RoPE, after bias and q/k-norm. `lay(name, x)` gets the residual "stream" each
@@ -133,8 +149,9 @@ class Decoder(nnx.Module):
         if self.config.embed_scale is not None:
             x = x * jnp.asarray(self.config.embed_scale, x.dtype)
         new = []
-        for layer, spec, state in zip(self.layers, self.config.specs, states, strict=True):
-            x, state = layer(x, spec, state, attend, lay)
+        last = self.config.num_layers - 1
+        for index, (layer, spec, state) in enumerate(zip(self.layers, self.config.specs, states, strict=True)):
+            x, state = layer(x, spec, state, attend, lay, only if index == last else None)
             new.append(state)
         return rms_norm(x, self.norm[...], self.config.norm_eps), tuple(new)
 

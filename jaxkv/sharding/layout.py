@@ -104,13 +104,10 @@ class Layout:
             return x
         return jax.lax.with_sharding_constraint(x, self.sharding(x.shape, axes or (None,) * x.ndim))
 
-    def padding(self, tokens: int) -> int:
-        """Empty tokens to put in front of a prompt so that the devices along the text get equal parts."""
-        return -tokens % self.size(SLOTS)
-
-    def slots(self, count: int) -> int:
-        """`count` rounded up so that the devices along the slots get equal parts."""
-        return count + self.padding(count)
+    @property
+    def parts(self) -> int:
+        """Devices that share the slots of a head, and the tokens of a prompt in attention."""
+        return self.size(SLOTS)
 
     def lay(self, name: str, x: Any) -> Any:
         """An activation of `ACTIVATIONS`, inside a compiled program."""
@@ -145,7 +142,7 @@ class Layout:
             if all(leaf.sharding.num_devices == 1 for leaf in jax.tree.leaves(cache)):
                 return cache
             return jax.tree.map(lambda leaf: jnp.asarray(on_host(leaf)), cache)
-        layers = tuple(slots_of.resize(layer, self.slots(layer.slots)) for layer in cache.layers)
+        layers = tuple(slots_of.resize(layer, -(-layer.slots // self.parts) * self.parts) for layer in cache.layers)
         small = {name: self.put(getattr(cache, name)) for name in ("lengths", "limits", "pending")}
         return dataclasses.replace(cache, layers=self.layers(layers), **small)
 

@@ -1,0 +1,55 @@
+"""Memory is bounded for real: bytes of the compiled programs by prompt length, on two layers of SmolLM2's shape."""
+
+import dataclasses
+
+import jaxtyping
+import pytest
+
+import jaxkv
+from jaxkv.lowering import held, lower
+from jaxkv.policies import catalogue
+
+BUDGET, BLOCK = 256, 512
+BOUNDED = [name for name, policy in catalogue().items() if policy.evicts]
+
+
+def bytes_needed(config, policy, tokens):
+    """Without the weights: temporary + argument bytes of prefill, and of decode after it."""
+    programs = lower(config, policy, batch=1, tokens=tokens, room=0 if policy.decode else 64, steps=4)
+    found = []
+    for program in (programs.prefill, programs.decode):
+        memory = program.compile().memory_analysis()
+        found.append(memory.temp_size_in_bytes + memory.argument_size_in_bytes - held(programs.weights))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def unchecked():
+    """Lowering makes caches of shapes, and of jax's own descriptions: no arrays, which the shape check would refuse."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.fixture(scope="module")
+def config(smollm2):
+    return dataclasses.replace(
+        smollm2.config, num_layers=2, layer_types=("full",) * 2, max_position=16384, vocab_size=1024
+    )
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_bytes_do_not_depend_on_the_prompt(config, name):
+    policy = jaxkv.policy(name, budget=BUDGET, block=BLOCK)
+    (short_prefill, short_decode), (long_prefill, long_decode) = (bytes_needed(config, policy, n) for n in (2048, 8192))
+    assert long_prefill <= 1.05 * short_prefill
+    assert long_decode == short_decode
+
+
+def test_the_full_cache_grows(config):
+    """Else the test above would show nothing."""
+    policy = jaxkv.policy("full", block=BLOCK)
+    (short_prefill, short_decode), (long_prefill, long_decode) = (bytes_needed(config, policy, n) for n in (2048, 8192))
+    assert long_prefill > 2 * short_prefill
+    assert long_decode > 2 * short_decode
