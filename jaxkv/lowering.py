@@ -43,8 +43,8 @@ def lower(
 ) -> Lowered:
     """Prefill of `batch` prompts of `tokens` tokens each, and `steps` greedy decode steps after it; nothing runs.
 
-    On the mesh of `layout` weights and cache are divided as `load` and `generate` do it. `room` is the new tokens that a
-    policy which only adds must hold; `panels` as in `abstract_weights`. Raises `BadValue` for a text longer than the
+    On the mesh of `layout` weights and cache are divided as `load` and `generate` do it. `room` is the new tokens that
+    a policy which only adds must hold; `panels` as in `abstract_weights`. Raises `BadValue` for a text longer than the
     model's context.
     """
     weights = _weights(config, dtype, panels, layout)

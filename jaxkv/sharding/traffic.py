@@ -6,6 +6,7 @@ import re
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _CALL = re.compile(rf"= (?P<result>.*?) (?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\(")
+_CHANNEL = re.compile(r"channel_id=(\d+)")
 _ARRAY = re.compile(r"(pred|[a-z]+\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 _OPENS = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _CALLS = re.compile(r"(?:calls|to_apply|body|condition|called_computations)=\{?%?([\w.\-]+)")
@@ -39,12 +40,15 @@ def collectives(text: str) -> list[Collective]:
         if body not in looped:
             looped.add(body)
             todo += [called for line in inside.get(body, ()) for called in _CALLS.findall(line)]
-    return [
-        Collective(call["kind"], _arrays(call), name in looped)
-        for name, lines in inside.items()
-        for call in map(_CALL.search, lines)
-        if call is not None
-    ]
+    found, channels = [], set()
+    for name, lines in inside.items():
+        for line in lines:
+            call, channel = _CALL.search(line), _CHANNEL.search(line)
+            if call is None or (channel is not None and channel[1] in channels):
+                continue  # the start, middle and end of one that runs beside other work are written out alike
+            channels |= {channel[1]} if channel is not None else set()
+            found.append(Collective(call["kind"], _arrays(call), name in looped))
+    return found
 
 
 def _arrays(call: re.Match[str]) -> tuple[tuple[str, tuple[int, ...]], ...]:
