@@ -3,7 +3,7 @@
 Nothing runs and no weights exist: XLA's TPU compiler, from `libtpu`, compiles the sharded programs for abstract
 arguments; memory per chip and the bytes of every collective are read from the executables.
 
-    pip install libtpu && python -m benchmarks.pod [--only NAME ...] [--scaling]
+    pip install libtpu && python -m benchmarks.pod [--only NAME ...] [--phases decode] [--scaling]
 """
 
 import argparse
@@ -122,57 +122,62 @@ def traffic(found: list[Collective]) -> dict[str, Any]:
     }
 
 
-def measured(case: Case, layers: int | None, phases: tuple[str, ...]) -> dict[str, Any]:
-    """Compile the phases of a case; memory, collectives and seconds of each."""
+def measured(case: Case, layers: int | None, phase: str) -> dict[str, Any]:
+    """Compile one phase of a case, with all layers or so many; memory, collectives and seconds."""
     config = config_of(case.model, layers)
     layout = Layout.of(jaxkv.mesh(**dict(case.mesh), devices=devices_of(case.topology)), config)
     policy = jaxkv.policy(case.policy, budget=case.budget, block=BLOCK)
     programs = lower(
         config, policy, batch=case.batch, tokens=case.tokens, steps=STEPS, dtype=jnp.bfloat16, layout=layout
     )
-    layers = programs.cache.layers
-    out: dict[str, Any] = {
+    began = time.perf_counter()
+    compiled = getattr(programs, phase).compile()
+    found = collectives(compiled.as_text())
+    held = programs.cache.layers
+    keys = min(held_by_one(layer.keys) for layer in held)
+    largest = max((each.bytes for each in found), default=0)
+    assert phase != "decode" or largest < keys, (
+        f"{case.name}: decoding sends {largest} bytes, a layer's keys are {keys}"
+    )
+    return {
         **dataclasses.asdict(case),
         "name": case.name,
-        "layers": config.num_layers,
         "weights": held_by_one(programs.weights),
-        "cache": held_by_one(layers),
-        "smallest_array_with_slots": min(held_by_one(leaf) for leaf in jax.tree.leaves(layers) if len(leaf.shape) > 2),
-    }
-    for phase in phases:
-        began = time.perf_counter()
-        compiled = getattr(programs, phase).compile()
-        found = collectives(compiled.as_text())
-        out[phase] = {
+        "cache": held_by_one(held),
+        phase: {
+            "layers": config.num_layers,
             "seconds": time.perf_counter() - began,
             "memory": memory(compiled),
             "traffic": traffic(found),
-            "largest_anywhere": max((each.bytes for each in found), default=0),
-        }
-    if "decode" in out:  # the smallest array that has slots is larger than anything that decoding sends
-        assert out["decode"]["largest_anywhere"] < out["smallest_array_with_slots"] or case.mesh == (), out
-    return out
+            "largest_collective": largest,
+            "keys_of_a_layer": keys,
+        },
+    }
 
 
 def row_of(result: dict[str, Any]) -> tuple[str, ...]:
     """A line of the table of programs."""
     hbm, bandwidth = CHIPS[result["topology"].partition(":")[0]]
-    cells = [result["name"], str(result["layers"]), str(result["batch"])]
-    cells += [f"{result[part] / GIB:.2f}" for part in ("weights", "cache")]
-    for phase in ("decode", "prefill"):
-        if phase in result:
-            total = result[phase]["memory"]["total"]
-            moved = result[phase]["traffic"]
-            cells += [f"{total / GIB:.2f}", f"{total / hbm:.0%}", str(moved["count"]), f"{moved['bytes'] / 2**20:.2f}"]
-        else:
-            cells += ["-"] * 4
-    cells.append(f"{(result['weights'] + result['cache']) / bandwidth * 1e3:.2f}")
+    cells = [result["name"], str(result["batch"])]
+    cells += [f"{result[part] / GIB:.2f}" if part in result else "-" for part in ("weights", "cache")]
+    if "decode" in result:
+        total, moved = result["decode"]["memory"]["total"], result["decode"]["traffic"]
+        cells += [f"{total / GIB:.2f}", f"{total / hbm:.0%}", str(moved["count"]), f"{moved['bytes'] / 2**20:.2f}"]
+        cells.append(f"{(result['weights'] + result['cache']) / bandwidth * 1e3:.2f}")
+    else:
+        cells += ["-"] * 5
+    if "prefill" in result:
+        moved = result["prefill"]["traffic"]
+        cells += [str(result["prefill"]["layers"]), f"{result['prefill']['memory']['temp'] / GIB:.2f}"]
+        cells += [str(moved["count"]), f"{moved['bytes'] / 2**20:.1f}"]
+    else:
+        cells += ["-"] * 4
     return tuple(cells)
 
 
 HEADER = (
-    "program", "layers", "batch", "weights GiB", "cache GiB", "decode GiB", "of HBM", "collectives/token", "MiB/token",
-    "prefill GiB", "of HBM", "collectives/block", "MiB/block", "limit ms/token",
+    "program", "batch", "weights GiB", "cache GiB", "decode GiB", "of HBM", "collectives/token", "MiB/token",
+    "limit ms/token", "prefill: layers", "temporary GiB", "collectives/block", "MiB/block",
 )  # fmt: skip
 
 
@@ -190,30 +195,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose name holds one of these")
     parser.add_argument("--scaling", action="store_true", help="the weak-scaling series instead, decode only")
-    parser.add_argument("--layers", type=int, help="fewer layers than the model has, for a quick look; not stored")
+    parser.add_argument(
+        "--prefill-layers", type=int, default=2, help="prefill is compiled with so many layers: its sorts take long"
+    )
     parser.add_argument("--phases", nargs="+", default=["decode", "prefill"], choices=["decode", "prefill"])
     options = parser.parse_args()
 
     name = "pod_scaling" if options.scaling else "pod"
-    phases = ("decode",) if options.scaling else tuple(options.phases)
     path = RESULTS / f"{name}.json"
     stored = json.loads(path.read_text())["results"] if path.exists() else []
     done = {result["name"]: result for result in stored}
-    for case in SCALING if options.scaling else CASES:
+    cases = SCALING if options.scaling else CASES
+    for case in cases:
         if not any(part in case.name for part in options.only):
             continue
-        result = measured(case, options.layers, phases)
-        done[case.name] = {**done.get(case.name, {}), **result}
-        print(table(case.name, HEADER, [row_of(result)]), flush=True)
-        print(
-            {phase: round(result[phase]["seconds"]) for phase in phases}, "s;", result[phases[0]]["traffic"], flush=True
-        )
-        if options.layers is None:
-            write(name, {"results": list(done.values())})
-    if options.layers is None:
-        print(
-            table(f"bf16, budget {BUDGET}, block {BLOCK}, per chip", HEADER, [row_of(each) for each in done.values()])
-        )
+        result = done.setdefault(case.name, {})
+        for phase in ("decode",) if options.scaling else tuple(options.phases):
+            found = measured(case, options.prefill_layers if phase == "prefill" else None, phase)
+            if phase == "prefill":  # weights and cache are those of all layers
+                found = {key: value for key, value in found.items() if key not in ("weights", "cache")}
+            result |= found
+            print(table(case.name, HEADER, [row_of(result)]), flush=True)
+            print(f"{phase}: {result[phase]['seconds']:.0f} s;", result[phase]["traffic"], flush=True)
+            ordered = [done[each.name] for each in cases if each.name in done]
+            write(name, {"results": ordered})
+            into_docs(name, [row_of(each) for each in ordered])
 
 
 if __name__ == "__main__":
