@@ -18,7 +18,6 @@ from typing import Any
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to ask about
 os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
