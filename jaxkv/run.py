@@ -86,7 +86,7 @@ def prefill(
             jnp.moveaxis(x[:, plan.first :].reshape(-1, plan.blocks, plan.block), 1, 0) for x in (tokens, positions)
         ]
         (layers, hidden), _ = lax.scan(more, (layers, hidden), (jnp.arange(1, plan.blocks + 1), *rest))
-    return layers, layout.constrain(model.logits(hidden))
+    return tuple(map(layout.layer, layers)), layout.constrain(model.logits(hidden))
 
 
 @jax.tree_util.register_dataclass
@@ -176,7 +176,7 @@ def decode(
         return decode_step(weights, state, config, policy, sampler, stop, layout, implementation)
 
     state, tokens = lax.scan(step, state, length=steps)
-    return state, tokens.T
+    return layout.state(state), layout.constrain(tokens.T)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="layout")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh
 
 from jaxkv.configs import config_files
@@ -34,12 +35,11 @@ def mesh(
         if sizes != dict.fromkeys(AXES, 1):
             raise BadValue(f"mesh {name!r} and axes besides: give the name or the axes")
         sizes |= named(name)
-    return jax.make_mesh(
-        tuple(checked(sizes, len(jax.devices() if devices is None else devices)).values()),
-        AXES,
-        axis_types=(AxisType.Auto,) * len(AXES),
-        devices=devices,
-    )
+    devices = jax.devices() if devices is None else devices
+    shape = tuple(checked(sizes, len(devices)).values())
+    # neighbours on the wires where the axes fit them; an axis may also take a part of one (8 of 4 x 4)
+    placed = create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def named(name: str) -> dict[str, int]:
