@@ -91,7 +91,7 @@ def test_processes_together_give_what_one_gives(tmp_path, processes, devices, me
         assert [a + b for a, b in zip(found[name], more.tokens.tolist(), strict=True)] == alone(name, 17)
 
 
-@pytest.mark.parametrize("dies", [0, 1])
+@pytest.mark.parametrize("dies", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_one_process_killed_ends_the_other(tmp_path, dies):
     codes, texts, seconds = run(
         tmp_path, 2, devices=1, mesh={"model": 2}, policies={"h2o": POLICIES["h2o"]}, tokens=400, dies=dies, timeout=10

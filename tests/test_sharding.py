@@ -99,7 +99,7 @@ def test_a_mesh_gives_what_one_device_gives(goldens, name, axes):
 
 @pytest.mark.parametrize(
     "axes",
-    [(1, 8, 1), (1, 3, 2), *(pytest.param(axes, marks=pytest.mark.slow) for axes in ((2, 4, 1), (2, 2, 2)))],
+    [(1, 8, 1), *(pytest.param(axes, marks=pytest.mark.slow) for axes in ((1, 3, 2), (2, 4, 1), (2, 2, 2)))],
     ids=str,
 )
 def test_heads_that_the_axis_does_not_divide(goldens, axes):
@@ -113,7 +113,15 @@ def test_heads_that_the_axis_does_not_divide(goldens, axes):
     assert_same_cache(out.cache, expected(folder, "dapq-longflow").cache)
 
 
-@pytest.mark.parametrize("family, options", [("gemma3_text", {}), ("qwen2", {}), ("llama3", {"every": 5})], ids=str)
+@pytest.mark.parametrize(
+    "family, options",
+    [
+        ("gemma3_text", {}),
+        pytest.param("qwen2", {}, marks=pytest.mark.slow),
+        pytest.param("llama3", {"every": 5}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_windows_biases_and_cuts_every_few_steps(goldens, family, options):
     folder = goldens / "tiny" / family
     one = generated(jaxkv.load(folder), "h2o", **options)
