@@ -13,6 +13,7 @@ from jaxkv.generate import prefill as prefill
 from jaxkv.generate import stream as stream
 from jaxkv.policies import Policy as Policy
 from jaxkv.policies import policy as policy
+from jaxkv.sharding import mesh as mesh
 from jaxkv.weights import load as load
 
 __version__ = "0.1.0"

@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import cache as slots_of
@@ -17,10 +18,9 @@ from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import rotate
 from jaxkv.policies.policy import Phase, Policy, priority
 from jaxkv.policies.score import Sight
-from pallas_kernels.decode_attend_score import decode_attend_score
+from jaxkv.sharding.attention import decode_attend_score, prefill_attend, prefill_attend_mass
+from jaxkv.sharding.layout import Layout
 from pallas_kernels.decode_attend_score.victim import Rule, alive, victim
-from pallas_kernels.prefill_attend import prefill_attend
-from pallas_kernels.prefill_attend_mass import prefill_attend_mass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,7 @@ def prefill_layer(
     policy: Policy,
     positions: Int[Array, "B T"],
     now: Int[Array, "B"],
+    layout: Layout,
     implementation: str | None,
     spec: AttentionSpec,
     query: Float[Array, "B T Hq D"],
@@ -55,7 +56,7 @@ def prefill_layer(
     The last `state.extra` of the T tokens are pseudo tokens, which look, and whose keys and values are not kept.
     Padding has position -1. `now [B]` is the position after the block's last prompt token.
     """
-    query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))  # [B, H, T, D]
+    query, key, value = (jnp.swapaxes(layout.lay("heads", x), 1, 2) for x in (query, key, value))  # [B, H, T, D]
     each_head = jnp.broadcast_to(positions[:, None, :], key.shape[:3])
     rotation = functools.partial(_turned, spec)
     entered = policy.enter(  # before RoPE, so that a token's norm is the same wherever it stands
@@ -69,7 +70,7 @@ def prefill_layer(
     if policy.rope == "text":
         query = rotate(query, positions[:, None, :], spec.rope)
         key = rotate(key, positions[:, None, :], spec.rope)
-    joined = slots_of.append(state.cache, key, value, each_head, entered)
+    joined = layout.gathered(slots_of.append(layout.gathered(state.cache), key, value, each_head, entered))
 
     read, places = joined.keys, joined.positions
     if policy.rope == "cache":
@@ -80,20 +81,21 @@ def prefill_layer(
         sight = dataclasses.replace(sight, query_places=mine[:, 0, :own])
 
     softmax = {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap, "implementation": implementation}
-    context = prefill_attend(query, read, joined.values, positions, joined.positions, own_keys_last=True, **softmax)
+    context = prefill_attend(layout, query, read, joined.values, positions, joined.positions, **softmax)
 
     mass = None
     if policy.prefill is not None and policy.prefill.score.looks and state.look:
-        mass = _prompt_mass(policy.prefill, query, read, positions, joined.positions, now, state, softmax)
+        mass = _prompt_mass(policy.prefill, layout, query, read, positions, joined.positions, now, state, softmax)
     if state.extra:  # the pseudo tokens have looked: empty their slots
         joined = dataclasses.replace(joined, positions=joined.positions.at[:, :, -state.extra :].set(EMPTY))
     sight = dataclasses.replace(sight, keys=read, values=joined.values, places=places)
     cut = _cut_prompt(policy, joined, mass, now, spec.window, state, sight)
-    return jnp.swapaxes(context, 1, 2), cut
+    return layout.lay("context", jnp.swapaxes(context, 1, 2)), dataclasses.replace(cut, cache=layout.layer(cut.cache))
 
 
 def _prompt_mass(
     phase: Phase,
+    layout: Layout,
     query: Float[Array, "B Hq T D"],
     keys: Float[Array, "B Hk S D"],
     query_positions: Int[Array, "B T"],
@@ -108,7 +110,7 @@ def _prompt_mass(
     query, at = query[:, :, -last:], query_positions[:, -last:]
     if not getattr(observe, "own_keys", True):
         key_positions = key_positions.at[:, :, -last:].set(EMPTY)
-    mass = prefill_attend_mass(query, keys, at, key_positions, reduce=aggregate.queries, own_keys_last=True, **softmax)
+    mass = prefill_attend_mass(layout, query, keys, at, key_positions, reduce=aggregate.queries, **softmax)
     apart = phase.protects.recent_entries(key_positions, now, state.limits)
     mass = aggregate.along_text(mass, key_positions, apart)
     return aggregate.over_group(mass, keys.shape[1])
@@ -184,6 +186,7 @@ def _turned(spec: AttentionSpec, x: Float[Array, "*lead D"], positions: Int[Arra
 def decode_layer(
     policy: Policy,
     position: Int[Array, "B"],
+    layout: Layout,
     implementation: str | None,
     spec: AttentionSpec,
     query: Float[Array, "B 1 Hq D"],
@@ -195,7 +198,7 @@ def decode_layer(
 
     A row whose position is -1 has finished: its cache stays as it is.
     """
-    query, key, value = query[:, 0], key[:, 0], value[:, 0]  # [B, H, D]
+    query, key, value = (layout.lay("heads", x)[:, 0] for x in (query, key, value))  # [B, H, D]
     layer, phase, limits = state.cache, policy.decode, state.limits
     active = position >= 0
     at_once = phase is not None and phase.every == 1
@@ -208,9 +211,10 @@ def decode_layer(
     if policy.rope == "text":
         query, key = (rotate(x, position[:, None], spec.rope) for x in (query, key))
     else:
-        turn = _turn_by_place(spec, position)
+        turn = functools.partial(_turn_by_place, spec)
 
     result = decode_attend_score(
+        layout,
         query,
         key,
         value,
@@ -226,7 +230,7 @@ def decode_layer(
         softcap=spec.softcap,
         group=phase.aggregate.group if phase else "sum",
         rule=rule,
-        rotate=turn,
+        turn=turn,
         implementation=implementation,
     )
     before, stats = stats, policy.observe(phase, stats, result.mass, position + 1) if phase else stats
@@ -238,7 +242,7 @@ def decode_layer(
         layer = dataclasses.replace(layer, next_slot=jnp.where(active[:, None], aimed, layer.next_slot))
     if phase is not None and not at_once:
         layer = _cut_when_full(policy, phase, layer, before, result.mass, position, spec.window, state, sight)
-    return result.output[:, None], dataclasses.replace(state, cache=layer)
+    return layout.lay("context", result.output[:, None]), dataclasses.replace(state, cache=layout.layer(layer))
 
 
 def _score_of(
@@ -247,32 +251,34 @@ def _score_of(
     """Recent tokens protected, weight and bias of the score, as the attention of this step will need them."""
     if phase is None or not phase.straight:
         return (jnp.zeros_like(limits),)
-    positions = layer.positions.at[_next_slots(layer, position >= 0)].set(position[:, None], mode="drop")
+    positions = jnp.where(_filling(layer, position >= 0), position[:, None, None], layer.positions)
     return (phase.protects.recents(limits), *phase.score.line(stats, positions, position + 1))
 
 
 def _write_stats(layer: LayerCache, entered: dict, active: Bool[Array, "B"]) -> dict:
     """The layer's statistics with those of the new token in its slot."""
-    at = _next_slots(layer, active)
-    return {name: stat.at[at].set(entered[name][..., 0], mode="drop") for name, stat in layer.stats.items()}
+    new = _filling(layer, active)
+    return {name: jnp.where(new, entered[name], stat) for name, stat in layer.stats.items()}
 
 
-def _next_slots(layer: LayerCache, active: Bool[Array, "B"]) -> tuple:
-    """Indices of the slots that the rows' next tokens fill; out of range for rows that have finished."""
-    batch, heads = layer.next_slot.shape
+def _filling(layer: LayerCache, active: Bool[Array, "B"]) -> Bool[Array, "B Hk C"]:
+    """True for the slots that the rows' next tokens fill; nowhere in rows that have finished.
+
+    A mask and not an index: where slots are divided over devices, each can tell its own.
+    """
     slot = jnp.where(active[:, None], layer.next_slot, layer.slots)
-    return jnp.arange(batch)[:, None], jnp.arange(heads)[None, :], slot
+    return lax.broadcasted_iota(jnp.int32, layer.positions.shape, 2) == slot[..., None]
 
 
-def _turn_by_place(spec: AttentionSpec, position: Int[Array, "B"]):
-    """Rotation of query and keys by their place in the cache instead of the text."""
-
-    def turn(queries, keys, positions):
-        place = slots_of.ranks(positions)
-        newest = jnp.max(jnp.where(positions == position[:, None, None], place, 0), axis=-1)
-        return rotate(queries, newest[..., None], spec.rope), rotate(keys, place, spec.rope)
-
-    return turn
+def _turn_by_place(
+    spec: AttentionSpec,
+    query: Float[Array, "B Hk G D"],
+    keys: Float[Array, "B Hk C D"],
+    places: Int[Array, "B Hk C"],
+    place: Int[Array, "B Hk"],
+) -> tuple[Float[Array, "B Hk G D"], Float[Array, "B Hk C D"]]:
+    """Query and keys turned by their place in the cache instead of the text."""
+    return rotate(query, place[..., None], spec.rope), rotate(keys, places, spec.rope)
 
 
 def _cut_when_full(

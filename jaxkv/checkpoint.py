@@ -8,19 +8,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jax.experimental.multihost_utils import sync_global_devices
 
 from jaxkv.cache import KVCache, LayerCache
 from jaxkv.errors import BadCheckpoint
 from jaxkv.policies.policy import from_dict, to_dict
+from jaxkv.sharding.layout import ONE_DEVICE, Layout
 
 FORMAT = 1
 
 
 def save(cache: KVCache, path: str | os.PathLike) -> Path:
-    """Write the cache to a new folder, all of it or nothing. Raises `BadCheckpoint` where something stands already."""
+    """Write the cache to a new folder, all of it or nothing. Raises `BadCheckpoint` where something stands already.
+
+    On many hosts each calls this, with a path that all of them see, and writes its own parts.
+    """
     path = Path(path).absolute()
     if path.exists():
         raise BadCheckpoint(f"{path} exists already: expected a new path; remove it or save elsewhere")
+    if jax.process_count() > 1:
+        sync_global_devices("jaxkv.save")  # every host has looked before one of them begins to write
     facts = {
         "format": FORMAT,
         "model": cache.model,
@@ -36,7 +43,7 @@ def save(cache: KVCache, path: str | os.PathLike) -> Path:
 
 
 def restore(path: str | os.PathLike, params: Any = None) -> KVCache:
-    """The cache that was saved at `path`. With `params`, it must have been made by that model.
+    """The cache that was saved at `path`. With `params`, it must have been made by that model, and goes to its mesh.
 
     Raises `BadCheckpoint` for a path that holds no cache, a corrupt one, or one of another model.
     """
@@ -48,7 +55,8 @@ def restore(path: str | os.PathLike, params: Any = None) -> KVCache:
             facts = checkpointer.restore(path, ocp.args.Composite(facts=ocp.args.JsonRestore()))["facts"]
             if facts.get("format") != FORMAT:
                 raise BadCheckpoint(f"{path}: format {facts.get('format')}, expected {FORMAT}; save it again")
-            template = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), _template(facts))
+            layout = ONE_DEVICE if params is None else params.layout
+            template = _template(facts, layout)
             arrays = checkpointer.restore(path, ocp.args.Composite(cache=ocp.args.StandardRestore(template)))["cache"]
     except BadCheckpoint:
         raise
@@ -60,7 +68,7 @@ def restore(path: str | os.PathLike, params: Any = None) -> KVCache:
         raise BadCheckpoint(
             f"{path}: made by model {facts['model']}, but these params are {params.fingerprint}; load that model"
         )
-    return KVCache(
+    cache = KVCache(
         layers=tuple(LayerCache(**layer) for layer in arrays["layers"]),
         lengths=arrays["lengths"],
         limits=arrays["limits"],
@@ -68,6 +76,7 @@ def restore(path: str | os.PathLike, params: Any = None) -> KVCache:
         policy=from_dict(facts["policy"]),
         model=facts["model"],
     )
+    return layout.cache(cache)
 
 
 def _arrays(cache: KVCache) -> dict[str, Any]:
@@ -79,23 +88,27 @@ def _shape_of(layer: LayerCache) -> dict[str, Any]:
     return {"shape": list(layer.keys.shape), "dtype": str(layer.keys.dtype), "stats": sorted(layer.stats)}
 
 
-def _template(facts: dict[str, Any]) -> dict[str, Any]:
-    """Shapes and dtypes of the saved arrays, from the facts beside them."""
+def _template(facts: dict[str, Any], layout: Layout) -> dict[str, Any]:
+    """Shapes, dtypes and places of the saved arrays, from the facts beside them."""
     batch = facts["batch"]
+
+    def array(shape, dtype, divided=True):
+        axes = layout.slot_axes(len(shape)) if divided else (None,) * len(shape)
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=layout.sharding(shape, axes))
 
     def layer(fact):
         shape, flat = tuple(fact["shape"]), tuple(fact["shape"][:3])
         return {
-            "keys": jax.ShapeDtypeStruct(shape, jnp.dtype(fact["dtype"])),
-            "values": jax.ShapeDtypeStruct(shape, jnp.dtype(fact["dtype"])),
-            "positions": jax.ShapeDtypeStruct(flat, jnp.int32),
-            "next_slot": jax.ShapeDtypeStruct(flat[:2], jnp.int32),
-            "stats": {name: jax.ShapeDtypeStruct(flat, jnp.float32) for name in fact["stats"]},
+            "keys": array(shape, fact["dtype"]),
+            "values": array(shape, fact["dtype"]),
+            "positions": array(flat, jnp.int32),
+            "next_slot": array(flat[:2], jnp.int32),
+            "stats": {name: array(flat, jnp.float32) for name in fact["stats"]},
         }
 
     return {
         "layers": [layer(fact) for fact in facts["layers"]],
-        "lengths": jax.ShapeDtypeStruct((batch,), jnp.int32),
-        "limits": jax.ShapeDtypeStruct((len(facts["layers"]), batch), jnp.int32),
-        "pending": jax.ShapeDtypeStruct((batch,), jnp.int32),
+        "lengths": array((batch,), jnp.int32, divided=False),
+        "limits": array((len(facts["layers"]), batch), jnp.int32, divided=False),
+        "pending": array((batch,), jnp.int32, divided=False),
     }

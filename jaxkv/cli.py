@@ -84,6 +84,33 @@ class Drafting:
 
 
 @dataclasses.dataclass(frozen=True)
+class Spread:
+    """More than one device, and more than one host."""
+
+    mesh: str | None = None
+    """Axes such as data=2,model=4 (also context and fsdp), or a name of configs/meshes."""
+    coordinator: str | None = None
+    """host:port of process 0; on a TPU pod this and the next two are found."""
+    num_processes: int | None = None
+    process_id: int | None = None
+    host_timeout: int = 60
+    """Seconds after which a missing or silent host ends all of them."""
+
+    def build(self) -> Any:
+        """The mesh, or None for one device; joins the hosts first."""
+        if self.mesh is None:
+            if self.coordinator is not None:
+                raise BadValue("--coordinator without --mesh: say how the hosts' devices share the work, as data=2")
+            return None
+        import jaxkv
+        from jaxkv.sharding import start
+        from jaxkv.sharding.mesh import parsed
+
+        start(self.coordinator, self.num_processes, self.process_id, timeout=self.host_timeout)
+        return jaxkv.mesh(**parsed(self.mesh))
+
+
+@dataclasses.dataclass(frozen=True)
 class Generate:
     """Continue a prompt under a KV budget."""
 
@@ -96,6 +123,7 @@ class Generate:
     cut: Cut = Cut()
     draw: Draw = Draw()
     drafting: Drafting = Drafting()
+    spread: Spread = Spread()
     chat: bool = False
     """Wrap the prompt in the model's chat template."""
     json: bool = False
@@ -147,7 +175,10 @@ Command = (
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run one command; 0, or 2 for a `JaxkvError`, whose message goes to standard error."""
+    """Run one command; 0, or 2 for a `JaxkvError`, whose message goes to standard error.
+
+    When another host of a run over many fails, the process ends at once with 3.
+    """
     os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")  # libtpu without a TPU warns about worker hostnames
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # and transformers about the absence of torch
     command = tyro.cli(Command, prog="jaxkv", args=args, config=(OmitArgPrefixes,))
@@ -156,21 +187,32 @@ def main(args: list[str] | None = None) -> int:
     except JaxkvError as error:
         print(f"jaxkv: {error}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        from jaxkv.sharding.hosts import failed_elsewhere
+
+        message = failed_elsewhere(error)
+        if message is None:
+            raise
+        print(f"jaxkv: {message}", file=sys.stderr, flush=True)
+        os._exit(3)  # leaving in order would wait for the host that is gone
     except KeyboardInterrupt:
         return 130
 
 
 def _generate(command: Generate) -> int:
     import jaxkv
+    from jaxkv.sharding.hosts import speaks
 
     chosen, method = command.cut.build(), command.drafting.build()
     text = sys.stdin.read() if command.prompt == "-" else command.prompt
-    params = jaxkv.load(command.model, dtype=command.dtype)
+    params = jaxkv.load(command.model, dtype=command.dtype, mesh=command.spread.build())
     prompt = [{"role": "user", "content": text}] if command.chat else text
-    with _Meter(command.json) as meter:
+    with _Meter(command.json or not speaks()) as meter:
         out = jaxkv.generate(
             params, prompt, policy=chosen, speculative=method, progress=meter.update, **_drawn(command.draw)
         )
+    if not speaks():
+        return 0
     if command.json:
         ids = out.tokens[0, : out.lengths[0]].tolist()
         print(json.dumps({"text": out.text, "tokens": ids, "stats": _facts(out.stats)}))

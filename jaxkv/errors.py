@@ -30,6 +30,10 @@ class MissingModel(JaxkvError, FileNotFoundError):
     """A model that is not installed or not on disk."""
 
 
+class HostFailure(JaxkvError, RuntimeError):
+    """Another host of a run over many that failed, or never came."""
+
+
 def unknown(kind: str, name: str, known) -> UnknownName:
     """`UnknownName` that lists the nearest of the `known` names."""
     known = sorted(known)

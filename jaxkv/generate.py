@@ -23,6 +23,7 @@ from jaxkv.policies.observe import Lookahead, Observe, PseudoQueries, Replay
 from jaxkv.policies.policy import Policy
 from jaxkv.prompts import Prompt, left_padded, rows_of
 from jaxkv.sampling import Sampler
+from jaxkv.sharding.layout import on_host
 from jaxkv.speculative.method import Start
 from jaxkv.speculative.session import Session, Speculation, Speculative
 from jaxkv.weights.params import Params
@@ -212,33 +213,33 @@ def _prefill(
 
     With `top` also the likeliest tokens after each token of the padded rows, as far as `limit` reaches.
     """
-    config, batch = params.config, len(rows)
+    config, layout, batch = params.config, params.layout, len(rows)
     if cache is not None:
-        cache = _branched(cache, batch)
+        cache = layout.cache(_branched(cache, batch))
         pending = np.asarray(cache.pending)
         rows = [np.append(pending[i], row).astype(np.int32) if pending[i] >= 0 else row for i, row in enumerate(rows)]
-    shapes, limits = plan(policy, config, cache, np.array([len(row) for row in rows]), room)
+    shapes, limits = plan(policy, config, cache, np.array([len(row) for row in rows]), room, parts=layout.parts)
     lengths = np.zeros(batch, np.int32) if cache is None else np.asarray(cache.lengths)
     tokens, positions = left_padded(rows, shapes.length, lengths)
     pseudo = np.zeros((batch, 0), np.int32)
     if policy.prefill is not None and shapes.look:
         pseudo = _pseudo_tokens(params, rows, policy, policy.prefill.observe, cache, implementation)
     if cache is None:
-        layers = run.empty_layers(config, policy, batch, params.dtype)
+        layers = layout.layers(run.empty_layers(config, policy, batch, params.dtype))
     else:
         layers = tuple(
             dataclasses.replace(layer, stats={k: layer.stats[k] for k in policy.stats}) for layer in cache.layers
         )
     layers, logits, expected = run.prefill(
-        params.weights, layers, *map(jnp.asarray, (tokens, positions, pseudo, lengths, limits)),
-        config=config, policy=policy, plan=shapes, implementation=implementation, progress=progress,
+        params.weights, layers, *map(layout.put, (tokens, positions, pseudo, lengths, limits)),
+        config=config, policy=policy, plan=shapes, layout=layout, implementation=implementation, progress=progress,
         top=top, limit=limit,
     )  # fmt: skip
     cache = KVCache(
         layers=layers,
-        lengths=jnp.asarray(lengths + np.array([len(row) for row in rows], np.int32)),
-        limits=jnp.asarray(limits),
-        pending=jnp.full((batch,), -1, jnp.int32),
+        lengths=layout.put(lengths + np.array([len(row) for row in rows], np.int32)),
+        limits=layout.put(limits),
+        pending=layout.put(np.full(batch, -1, np.int32)),
         policy=policy,
         model=params.fingerprint,
     )
@@ -344,6 +345,8 @@ def _begin(
     if stop and params.tokenizer is None:
         raise BadValue("stop strings need a tokenizer, and these params have none: use stop_tokens=")
     chosen = _policy(params, policy, cache)
+    if speculative is not None and params.layout.mesh is not None:
+        raise BadValue("speculative= on a mesh: drafts are verified on one device so far; leave one of the two out")
     session = None if speculative is None else Session(speculative, params, chosen)
     went_on = cache is not None
     started = time.perf_counter()
@@ -360,7 +363,8 @@ def _begin(
         top = (session.top, session.limit) if session is not None else (0, 0)
         cache, logits, expected = _prefill(params, rows, chosen, cache, max_new_tokens, implementation, progress, *top)
         logits = jnp.repeat(logits, samples, axis=0)
-    cache = _repeated(cache, samples)
+    layout = params.layout
+    cache = layout.cache(_repeated(cache, samples))
     seen = None
     if sampler.repetition_penalty is not None:
         seen = np.zeros((cache.batch, config.vocab_size), bool)
@@ -368,10 +372,10 @@ def _begin(
             seen[index, rows[index // samples] if rows else np.asarray(cache.pending)[index]] = True
     state = run.DecodeState(
         cache=cache,
-        done=jnp.zeros(cache.batch, bool),
-        left=jnp.full(cache.batch, max_new_tokens, jnp.int32),
-        seen=None if seen is None else jnp.asarray(seen),
-        keys=_row_keys(seed, rows, cache, samples),
+        done=layout.put(np.zeros(cache.batch, bool)),
+        left=layout.put(np.full(cache.batch, max_new_tokens, np.int32)),
+        seen=None if seen is None else layout.put(seen),
+        keys=layout.put(_row_keys(seed, rows, cache, samples)),
     )
     tokens: list[list[int]] = [[] for _ in range(cache.batch)]
     task = _Task(
@@ -380,7 +384,7 @@ def _begin(
         session,
     )  # fmt: skip
     if logits is not None:
-        task.state, first = run.first_token(sampler, stop_tokens, state, logits)
+        task.state, first = run.first_token(sampler, stop_tokens, state, logits, layout=layout)
         _take(task, np.asarray(first)[:, None])
     if session is not None:
 
@@ -407,7 +411,7 @@ def _with_room(policy: Policy, config: Any, cache: KVCache, room: int) -> KVCach
         )
     layers = cache.layers
     if policy.decode is None:
-        held = np.asarray(cache.held()).max(axis=(1, 2))
+        held = on_host(cache.held()).max(axis=(1, 2))
         layers = tuple(
             _grown(layer, int(held[index]) + room, config.attention_spec(index).window)
             for index, layer in enumerate(layers)
@@ -477,7 +481,7 @@ def _chunk(task: _Task, steps: int) -> np.ndarray:
     if task.session is not None:
         task.state, new = task.session.chunk(task.params.weights, task.state, steps, shared)
     else:
-        task.state, new = run.decode(task.params.weights, task.state, steps=steps, **shared)
+        task.state, new = run.decode(task.params.weights, task.state, steps=steps, layout=task.params.layout, **shared)
     return np.asarray(new)
 
 
@@ -547,7 +551,7 @@ def _finish(task: _Task) -> Generation:
     tokens = np.full((len(task.tokens), task.max_new_tokens), pad, np.int32)
     for index, row in enumerate(task.tokens):
         tokens[index, : len(row)] = row
-    held = np.asarray(cache.held())
+    held = on_host(cache.held())
     timed = task.chunk_seconds[1:] or task.chunk_seconds
     seconds = sum((spent for _, spent in timed), 0.0)
     stats = Stats(

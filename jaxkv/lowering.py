@@ -1,11 +1,13 @@
 """The programs of a run, lowered for abstract arguments: to be compiled and asked for memory, bytes and copies."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jaxkv import run
 from jaxkv.cache import KVCache
@@ -13,6 +15,7 @@ from jaxkv.models import ModelConfig, abstract_weights
 from jaxkv.plan import plan
 from jaxkv.policies.policy import Policy
 from jaxkv.sampling import Sampler
+from jaxkv.sharding import ONE_DEVICE, Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,24 +38,27 @@ def lower(
     steps: int = 16,
     dtype: Any = jnp.float32,
     panels: bool | None = None,
+    layout: Layout = ONE_DEVICE,
     implementation: str | None = None,
 ) -> Lowered:
     """Prefill of `batch` prompts of `tokens` tokens each, and `steps` greedy decode steps after it; nothing runs.
 
-    `room` is the new tokens that a policy which only adds must hold; `panels` as in `abstract_weights`. Raises
-    `BadValue` for a text longer than the model's context.
+    On the mesh of `layout` weights and cache are divided as `load` and `generate` do it. `room` is the new tokens that
+    a policy which only adds must hold; `panels` as in `abstract_weights`. Raises `BadValue` for a text longer than the
+    model's context.
     """
-    weights = abstract_weights(config, dtype, panels=panels)
-    shapes, limits = plan(policy, config, None, np.full(batch, tokens), room)
-    static = {"config": config, "policy": policy, "implementation": implementation}
+    weights = _weights(config, dtype, panels, layout)
+    shapes, limits = plan(policy, config, None, np.full(batch, tokens), room, parts=layout.parts)
+    static = {"config": config, "policy": policy, "layout": layout, "implementation": implementation}
+    layers = jax.eval_shape(lambda: run.empty_layers(config, policy, batch, dtype))
+    ints = (
+        (batch, shapes.length), (batch, shapes.length), (batch, policy.extra if shapes.look else 0), (batch,),
+        limits.shape,
+    )  # fmt: skip
     arguments = (
         weights,
-        jax.eval_shape(lambda: run.empty_layers(config, policy, batch, dtype)),
-        _ints(batch, shapes.length),
-        _ints(batch, shapes.length),
-        _ints(batch, policy.extra if shapes.look else 0),
-        _ints(batch),
-        _ints(*limits.shape),
+        jax.tree.map(lambda leaf: _array(layout, leaf, layout.slot_axes(len(leaf.shape))), layers),
+        *(_array(layout, jax.ShapeDtypeStruct(shape, jnp.int32)) for shape in ints),
     )
     prefill = run.prefill.lower(*arguments, **static, plan=shapes)
 
@@ -64,6 +70,11 @@ def lower(
         return run.DecodeState(cache, row < 0, row, None, keys)
 
     begun = jax.eval_shape(state, *arguments)
+    cache = dataclasses.replace(
+        jax.tree.map(lambda leaf: _array(layout, leaf), begun.cache),
+        layers=jax.tree.map(lambda leaf: _array(layout, leaf, layout.slot_axes(len(leaf.shape))), begun.cache.layers),
+    )
+    begun = dataclasses.replace(jax.tree.map(lambda leaf: _array(layout, leaf), begun), cache=cache)
     decode = run.decode.lower(weights, begun, **static, steps=steps, sampler=Sampler(), stop=())
     return Lowered(prefill, decode, weights, begun.cache)
 
@@ -73,5 +84,24 @@ def held(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _ints(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
+def held_by_one(tree: Any) -> int:
+    """Bytes of a tree's arrays on one device of their mesh."""
+    shapes = [(leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in jax.tree.leaves(tree)]
+    return sum(math.prod(shape) * size for shape, size in shapes)
+
+
+def _weights(config: ModelConfig, dtype: Any, panels: bool | None, layout: Layout) -> Any:
+    if layout.mesh is None:
+        return abstract_weights(config, dtype, panels=panels)
+    flat = nnx.to_flat_state(abstract_weights(config, dtype, panels=False))
+    return nnx.from_flat_state(
+        (path, leaf.replace(_array(layout, leaf, layout.rule("/".join(map(str, path)))))) for path, leaf in flat
+    )
+
+
+def _array(layout: Layout, leaf: Any, axes: Any = None) -> jax.ShapeDtypeStruct:
+    """The shape of an array, with its place on the mesh (no axes: replicated)."""
+    if layout.mesh is None:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    place = layout.sharding(leaf.shape, axes or (None,) * len(leaf.shape))
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)

@@ -8,6 +8,7 @@ from jaxkv.cache import KVCache
 from jaxkv.errors import BadValue
 from jaxkv.models import ModelConfig
 from jaxkv.policies.policy import Policy
+from jaxkv.sharding.layout import on_host
 
 ROUND = 16  # the first block is padded to a multiple of this, so that near lengths share a compilation
 
@@ -32,11 +33,12 @@ class Plan:
 
 
 def plan(
-    policy: Policy, config: ModelConfig, cache: KVCache | None, new: np.ndarray, room: int
+    policy: Policy, config: ModelConfig, cache: KVCache | None, new: np.ndarray, room: int, *, parts: int = 1
 ) -> tuple[Plan, np.ndarray]:
     """The shapes for `new [B]` prompt tokens per row and `room` tokens decoded after them, and limits int32 [L, B].
 
-    Blocks are counted from the end of the prompt, so a row is cut at the same places whatever stands beside it.
+    The slots of every layer are rounded up to a multiple of `parts`, for the devices that share them. Blocks are
+    counted from the end of the prompt, so a row is cut at the same places whatever stands beside it.
     Raises `BadValue` for a text longer than the model's context under a policy that keeps text positions.
     """
     seen = np.zeros_like(new) if cache is None else np.asarray(cache.lengths)
@@ -56,7 +58,7 @@ def plan(
                 f"budget {limits.max()} fills the model's context of {config.max_position}: lower budget= to leave "
                 "room for the tokens that come"
             )
-    held = np.zeros(config.num_layers, np.int64) if cache is None else np.asarray(cache.held()).max(axis=(1, 2))
+    held = np.zeros(config.num_layers, np.int64) if cache is None else on_host(cache.held()).max(axis=(1, 2))
 
     slots = []
     for layer in range(config.num_layers):
@@ -68,7 +70,8 @@ def plan(
             count = limit + (policy.decode.every if policy.decode.every > 1 else 0)
         else:
             count = min(limit, int(held[layer] + new.max())) + room
-        slots.append(count if window is None or policy.decode is not None else min(count, window))
+        count = count if window is None or policy.decode is not None else min(count, window)
+        slots.append(-(-count // parts) * parts)
 
     blocks = max(0, -(-int(new.max()) // block) - 1)
     first = int(new.max()) - blocks * block

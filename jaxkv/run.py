@@ -20,6 +20,7 @@ from jaxkv.plan import Plan
 from jaxkv.policies.observe import Replay
 from jaxkv.policies.policy import Policy
 from jaxkv.sampling import Sampler
+from jaxkv.sharding.layout import ONE_DEVICE, Layout
 
 Layers = tuple[LayerCache, ...]
 Expected = tuple[Int[Array, "B T K"], Float[Array, "B T K"]]  # the likeliest next tokens and their probabilities
@@ -37,7 +38,10 @@ def empty_layers(config: ModelConfig, policy: Policy, batch: int, dtype) -> Laye
     return tuple(slots_of.empty(batch, s.num_kv_heads, 0, s.head_dim, dtype, policy.stats) for s in specs)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "policy", "plan", "implementation", "progress", "top", "limit"))
+@functools.partial(
+    jax.jit,
+    static_argnames=("config", "policy", "plan", "layout", "implementation", "progress", "top", "limit"),
+)
 def prefill(
     weights,
     layers: Layers,
@@ -50,6 +54,7 @@ def prefill(
     config: ModelConfig,
     policy: Policy,
     plan: Plan,
+    layout: Layout = ONE_DEVICE,
     implementation: str | None = None,
     progress=None,
     top: int = 0,
@@ -67,10 +72,13 @@ def prefill(
     ahead = end[:, None] + jnp.arange(pseudo.shape[1], dtype=jnp.int32)
 
     def block(layers: Layers, tokens, positions, wanted):
+        length = tokens.shape[1]
+        front = ((0, 0), (-(length + pseudo.shape[1]) % layout.parts, 0))  # equal parts for the devices
+        tokens, positions = jnp.pad(tokens, front), jnp.pad(positions, front, constant_values=EMPTY)
         now = jnp.where(positions[:, -1] < 0, lengths, positions[:, -1] + 1)  # a row of padding has not begun
         behind, places = (pseudo, ahead) if not replays else _replayed(pseudo, tokens, positions, now)
         attend = functools.partial(
-            prefill_layer, policy, jnp.concatenate([positions, places], axis=1), now, implementation
+            prefill_layer, policy, jnp.concatenate([positions, places], axis=1), now, layout, implementation
         )
         states = [
             LayerState(
@@ -79,9 +87,9 @@ def prefill(
             )
             for i, layer in enumerate(layers)
         ]  # fmt: skip
-        everything, last = jnp.concatenate([tokens, behind], axis=1), tokens.shape[1] - 1
-        hidden, states = model(everything, states, attend, only=None if top else last)
-        expected = _expected(model, hidden, tokens.shape, top, wanted)
+        everything, last = layout.lay("tokens", jnp.concatenate([tokens, behind], axis=1)), tokens.shape[1] - 1
+        hidden, states = model(everything, states, attend, layout.lay, only=None if top else last)
+        expected = _expected(model, hidden[:, tokens.shape[1] - length :], (tokens.shape[0], length), top, wanted)
         return (tuple(state.cache for state in states), hidden[:, last if top else 0]), expected
 
     (layers, hidden), expected = block(
@@ -102,7 +110,7 @@ def prefill(
         (layers, hidden), later = lax.scan(more, (layers, hidden), (jnp.arange(1, plan.blocks + 1), *rest))
         in_order = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], x.shape[0] * x.shape[2], top)  # noqa: E731
         expected = jax.tree.map(lambda a, b: jnp.concatenate([a, in_order(b)], axis=1), expected, later)
-    return layers, model.logits(hidden), expected
+    return tuple(map(layout.layer, layers)), layout.constrain(model.logits(hidden)), expected
 
 
 def _expected(
@@ -184,13 +192,14 @@ def decode_step(
     policy: Policy,
     sampler: Sampler,
     stop: tuple[int, ...],
+    layout: Layout = ONE_DEVICE,
     implementation: str | None = None,
 ) -> tuple[DecodeState, Int[Array, "B"]]:
     """Run each running row's pending token through the model and sample the next; -1 for rows that have finished."""
     cache = state.cache
     running = ~state.done & (state.left > 0)
     position = jnp.where(running, cache.lengths, EMPTY)
-    attend = functools.partial(decode_layer, policy, position, implementation)
+    attend = functools.partial(decode_layer, policy, position, layout, implementation)
     model = model_of(config, weights)
     states = [
         LayerState(
@@ -199,17 +208,20 @@ def decode_step(
         )
         for i, layer in enumerate(cache.layers)
     ]  # fmt: skip
-    hidden, states = model(jnp.maximum(cache.pending, 0)[:, None], states, attend)
+    hidden, states = model(layout.lay("tokens", jnp.maximum(cache.pending, 0)[:, None]), states, attend, layout.lay)
     cache = dataclasses.replace(
         cache,
         layers=tuple(each.cache for each in states),
         lengths=cache.lengths + running.astype(jnp.int32),
     )
-    return emit(sampler, stop, dataclasses.replace(state, cache=cache), model.logits(hidden[:, 0]))
+    state, token = emit(sampler, stop, dataclasses.replace(state, cache=cache), model.logits(hidden[:, 0]))
+    return layout.state(state), layout.constrain(token)
 
 
 @functools.partial(
-    jax.jit, static_argnames=("steps", "config", "policy", "sampler", "stop", "implementation"), donate_argnames="state"
+    jax.jit,
+    static_argnames=("steps", "config", "policy", "sampler", "stop", "layout", "implementation"),
+    donate_argnames="state",
 )
 def decode(
     weights,
@@ -220,15 +232,27 @@ def decode(
     policy: Policy,
     sampler: Sampler,
     stop: tuple[int, ...],
+    layout: Layout = ONE_DEVICE,
     implementation: str | None = None,
 ) -> tuple[DecodeState, Int[Array, "B steps"]]:
     """`steps` decode steps as one scan; the state is donated."""
 
     def step(state: DecodeState, _):
-        return decode_step(weights, state, config, policy, sampler, stop, implementation)
+        return decode_step(weights, state, config, policy, sampler, stop, layout, implementation)
 
     state, tokens = lax.scan(step, state, length=steps)
-    return state, tokens.T
+    return layout.state(state), layout.constrain(tokens.T)
 
 
-first_token = jax.jit(emit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="layout")
+def first_token(
+    sampler: Sampler,
+    stop: tuple[int, ...],
+    state: DecodeState,
+    logits: Float[Array, "B V"],
+    *,
+    layout: Layout = ONE_DEVICE,
+) -> tuple[DecodeState, Int[Array, "B"]]:
+    """`emit` as a program of its own, for the token behind the prompt."""
+    state, token = emit(sampler, stop, state, logits)
+    return layout.state(state), layout.constrain(token)

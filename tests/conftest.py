@@ -15,6 +15,7 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_debug_nans", False)
+jax.config.update("jax_num_cpu_devices", 8)  # virtual ones, for meshes; everything else runs on the first
 
 GOLDENS = Path(__file__).parent / "goldens"
 

@@ -12,10 +12,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxkv.models.config import AttentionSpec, ModelConfig
+from jaxkv.models.joined import split_heads, split_strips
 from jaxkv.models.linear import PANEL, lookup, packed_shape, plain, project, unembed
 
 S = TypeVar("S")
 Attend = Callable[[AttentionSpec, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+Lay = Callable[[str, jax.Array], jax.Array]
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": nnx.silu,
@@ -73,29 +75,34 @@ class Layer(nnx.Module):
             self.post_attention_norm, self.post_mlp_norm = init.norm(width), init.norm(width)
 
     def __call__(
-        self, x: Float[Array, "B T M"], spec: AttentionSpec, state: S, attend: Attend, only: int | None = None
+        self,
+        x: Float[Array, "B T M"],
+        spec: AttentionSpec,
+        state: S,
+        attend: Attend,
+        lay: Lay,
+        only: int | None = None,
     ) -> tuple[jax.Array, S]:
         """The stream after this layer (of token `only` alone, if given), and the layer's new state."""
-        mixed, state = self.attention(self._norm(x, self.attention_norm), spec, state, attend, only)
+        mixed, state = self.attention(self._norm(x, self.attention_norm), spec, state, attend, lay, only)
         x = x if only is None else x[:, only : only + 1]
         if self.config.post_norms:
             mixed = self._norm(mixed, self.post_attention_norm)
-        x = x + mixed
+        x = lay("stream", x + mixed)
         mixed = self.mlp(self._norm(x, self.mlp_norm))
         if self.config.post_norms:
             mixed = self._norm(mixed, self.post_mlp_norm)
-        return x + mixed, state
+        return lay("stream", x + mixed), state
 
     def attention(
-        self, x: jax.Array, spec: AttentionSpec, state: S, attend: Attend, only: int | None = None
+        self, x: jax.Array, spec: AttentionSpec, state: S, attend: Attend, lay: Lay, only: int | None = None
     ) -> tuple[jax.Array, S]:
         """Query, key and value (biased, normed, not yet rotated) to `attend`, and its context through `out`."""
         batch, length, _ = x.shape
-        mixed = project(x, self.qkv[...])
+        mixed = lay("qkv", project(x, self.qkv[...]))
         if self.config.qkv_bias:
             mixed = mixed + self.qkv_bias[...]
-        mixed = mixed.reshape(batch, length, -1, spec.head_dim)
-        query, key, value = jnp.split(mixed, [spec.num_heads, spec.num_heads + spec.num_kv_heads], axis=2)
+        query, key, value = split_heads(mixed, spec.num_kv_heads, spec.head_dim)
         if self.config.qk_norm:
             query, key = self._norm(query, self.q_norm), self._norm(key, self.k_norm)
         context, state = attend(spec, query, key, value, state)
@@ -104,7 +111,7 @@ class Layer(nnx.Module):
 
     def mlp(self, x: jax.Array) -> jax.Array:
         """activation(gate) * up, projected down."""
-        gate, up = jnp.split(project(x, self.gate_up[...]), 2, axis=-1)
+        gate, up = split_strips(project(x, self.gate_up[...]))
         return project(ACTIVATIONS[self.config.activation](gate) * up, self.down[...])
 
     def _norm(self, x: jax.Array, weight: nnx.Param) -> jax.Array:
@@ -124,21 +131,27 @@ class Decoder(nnx.Module):
             self.head = init.matrix(config.hidden_size, config.vocab_size)
 
     def __call__(
-        self, tokens: Int[Array, "B T"], states: Sequence[S], attend: Attend, only: int | None = None
+        self,
+        tokens: Int[Array, "B T"],
+        states: Sequence[S],
+        attend: Attend,
+        lay: Lay = lambda name, x: x,
+        only: int | None = None,
     ) -> tuple[Float[Array, "B _ M"], tuple[S, ...]]:
         """The final-norm hidden states (of token `only` alone, if given: the last layer is cheaper then), and the new
         per-layer states.
 
         `attend(spec, query [B, T, Hq, D], key [B, T, Hk, D], value [B, T, Hk, D], state) -> (context [B, T, Hq, D],
-        state)` gets query and key before RoPE, after bias and q/k-norm.
+        state)` gets query and key before RoPE, after bias and q/k-norm. `lay(name, x)` gets the residual "stream" each
+        time that something was added to it, and the joined product "qkv", and gives them back laid out over devices.
         """
-        x = lookup(self.embed[...], tokens)
+        x = lay("stream", lookup(self.embed[...], tokens))
         if self.config.embed_scale is not None:
             x = x * jnp.asarray(self.config.embed_scale, x.dtype)
         new = []
         last = self.config.num_layers - 1
         for index, (layer, spec, state) in enumerate(zip(self.layers, self.config.specs, states, strict=True)):
-            x, state = layer(x, spec, state, attend, only if index == last else None)
+            x, state = layer(x, spec, state, attend, lay, only if index == last else None)
             new.append(state)
         return rms_norm(x, self.norm[...], self.config.norm_eps), tuple(new)
 

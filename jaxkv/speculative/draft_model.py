@@ -16,6 +16,7 @@ from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.policy import Policy
 from jaxkv.run import DecodeState, model_of
 from jaxkv.sampling import Sampler
+from jaxkv.sharding.layout import ONE_DEVICE
 from jaxkv.speculative.attend import check
 from jaxkv.speculative.method import Start
 from jaxkv.speculative.tree import Shape, chain
@@ -100,7 +101,7 @@ class ModelDrafter:
             position = jnp.where(active & (number < state.left), cache.lengths + number, EMPTY)
 
             def attend(spec, query, key, value, layer):
-                return decode_layer(self.policy, position, None, spec, query, key, value, layer)
+                return decode_layer(self.policy, position, ONE_DEVICE, None, spec, query, key, value, layer)
 
             states = [LayerState(layer, layer.slots, drafts.limits[i]) for i, layer in enumerate(layers)]
             hidden, states = model(jnp.maximum(token, 0)[:, None], states, attend)

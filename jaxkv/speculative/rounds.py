@@ -107,7 +107,7 @@ def speculate(
             )
 
         def plain(state, drafting, counts):
-            state, token = decode_step(weights, state, config, policy, sampler, stop, implementation)
+            state, token = decode_step(weights, state, config, policy, sampler, stop, implementation=implementation)
             token = jnp.pad(token[:, None], ((0, 0), (0, levels - 1)), constant_values=EMPTY)
             drafts = drafter.passed(drafting.drafts, token)
             gate = gates.waited(drafting.gate, kinds, active)

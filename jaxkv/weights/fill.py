@@ -9,23 +9,28 @@ from flax import nnx
 
 from jaxkv.errors import BadValue, BadWeights
 from jaxkv.models import ModelConfig, abstract_weights
+from jaxkv.models.joined import Segment, order
 from jaxkv.models.linear import packed, packed_table
 from jaxkv.weights.tables import OUTSIDE_LAYERS, Table, shapes, wanted
 
 SHOWN = 12  # problems listed in one error
+ALL = slice(None)
 
 
 @runtime_checkable
 class Tensor(Protocol):
-    """A tensor in a file: its shape in files' order, and how to read it."""
+    """A tensor in a file: its shape in files' order, and how to read it or a part of it."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
-    def read(self) -> np.ndarray: ...
+    def read(self, rows: slice = ALL, columns: slice = ALL) -> np.ndarray: ...
 
 
 Key = tuple[str, int | None]
+Index = tuple[slice, ...]
+Read = Callable[[Index], np.ndarray]
+Place = Callable[[str, tuple[int, ...], Read], Any]
 
 
 def resolve(tensors: Mapping[str, Tensor], table: Table, config: ModelConfig, where: str) -> dict[Key, str]:
@@ -62,49 +67,80 @@ def fill(
     *,
     dtype: Any,
     panels: bool,
-    place: Callable[[np.ndarray], Any],
+    place: Place,
     where: str,
 ) -> Any:
-    """The model's weights (an `nnx.State`), tensor by tensor, so that little more than the result is ever in memory.
+    """The model's weights (an `nnx.State`), one by one, so that little more than the result is ever in memory.
 
-    Matrices and biases are cast to `dtype`, norms stay float32; `place` puts an array on its devices. Raises
-    `BadWeights` as `resolve` does, and for a tensor that holds NaN or infinity.
+    Matrices and biases are cast to `dtype`, norms stay float32. `place(path, shape, read)` makes the array of a path
+    such as "layers/3/qkv" on its devices; `read(index)` gives the part of it that a device needs, and reads no more of
+    the file. Raises `BadWeights` as `resolve` does, and for a tensor that holds NaN or infinity.
     """
     names = resolve(tensors, table, config, where)
 
-    def read(target: str, layer: int | None) -> np.ndarray:
-        name = names[target, layer]
-        value = tensors[name].read()
+    def part(target: str, layer: int | None, rows: slice, columns: slice) -> np.ndarray:
+        name, change = names[target, layer], table.changes.get(target)
+        value = tensors[name].read(rows, columns) if change is None else tensors[name].read()
         if not np.isfinite(value).all():
             raise BadWeights(f"{where}: tensor {name} holds NaN or infinity: the file is damaged, get it again")
-        change = table.changes.get(target)
-        return value if change is None else change(config, value)
+        return value if change is None else change(config, value)[_at(value, rows, columns)]
 
-    parts, filled = _parts(config), []
+    filled = []
     for path, leaf in nnx.to_flat_state(abstract_weights(config, dtype, panels=panels)):
         target, layer = str(path[-1]), None if path[0] in OUTSIDE_LAYERS else int(str(path[1]))
-        pieces = [read(part, layer) for part in parts[target]]
-        value = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        value = _laid_out(target, value.astype(leaf.dtype), config, panels)
-        assert value.shape == leaf.shape, (path, value.shape, leaf.shape)
-        filled.append((path, leaf.replace(place(value))))
+
+        def read(index: Index, target=target, layer=layer, leaf=leaf) -> np.ndarray:
+            def outputs(rows: slice, columns: slice = ALL) -> np.ndarray:
+                joined = order(target, config)
+                if not joined:
+                    return part(target, layer, rows, columns).astype(leaf.dtype)
+                return _joined(
+                    joined, rows, lambda name, rows: part(f"{target}#{name}", layer, rows, columns).astype(leaf.dtype)
+                )
+
+            return _laid_out(target, leaf.shape, index, outputs, tied=config.tie_embeddings)
+
+        filled.append((path, leaf.replace(place("/".join(map(str, path)), leaf.shape, read))))
     return nnx.from_flat_state(filled)
 
 
-def _parts(config: ModelConfig) -> dict[str, list[str]]:
-    """The targets that are joined into each weight, in order."""
-    joined: dict[str, list[str]] = {}
-    for target in shapes(config):
-        joined.setdefault(target.partition("#")[0], []).append(target)
-    return joined
+def _at(value: np.ndarray, rows: slice, columns: slice) -> Index:
+    return (rows, columns)[: value.ndim]
 
 
-def _laid_out(target: str, value: np.ndarray, config: ModelConfig, panels: bool) -> np.ndarray:
-    if value.ndim == 1:
-        return value
+def _joined(segments: list[Segment], wanted: slice, read: Callable[[str, slice], np.ndarray]) -> np.ndarray:
+    """The `wanted` outputs of parts joined in the order of `segments`; each part is read once, as far as needed."""
+    total = sum(stop - start for _, start, stop in segments)
+    first, last, _ = wanted.indices(total)
+    pieces, at = [], 0
+    for name, start, stop in segments:
+        low, high = max(first - at, 0), min(last - at, stop - start)
+        if low < high:
+            pieces.append((name, start + low, start + high))
+        at += stop - start
+    ranges = {
+        name: (
+            min(low for part, low, _ in pieces if part == name),
+            max(high for part, _, high in pieces if part == name),
+        )
+        for name, _, _ in pieces
+    }
+    held = {name: read(name, slice(low, high)) for name, (low, high) in ranges.items()}
+    return np.concatenate([held[name][low - ranges[name][0] : high - ranges[name][0]] for name, low, high in pieces])
+
+
+def _laid_out(
+    target: str, shape: tuple[int, ...], index: Index, outputs: Callable[..., np.ndarray], *, tied: bool
+) -> np.ndarray:
+    """The part of the stored form that `index` asks for, from `outputs(rows, columns)` in files' order."""
+    if len(shape) == 1:
+        return outputs(index[0])
+    if len(shape) == 3:  # panels are for one device, which wants all
+        value = outputs(ALL)
+        return (packed_table(value, tied) if target == "embed" else packed(value, True))[index]
     if target == "embed":
-        return packed_table(value, panels and config.tie_embeddings)
-    return packed(value, panels)
+        return np.ascontiguousarray(outputs(index[0], index[1]))
+    return packed(outputs(index[1], index[0]), False)
 
 
 def check_dtype(dtype: Any) -> Any:

@@ -30,14 +30,17 @@ class GgufTensor:
     stored: tuple[int, ...]
     offset: int
 
-    def read(self) -> np.ndarray:
-        """The values, float32."""
+    def read(self, rows: slice = slice(None), columns: slice = slice(None)) -> np.ndarray:
+        """The values, float32; only the rows asked for are read and dequantised."""
         import gguf
 
         kind = gguf.GGMLQuantizationType(self.kind)
         item = {"F32": np.float32, "F16": np.float16}.get(kind.name, np.uint8)
         data = np.memmap(self.path, dtype=item, mode="r", offset=self.offset, shape=self.stored)
-        return gguf.dequantize(data, kind).reshape(self.shape).astype(np.float32, copy=False)
+        if len(self.shape) == 1:
+            return gguf.dequantize(data, kind).reshape(self.shape).astype(np.float32, copy=False)[rows]
+        values = gguf.dequantize(data[rows], kind).reshape(-1, self.shape[1])
+        return values[:, columns].astype(np.float32, copy=False)
 
 
 @dataclasses.dataclass(frozen=True)

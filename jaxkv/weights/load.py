@@ -1,27 +1,26 @@
 """`load`: a model's files -> `Params`."""
 
 import dataclasses
-import functools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxkv.errors import BadValue, BadWeights, JaxkvError, MissingModel
 from jaxkv.models import ModelConfig
 from jaxkv.models.linear import prefers_panels
-from jaxkv.weights.fill import check_dtype, fill
+from jaxkv.sharding.layout import Layout
+from jaxkv.weights.fill import Tensor, check_dtype, fill
 from jaxkv.weights.gguf_file import read_gguf
 from jaxkv.weights.params import Params
 from jaxkv.weights.safetensors_files import read_safetensors
 from jaxkv.weights.source import locate
-from jaxkv.weights.tables import GGUF, HF
+from jaxkv.weights.tables import GGUF, HF, Table
 from jaxkv.weights.tokenizer import from_folder, from_gguf
 
 
@@ -29,21 +28,18 @@ def load(source: str | os.PathLike, *, dtype: Any = None, mesh: Mesh | None = No
     """The model of a name ("smollm2-135m"), a Hugging Face folder, a .gguf file, or a hub name ("org/name").
 
     `dtype` of the matrices and the cache: float32, bfloat16 or float16; by default float32 on CPU and bfloat16 on
-    accelerators, whatever the file holds. With a `mesh` every weight is replicated over it (weights are not sharded
-    yet). Raises `UnknownName` for an unknown name or family, `MissingModel` with the command that installs it,
-    `BadWeights` for files that are truncated, incomplete, of wrong shapes or hold NaN, `BadValue` for a wrong dtype or
-    an unsupported feature.
+    accelerators, whatever the file holds. With a `mesh` (`jaxkv.mesh`) the weights are divided over it, every host
+    reading only the parts that its devices hold, and `generate` runs there. Raises `UnknownName` for an unknown name
+    or family, `MissingModel` with the command that installs it, `BadWeights` for files that are truncated, incomplete,
+    of wrong shapes or hold NaN, `BadValue` for a wrong dtype or mesh or an unsupported feature.
     """
     dtype = check_dtype(default_dtype() if dtype is None else dtype)
     path = locate(source)
-    replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    place = functools.partial(jax.device_put, device=replicated)
-    panels = prefers_panels() and mesh is None  # what is laid over a mesh stays plain
     if path.is_dir():
-        return _load_folder(path, dtype, panels, place)
+        return _load_folder(path, dtype, mesh)
     if path.suffix != ".gguf":
         raise BadValue(f"{path} is neither a folder nor a .gguf file: expected one of these")
-    return _load_gguf(path, dtype, panels, place)
+    return _load_gguf(path, dtype, mesh)
 
 
 def default_dtype() -> Any:
@@ -51,12 +47,20 @@ def default_dtype() -> Any:
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 
-def _load_folder(folder: Path, dtype: Any, panels: bool, place: Callable[[np.ndarray], Any]) -> Params:
+def _filled(
+    tensors: Mapping[str, Tensor], table: Table, config: ModelConfig, dtype: Any, mesh: Mesh | None, where: Path
+) -> tuple[Any, Layout]:
+    """The weights on their devices, and the layout that divides them; what is laid over a mesh stays plain."""
+    layout = Layout.of(mesh, config)
+    panels = prefers_panels() and mesh is None
+    return fill(tensors, table, config, dtype=dtype, panels=panels, place=layout.weight, where=str(where)), layout
+
+
+def _load_folder(folder: Path, dtype: Any, mesh: Mesh | None) -> Params:
     config = config_of(folder)
     tensors = {_without_wrapper(name): tensor for name, tensor in read_safetensors(folder).items()}
-    table = HF[config.family]
-    weights = fill(tensors, table, config, dtype=dtype, panels=panels, place=place, where=str(folder))
-    return Params(weights, config, from_folder(folder))
+    weights, layout = _filled(tensors, HF[config.family], config, dtype, mesh, folder)
+    return Params(weights, config, from_folder(folder), layout)
 
 
 def config_of(folder: Path) -> ModelConfig:
@@ -93,7 +97,7 @@ def _without_wrapper(name: str) -> str:
     return name
 
 
-def _load_gguf(path: Path, dtype: Any, panels: bool, place: Callable[[np.ndarray], Any]) -> Params:
+def _load_gguf(path: Path, dtype: Any, mesh: Mesh | None) -> Params:
     file = read_gguf(path)
     factors = file.tensors.get("rope_freqs.weight")
     try:
@@ -104,6 +108,5 @@ def _load_gguf(path: Path, dtype: Any, panels: bool, place: Callable[[np.ndarray
         )
     except BadValue as error:
         raise BadWeights(f"{path}: {error}") from error
-    table = GGUF[config.family]
-    weights = fill(file.tensors, table, config, dtype=dtype, panels=panels, place=place, where=str(path))
-    return Params(weights, config, from_gguf(file.fields))
+    weights, layout = _filled(file.tensors, GGUF[config.family], config, dtype, mesh, path)
+    return Params(weights, config, from_gguf(file.fields), layout)

@@ -9,12 +9,13 @@ import jax
 import numpy as np
 
 from jaxkv.models import ModelConfig
+from jaxkv.sharding.layout import ONE_DEVICE, Layout
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Params:
-    """Weights (data) with what they mean (static): the config, and the tokenizer or None.
+    """Weights (data) with what they mean (static): the config, the tokenizer or None, and how devices share them.
 
     The tokenizer hashes and compares by identity, as transformers' tokenizers do.
     """
@@ -22,6 +23,7 @@ class Params:
     weights: Any  # an nnx.State
     config: ModelConfig = dataclasses.field(metadata={"static": True})
     tokenizer: Any = dataclasses.field(default=None, metadata={"static": True})
+    layout: Layout = dataclasses.field(default=ONE_DEVICE, metadata={"static": True})
 
     @property
     def dtype(self) -> Any:

@@ -21,9 +21,12 @@ class SafeTensor:
     name: str
     shape: tuple[int, ...]
 
-    def read(self) -> np.ndarray:
-        """The values in the file's dtype (bfloat16 through ml_dtypes)."""
-        return self.file.get_tensor(self.name)
+    def read(self, rows: slice = slice(None), columns: slice = slice(None)) -> np.ndarray:
+        """The values in the file's dtype (bfloat16 through ml_dtypes); only the asked for part is read."""
+        index = (rows, columns)[: len(self.shape)]
+        if all(part == slice(None) for part in index):
+            return self.file.get_tensor(self.name)
+        return self.file.get_slice(self.name)[index]
 
 
 def read_safetensors(folder: Path) -> dict[str, SafeTensor]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.decode_attend_score.victim import Factor, Rule, alive, line, over_heads, protected, victim
+from pallas_kernels.decode_attend_score.victim import Factor, Rule, aim
 from pallas_kernels.masking import filled, masked_softmax, soft_cap, visible
 
 GROUP = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}
@@ -53,13 +53,9 @@ def decode_attend_score(
     last `recents [B]` tokens; with no rule, the first empty or expired one. A row whose position is -1 changes
     nothing. `rotate(query, keys, positions)` turns query and keys at read time, for caches that hold keys before RoPE.
     """
-    batch, kv_heads, slots, dim = keys.shape
+    batch, kv_heads, _, dim = keys.shape
     heads = query.shape[1]
-    target = jnp.where(position[:, None] < 0, slots, slot)  # out of range, so dropped
-    at = (jnp.arange(batch)[:, None], jnp.arange(kv_heads)[None, :], target)
-    keys = keys.at[at].set(key, mode="drop")
-    values = values.at[at].set(value, mode="drop")
-    positions = positions.at[at].set(jnp.broadcast_to(position[:, None], slot.shape), mode="drop")
+    keys, values, positions = written(keys, values, positions, key, value, position, slot)
 
     queries = query.reshape(batch, kv_heads, heads // kv_heads, dim)
     queries, read = (queries, keys) if rotate is None else rotate(queries, keys, positions)
@@ -70,14 +66,6 @@ def decode_attend_score(
         "bhgc,bhcd->bhgd", weights.astype(values.dtype), filled(values, positions), preferred_element_type=jnp.float32
     )
     mass = GROUP[group](weights, axis=2)
-    now = position + 1
-    live = alive(positions, now, window)
-    if rule is None:
-        aim = jnp.argmin(live, axis=-1).astype(jnp.int32)
-    else:
-        score = over_heads(line(mass, weight, bias), rule.heads)
-        score = jnp.where(protected(positions, now, rule.sinks, recents), jnp.inf, score)
-        aim = victim(score, positions, live, limits)
     return Attended(
         output=output.astype(query.dtype).reshape(batch, heads, dim),
         lse=lse.reshape(batch, heads),
@@ -85,5 +73,24 @@ def decode_attend_score(
         keys=keys,
         values=values,
         positions=positions,
-        next_slot=jnp.where(position[:, None] < 0, slot, aim),
+        next_slot=aim(mass, positions, position, slot, limits, recents, weight, bias, rule=rule, window=window),
+    )
+
+
+def written(
+    keys: Float[Array, "B Hk C D"],
+    values: Float[Array, "B Hk C D"],
+    positions: Int[Array, "B Hk C"],
+    key: Float[Array, "B Hk D"],
+    value: Float[Array, "B Hk D"],
+    position: Int[Array, "B"],
+    slot: Int[Array, "B Hk"],
+) -> tuple[Float[Array, "B Hk C D"], Float[Array, "B Hk C D"], Int[Array, "B Hk C"]]:
+    """Keys, values and positions with the token in its slot; a position of -1 or a slot of C writes nothing."""
+    target = jnp.where(position[:, None] < 0, keys.shape[2], slot)  # out of range, so dropped
+    at = (jnp.arange(keys.shape[0])[:, None], jnp.arange(keys.shape[1])[None, :], target)
+    return (
+        keys.at[at].set(key, mode="drop"),
+        values.at[at].set(value, mode="drop"),
+        positions.at[at].set(jnp.broadcast_to(position[:, None], slot.shape), mode="drop"),
     )

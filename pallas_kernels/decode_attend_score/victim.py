@@ -76,3 +76,32 @@ def victim(
     big = jnp.iinfo(jnp.int32).max
     start = (jnp.float32(jnp.inf), jnp.int32(big), jnp.int32(big))
     return lax.reduce((score, positions, slot), start, lower, (score.ndim - 1,))[2]
+
+
+def aim(
+    mass: Float[Array, "B Hk C"],
+    positions: Int[Array, "B Hk C"],
+    position: Int[Array, "B"],
+    slot: Int[Array, "B Hk"],
+    limits: Int[Array, "B"],
+    recents: Int[Array, "B"],
+    weight: Factor,
+    bias: Factor,
+    *,
+    rule: Rule | None,
+    window: int | None,
+) -> Int[Array, "B Hk"]:
+    """The slot for the token after `position`, whose attention gave every slot its `mass`.
+
+    An empty or expired slot while the row holds fewer than its limit, else the lowest weight * mass + bias under the
+    rule; with no rule, the first empty or expired slot. A row at position -1 keeps its `slot`.
+    """
+    now = position + 1
+    live = alive(positions, now, window)
+    if rule is None:
+        chosen = jnp.argmin(live, axis=-1).astype(jnp.int32)
+    else:
+        score = over_heads(line(mass, weight, bias), rule.heads)
+        score = jnp.where(protected(positions, now, rule.sinks, recents), jnp.inf, score)
+        chosen = victim(score, positions, live, limits)
+    return jnp.where(position[:, None] < 0, slot, chosen)

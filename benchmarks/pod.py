@@ -1,0 +1,223 @@
+"""A pod without a pod: decode and prefill compiled for TPU topologies that are not there, and what they need.
+
+Nothing runs and no weights exist: XLA's TPU compiler, from `libtpu`, compiles the sharded programs for abstract
+arguments; memory per chip and the bytes of every collective are read from the executables.
+
+    pip install libtpu && python -m benchmarks.pod [--only NAME ...] [--phases decode] [--scaling]
+"""
+
+import argparse
+import collections
+import dataclasses
+import json
+import os
+import time
+import tomllib
+from typing import Any
+
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to ask about
+os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
+
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+import jaxkv
+from benchmarks.report import RESULTS, table, write
+from jaxkv.configs import config_files
+from jaxkv.lowering import held_by_one, lower
+from jaxkv.models import ModelConfig
+from jaxkv.sharding import Layout
+from jaxkv.sharding.traffic import Collective, collectives
+
+GIB = 2**30
+CHIPS = {  # HBM bytes and bytes per second of a chip (cloud.google.com/tpu/docs, system architecture, 2026)
+    "v5e": (16 * GIB, 819e9),
+    "v6e": (32 * GIB, 1640e9),
+    "v5p": (95 * GIB, 2765e9),
+}
+BUDGET, BLOCK, STEPS = 4096, 2048, 16
+DOCS = RESULTS.parent.parent / "docs" / "sharding.md"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One model on one topology: the mesh's axes, the rows of the batch, and the prompt's tokens."""
+
+    model: str
+    topology: str
+    mesh: tuple[tuple[str, int], ...]
+    batch: int
+    tokens: int = 2**20
+    policy: str = "dapq-longflow"
+    budget: int | None = BUDGET
+
+    @property
+    def name(self) -> str:
+        """Names the case on the command line and in the table."""
+        axes = " ".join(f"{axis}={size}" for axis, size in self.mesh if size > 1) or "one chip"
+        return f"{self.model} {self.topology} {axes}"
+
+    @property
+    def chip(self) -> str:
+        return self.topology.partition(":")[0]
+
+
+CASES = (
+    Case("llama-3-8b", "v5e:8x8", (("data", 8), ("model", 8)), 64),
+    Case("llama-3-8b", "v5e:8x8", (("model", 8), ("context", 8)), 1),
+    Case("llama-3-8b", "v6e:4x4", (("data", 2), ("model", 8)), 32),
+    Case("llama-3-8b", "v5p:2x2x2", (("model", 8),), 32),
+    Case("llama-3-70b", "v5e:8x8", (("data", 2), ("model", 32)), 32),
+    Case("llama-3-70b", "v6e:4x4", (("model", 16),), 16),
+    Case("llama-3-70b", "v5p:2x2x2", (("model", 8),), 16),
+)
+SCALING = tuple(
+    Case("llama-3-8b", f"v5e:{topology}", (("data", data), ("model", model)), 8 * data)
+    for topology, data, model in (
+        ("1x1", 1, 1), ("2x2", 1, 4), ("2x4", 1, 8), ("4x4", 2, 8), ("4x8", 4, 8), ("8x8", 8, 8), ("8x16", 16, 8),
+        ("16x16", 32, 8),
+    )
+)  # fmt: skip
+
+
+def config_of(model: str, layers: int | None) -> ModelConfig:
+    """The shape of a model of `configs/models`, its context stretched to what the study prefills."""
+    facts = tomllib.loads(config_files("models")[model].read_text(encoding="utf-8"))["config"]
+    if layers is not None:
+        facts["num_hidden_layers"] = layers
+    return dataclasses.replace(ModelConfig.from_hf(facts), max_position=2**21)
+
+
+def devices_of(topology: str) -> list[Any]:
+    """The chips of a topology, none of which need be there."""
+    options = {"chips_per_host_bounds": [1, 1, 1]} if topology.endswith(":1x1") else {}
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices)
+
+
+def memory(compiled: Any) -> dict[str, int]:
+    """Bytes on one chip: the most that the program needs at a time, and its parts."""
+    found = compiled.memory_analysis()
+    parts = {
+        name: getattr(found, f"{name}_size_in_bytes")
+        for name in ("argument", "output", "alias", "temp", "generated_code")
+    }
+    parts["total"] = parts["argument"] + parts["output"] - parts["alias"] + parts["temp"] + parts["generated_code"]
+    return parts
+
+
+def traffic(found: list[Collective]) -> dict[str, Any]:
+    """Collectives of one turn of the program's loop: how many, and the bytes that they bring to a chip, by kind."""
+    looped = [each for each in found if each.looped]
+    counts = collections.Counter(each.kind for each in looped)
+    sizes: collections.Counter[str] = collections.Counter()
+    for each in looped:
+        sizes[each.kind] += each.bytes
+    return {
+        "count": len(looped),
+        "bytes": sum(sizes.values()),
+        "counts": dict(counts),
+        "sizes": dict(sizes),
+    }
+
+
+def measured(case: Case, layers: int | None, phase: str) -> dict[str, Any]:
+    """Compile one phase of a case, with all layers or so many; memory, collectives and seconds."""
+    config = config_of(case.model, layers)
+    layout = Layout.of(jaxkv.mesh(**dict(case.mesh), devices=devices_of(case.topology)), config)
+    policy = jaxkv.policy(case.policy, budget=case.budget, block=BLOCK)
+    programs = lower(
+        config, policy, batch=case.batch, tokens=case.tokens, steps=STEPS, dtype=jnp.bfloat16, layout=layout
+    )
+    began = time.perf_counter()
+    compiled = getattr(programs, phase).compile()
+    found = collectives(compiled.as_text())
+    held = programs.cache.layers
+    keys = min(held_by_one(layer.keys) for layer in held)
+    # sums may be over slots (of the heads' scores, where they evict as one), but nothing is gathered or sent on
+    moved = max((each.bytes for each in found if each.kind != "all-reduce"), default=0)
+    assert phase != "decode" or moved < keys, f"{case.name}: decoding moves {moved} bytes, a layer's keys are {keys}"
+    return {
+        **dataclasses.asdict(case),
+        "name": case.name,
+        "weights": held_by_one(programs.weights),
+        "cache": held_by_one(held),
+        phase: {
+            "layers": config.num_layers,
+            "seconds": time.perf_counter() - began,
+            "memory": memory(compiled),
+            "traffic": traffic(found),
+            "largest_moved": moved,
+            "keys_of_a_layer": keys,
+        },
+    }
+
+
+def row_of(result: dict[str, Any]) -> tuple[str, ...]:
+    """A line of the table of programs."""
+    hbm, bandwidth = CHIPS[result["topology"].partition(":")[0]]
+    cells = [result["name"], str(result["batch"])]
+    cells += [f"{result[part] / GIB:.2f}" if part in result else "-" for part in ("weights", "cache")]
+    if "decode" in result:
+        total, moved = result["decode"]["memory"]["total"], result["decode"]["traffic"]
+        cells += [f"{total / GIB:.2f}", f"{total / hbm:.0%}", str(moved["count"]), f"{moved['bytes'] / 2**20:.2f}"]
+        cells.append(f"{(result['weights'] + result['cache']) / bandwidth * 1e3:.2f}")
+    else:
+        cells += ["-"] * 5
+    if "prefill" in result:
+        moved = result["prefill"]["traffic"]
+        cells += [str(result["prefill"]["layers"]), f"{result['prefill']['memory']['temp'] / GIB:.2f}"]
+        cells += [str(moved["count"]), f"{moved['bytes'] / 2**20:.1f}"]
+    else:
+        cells += ["-"] * 4
+    return tuple(cells)
+
+
+HEADER = (
+    "program", "batch", "weights GiB", "cache GiB", "decode GiB", "of HBM", "collectives/token", "MiB/token",
+    "limit ms/token", "prefill: layers", "temporary GiB", "collectives/block", "MiB/block",
+)  # fmt: skip
+
+
+def into_docs(name: str, rows: list[tuple[str, ...]]) -> None:
+    """Put the table between the markers of that name in docs/sharding.md."""
+    lines = [HEADER, ("---",) * len(HEADER), *rows]
+    markdown = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    before, _, rest = DOCS.read_text(encoding="utf-8").partition(f"<!-- {name} -->\n")
+    after = rest.partition(f"<!-- end of {name} -->")[2]
+    DOCS.write_text(f"{before}<!-- {name} -->\n{markdown}\n<!-- end of {name} -->{after}", encoding="utf-8")
+
+
+def main() -> None:
+    """Compile, print the table, add to the JSON and the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name holds one of these")
+    parser.add_argument("--scaling", action="store_true", help="the weak-scaling series instead, decode only")
+    parser.add_argument(
+        "--prefill-layers", type=int, default=2, help="prefill is compiled with so many layers: its sorts take long"
+    )
+    parser.add_argument("--phases", nargs="+", default=["decode", "prefill"], choices=["decode", "prefill"])
+    options = parser.parse_args()
+
+    name = "pod_scaling" if options.scaling else "pod"
+    path = RESULTS / f"{name}.json"
+    stored = json.loads(path.read_text())["results"] if path.exists() else []
+    done = {result["name"]: result for result in stored}
+    cases = SCALING if options.scaling else CASES
+    for case in cases:
+        if not any(part in case.name for part in options.only):
+            continue
+        result = done.setdefault(case.name, {})
+        for phase in ("decode",) if options.scaling else tuple(options.phases):
+            found = measured(case, options.prefill_layers if phase == "prefill" else None, phase)
+            if phase == "prefill":  # weights and cache are those of all layers
+                found = {key: value for key, value in found.items() if key not in ("weights", "cache")}
+            result |= found
+            print(table(case.name, HEADER, [row_of(result)]), flush=True)
+            print(f"{phase}: {result[phase]['seconds']:.0f} s;", result[phase]["traffic"], flush=True)
+            ordered = [done[each.name] for each in cases if each.name in done]
+            write(name, {"results": ordered})
+            into_docs(name, [row_of(each) for each in ordered])
+
+
+if __name__ == "__main__":
+    main()

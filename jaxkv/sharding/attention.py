@@ -1,0 +1,255 @@
+"""The attention operations on a mesh: each device runs the kernel on its rows, heads and slots, then they agree.
+
+On one device these are the kernels themselves. Everything else of a layer (scores, protection, top-k, victims) is
+written for whole arrays, and XLA's partitioner divides it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxkv import cache as slots_of
+from jaxkv.sharding.layout import GROUP, HEADS, ROWS, SLOTS, Layout
+from pallas_kernels import decode_attend_score as decode_kernel
+from pallas_kernels import prefill_attend as prefill_kernel
+from pallas_kernels import prefill_attend_mass as mass_kernel
+from pallas_kernels.decode_attend_score.reference import GROUP as REDUCE
+from pallas_kernels.decode_attend_score.reference import Attended, written
+from pallas_kernels.decode_attend_score.victim import Factor, Rule, aim
+from pallas_kernels.masking import filled, masked_softmax, soft_cap, visible
+
+ACROSS = {"sum": lax.psum, "mean": lax.pmean, "max": lax.pmax}
+Turn = Callable[..., tuple[jax.Array, jax.Array]]
+
+
+def prefill_attend(
+    layout: Layout,
+    query: Float[Array, "B Hq T D"],
+    keys: Float[Array, "B Hk S D"],
+    values: Float[Array, "B Hk S D"],
+    query_positions: Int[Array, "B T"],
+    key_positions: Int[Array, "B Hk S"],
+    **options: Any,
+) -> Float[Array, "B Hq T D"]:
+    """`prefill_attend` with the queries divided over the text as well; every device has all slots of its heads.
+
+    The cache is bounded, so K and V of cache and block are gathered once per layer: a ring would move the same bytes,
+    and the eviction behind it needs the rows anyway, to lay out what stays.
+    """
+    kernel = functools.partial(prefill_kernel.prefill_attend, own_keys_last=True, **options)
+    if layout.mesh is None:
+        return kernel(query, keys, values, query_positions, key_positions)
+    if layout.size(SLOTS) > 1:  # a device's queries lie anywhere in the block
+        kernel = functools.partial(kernel, own_keys_last=False)
+    grouped = _grouped(query, keys.shape[1])
+    q = layout.spec(grouped.shape, (ROWS, HEADS, GROUP, SLOTS, None))
+    kv = layout.spec(keys.shape, layout.slot_axes(4, slots=None))
+
+    def local(query, keys, values, query_positions, key_positions):
+        out = kernel(_flat(query), keys, values, query_positions, key_positions)
+        return out.reshape(query.shape)
+
+    out = _mapped(
+        layout, local, (q, kv, kv, layout.spec(query_positions.shape, (ROWS, SLOTS)), _but_last(kv)), q
+    )(grouped, keys, values, query_positions, key_positions)  # fmt: skip
+    return out.reshape(query.shape)
+
+
+def prefill_attend_mass(
+    layout: Layout,
+    query: Float[Array, "B Hq T D"],
+    keys: Float[Array, "B Hk S D"],
+    query_positions: Int[Array, "B T"],
+    key_positions: Int[Array, "B Hk S"],
+    *,
+    reduce: str,
+    **options: Any,
+) -> Float[Array, "B Hq S"]:
+    """`prefill_attend_mass`; queries that the devices along the text can share equally are shared, and summed up."""
+    kernel = functools.partial(mass_kernel.prefill_attend_mass, **options)
+    if layout.mesh is None:
+        return kernel(query, keys, query_positions, key_positions, reduce=reduce, own_keys_last=True)
+    grouped = _grouped(query, keys.shape[1])
+    q = layout.spec(grouped.shape, (ROWS, HEADS, GROUP, SLOTS, None))
+    at = layout.spec(query_positions.shape, (ROWS, SLOTS))
+    kv = layout.spec(keys.shape, layout.slot_axes(4, slots=None))
+    shared = at[1] is not None
+
+    def local(query, keys, query_positions, key_positions):
+        each = "sum" if shared and reduce == "mean" else reduce
+        mass = kernel(_flat(query), keys, query_positions, key_positions, reduce=each)
+        if shared:
+            mass = (lax.pmax if reduce == "max" else lax.psum)(mass, SLOTS)
+            if reduce == "mean":
+                count = lax.psum(jnp.sum(query_positions >= 0, axis=-1, dtype=jnp.float32), SLOTS)
+                mass = mass / jnp.maximum(count, 1.0)[:, None, None]
+        return mass.reshape(*query.shape[:3], -1)
+
+    out = layout.spec((*grouped.shape[:3], 1), (ROWS, HEADS, GROUP, None))
+    mass = _mapped(layout, local, (q, kv, at, _but_last(kv)), out)(grouped, keys, query_positions, key_positions)
+    return mass.reshape(*query.shape[:2], -1)
+
+
+def decode_attend_score(
+    layout: Layout,
+    query: Float[Array, "B Hq D"],
+    key: Float[Array, "B Hk D"],
+    value: Float[Array, "B Hk D"],
+    position: Int[Array, "B"],
+    slot: Int[Array, "B Hk"],
+    keys: Float[Array, "B Hk C D"],
+    values: Float[Array, "B Hk C D"],
+    positions: Int[Array, "B Hk C"],
+    limits: Int[Array, "B"],
+    recents: Int[Array, "B"],
+    weight: Factor = 1.0,
+    bias: Factor = 0.0,
+    *,
+    group: str,
+    rule: Rule | None,
+    turn: Turn | None,
+    window: int | None,
+    implementation: str | None,
+    **softmax: Any,
+) -> Attended:
+    """`decode_attend_score` with rows, heads and slots divided; K and V never leave their device.
+
+    Where slots are divided every device attends to its own, and the parts are merged by their log-sum-exps. The next
+    slot is the kernel's own choice where one device sees all that the rule compares, else it is chosen from the mass,
+    by each device among its slots and then among the devices' candidates.
+    `turn(query, keys, places, place)` rotates at read time by the entries' ranks in time and the new token's, for
+    caches that hold keys before RoPE.
+    """
+    kernel = functools.partial(
+        decode_kernel.decode_attend_score, window=window, group=group, implementation=implementation, **softmax
+    )
+    if layout.mesh is None:
+        return kernel(
+            query, key, value, position, slot, keys, values, positions, limits, recents, weight, bias, rule=rule,
+            rotate=_rotation(turn),
+        )  # fmt: skip
+
+    grouped = _grouped(query, keys.shape[1])
+    rows = layout.spec(position.shape, (ROWS,))
+    q, kv = layout.spec(grouped.shape, (ROWS, HEADS, GROUP, None)), layout.spec(keys.shape, layout.slot_axes(4))
+    heads, flat = layout.spec(slot.shape, (ROWS, HEADS)), _but_last(kv)
+    divided = kv[2] is not None
+    alone = not divided and layout.size(GROUP) == 1
+    own_rule = rule is None or (rule.heads == "each" and alone) or (alone and layout.size(HEADS) == 1)
+    arrays = {name: x for name, x in (("weight", weight), ("bias", bias)) if not isinstance(x, float)}
+    floats = {name: x for name, x in (("weight", weight), ("bias", bias)) if isinstance(x, float)}
+
+    def local(query, key, value, position, slot, keys, values, positions, limits, recents, arrays):
+        if divided:
+            return _attend_part(
+                layout, query, key, value, position, slot, keys, values, positions,
+                group=group, turn=turn, window=window, **softmax,
+            )  # fmt: skip
+        out = kernel(
+            _flat(query), key, value, position, slot, keys, values, positions, limits, recents, **arrays, **floats,
+            rule=rule if own_rule else None, rotate=_rotation(turn),
+        )  # fmt: skip
+        return out._replace(
+            output=out.output.reshape(query.shape),
+            lse=out.lse.reshape(query.shape[:3]),
+            mass=ACROSS[group](out.mass, GROUP) if layout.size(GROUP) > 1 else out.mass,
+        )
+
+    ins = (q, _and_whole(heads), _and_whole(heads), rows, heads, kv, kv, flat, rows, rows, dict.fromkeys(arrays, flat))
+    specs: Any = (q, _but_last(q), flat, kv, kv, flat, heads)
+    outs = Attended(*specs)
+    out = _mapped(layout, local, ins, outs)(
+        grouped, key, value, position, slot, keys, values, positions, limits, recents, arrays
+    )
+    out = out._replace(output=out.output.reshape(query.shape), lse=out.lse.reshape(query.shape[:2]))
+    if own_rule and not divided:
+        return out
+    return out._replace(
+        next_slot=aim(out.mass, out.positions, position, slot, limits, recents, weight, bias, rule=rule, window=window)
+    )
+
+
+def _attend_part(
+    layout: Layout,
+    query: Float[Array, "b h g D"],
+    key: Float[Array, "b h D"],
+    value: Float[Array, "b h D"],
+    position: Int[Array, "b"],
+    slot: Int[Array, "b h"],
+    keys: Float[Array, "b h c D"],
+    values: Float[Array, "b h c D"],
+    positions: Int[Array, "b h c"],
+    *,
+    group: str,
+    turn: Turn | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Attended:
+    """One device's part of a decode step: its own slots, and the merge with the others' by log-sum-exp."""
+    held = keys.shape[2]
+    at = slot - lax.axis_index(SLOTS) * held
+    at = jnp.where((at >= 0) & (at < held), at, held)  # another device's slot: written nowhere here
+    keys, values, positions = written(keys, values, positions, key, value, position, at)
+    read = keys
+    if turn is not None:
+        places = slots_of.ranks(lax.all_gather(positions, SLOTS, axis=2, tiled=True))
+        own = lax.dynamic_slice_in_dim(places, lax.axis_index(SLOTS) * held, held, axis=2)
+        query, read = turn(query, keys, own, jnp.max(places, axis=-1))
+    logits = jnp.einsum("bhgd,bhcd->bhgc", query, read, preferred_element_type=jnp.float32) * scale
+    seen = visible(position[:, None, None], positions, window)
+    weights, lse = masked_softmax(soft_cap(logits, softcap), seen)
+    output = jnp.einsum(
+        "bhgc,bhcd->bhgd", weights.astype(values.dtype), filled(values, positions), preferred_element_type=jnp.float32
+    )
+    everyone = jax.nn.logsumexp(lax.all_gather(lse, SLOTS), axis=0)
+    share = jnp.where(lse > -jnp.inf, jnp.exp(lse - everyone), 0.0)  # of this device in every softmax
+    mass = REDUCE[group](weights * share[..., None], axis=2)
+    return Attended(
+        output=lax.psum(output * share[..., None], SLOTS).astype(query.dtype),
+        lse=everyone,
+        mass=ACROSS[group](mass, GROUP) if layout.size(GROUP) > 1 else mass,
+        keys=keys,
+        values=values,
+        positions=positions,
+        next_slot=slot,
+    )
+
+
+def _rotation(turn: Turn | None) -> Callable | None:
+    """`turn` as the kernels call it; the new token is the last of the entries in time."""
+    if turn is None:
+        return None
+
+    def rotate(query, keys, positions):
+        places = slots_of.ranks(positions)
+        return turn(query, keys, places, jnp.max(places, axis=-1))
+
+    return rotate
+
+
+def _mapped(layout: Layout, local: Callable, ins: Any, outs: Any) -> Callable:
+    return jax.shard_map(local, mesh=layout.mesh, in_specs=ins, out_specs=outs, check_vma=False)
+
+
+def _and_whole(spec: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(*spec, None)
+
+
+def _but_last(spec: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(*spec[:-1])
+
+
+def _grouped(query: jax.Array, kv_heads: int) -> jax.Array:
+    """`[B, Hq, ...]` as `[B, Hk, G, ...]`, whose two dimensions of heads are divided by different axes."""
+    return query.reshape(query.shape[0], kv_heads, -1, *query.shape[2:])
+
+
+def _flat(query: jax.Array) -> jax.Array:
+    return query.reshape(query.shape[0], -1, *query.shape[3:])

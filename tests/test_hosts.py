@@ -1,0 +1,124 @@
+"""Several real processes that are one mesh, on this machine, through jax.distributed and gloo."""
+
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.errors import BadValue
+from jaxkv.sharding import start
+
+WORKER = Path(__file__).parent / "sharding" / "worker.py"
+FOLDER = Path(__file__).parent / "goldens" / "tiny" / "smollm2"
+POLICIES = {"dapq-longflow": {"budget": 16, "block": 16, "count": 6}, "h2o": {"budget": 16, "block": 16}}
+PROMPTS = [np.random.default_rng(i).integers(3, 100, n).tolist() for i, n in enumerate((45, 9, 30, 17))]
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def run(tmp_path, processes, **job):
+    """Starts the processes; what each has printed, its exit code, and the seconds that all of them took."""
+    job = {
+        "coordinator": f"127.0.0.1:{free_port()}",
+        "processes": processes,
+        "timeout": 60,
+        "folder": str(FOLDER),
+        "policies": POLICIES,
+        "prompts": PROMPTS,
+        "tokens": 12,
+        **job,
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    command = [sys.executable, str(WORKER), str(tmp_path / "job.json")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    files = [(tmp_path / f"out{index}", tmp_path / f"err{index}") for index in range(processes)]
+    began, running = time.monotonic(), []
+    try:
+        for index, (out, err) in enumerate(files[: job.get("started", processes)]):
+            with out.open("w") as stdout, err.open("w") as stderr:
+                running.append(subprocess.Popen([*command, str(index)], stdout=stdout, stderr=stderr, env=environment))
+        codes = [each.wait(timeout=240) for each in running]
+    finally:
+        for each in running:
+            each.kill()
+    return codes, [(out.read_text(), err.read_text()) for out, err in files[: len(codes)]], time.monotonic() - began
+
+
+@functools.cache
+def alone(name, tokens=12):
+    """What one process with one device gives."""
+    params = jaxkv.load(FOLDER)
+    out = jaxkv.generate(
+        params, PROMPTS, policy=jaxkv.policy(name, **POLICIES[name]), max_new_tokens=tokens, stop_tokens=()
+    )
+    return out.tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    "processes, devices, mesh, names",
+    [(2, 2, {"data": 2, "model": 2}, ("dapq-longflow", "h2o")), (4, 1, {"model": 2, "context": 2}, ("dapq-longflow",))],
+    ids=["two processes", "four processes"],
+)
+def test_processes_together_give_what_one_gives(tmp_path, processes, devices, mesh, names):
+    policies = {name: POLICIES[name] for name in names}
+    codes, texts, _ = run(tmp_path, processes, devices=devices, mesh=mesh, policies=policies, save=str(tmp_path))
+    assert codes == [0] * processes, texts
+    lines = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in texts]  # gloo prints
+    found = {line["policy"]: line["tokens"] for line in lines[0][1:]}
+    assert found == {name: alone(name) for name in names}
+    assert all(len(each) == 1 for each in lines[1:]), "only process 0 prints what came out"
+
+    whole = (FOLDER / "model.safetensors").stat().st_size
+    for line, *_ in lines:  # with data=2 a process of two devices holds both halves of the model axis
+        assert line["read"] < whole * (1.01 if mesh.get("data") else 0.7)
+    params = jaxkv.load(FOLDER)
+    for name in names:
+        cache = jaxkv.restore(tmp_path / name, params)
+        more = jaxkv.generate(params, cache=cache, max_new_tokens=5, stop_tokens=())
+        assert [a + b for a, b in zip(found[name], more.tokens.tolist(), strict=True)] == alone(name, 17)
+
+
+@pytest.mark.parametrize("dies", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_one_process_killed_ends_the_other(tmp_path, dies):
+    codes, texts, seconds = run(
+        tmp_path, 2, devices=1, mesh={"model": 2}, policies={"h2o": POLICIES["h2o"]}, tokens=400, dies=dies, timeout=10
+    )
+    assert codes[dies] == -signal.SIGKILL
+    assert codes[1 - dies] not in (0, -signal.SIGKILL), "it ends by itself, and not as if all were well"
+    assert (
+        "another one failed" in texts[1 - dies][1] or "distributed service detected fatal errors" in texts[1 - dies][1]
+    )
+    assert '"policy"' not in texts[0][0] and seconds < 120
+
+
+def test_a_host_that_never_comes_ends_the_wait(tmp_path):
+    codes, texts, seconds = run(tmp_path, 2, devices=1, mesh={"model": 2}, timeout=5, started=1)
+    assert codes[0] != 0 and seconds < 60
+    assert "did not come together within 5 s" in texts[0][1] or "fatal" in texts[0][1].lower(), texts[0][1]
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"coordinator": "a:1"}, "num_processes and process_id not given"),
+        ({"coordinator": "a", "num_processes": 2, "process_id": 0}, "host:port"),
+        ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, "from 0 to"),
+        ({"timeout": 0}, "timeout=0"),
+    ],
+)
+def test_hosts_that_cannot_be_joined(options, words):
+    with pytest.raises(BadValue, match=words):
+        start(**options)

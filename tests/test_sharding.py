@@ -1,0 +1,322 @@
+"""Generation on a mesh: the same tokens, kept positions and caches as on one device."""
+
+import dataclasses
+import functools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxkv
+from jaxkv import cli
+from jaxkv.errors import BadValue, UnknownName
+from jaxkv.lowering import held_by_one, lower
+from jaxkv.policies import catalogue
+from jaxkv.sharding import Layout, on_host
+from jaxkv.sharding.mesh import parsed
+from jaxkv.sharding.traffic import collectives
+
+NAMES = sorted(catalogue())
+SMALL = {  # published windows are longer than the tiny prompts
+    "snapkv": {"window": 6},
+    "longflow": {"window": 6},
+    "dapq": {"count": 6},
+    "dapq-longflow": {"count": 6},
+}
+MESHES = {"8,1,1": (8, 1, 1), "1,8,1": (1, 8, 1), "1,1,8": (1, 1, 8), "2,2,2": (2, 2, 2)}
+ALWAYS = ("dapq-longflow",)  # on every mesh; the others on 2,2,2, and on the rest when slow
+CASES = [
+    pytest.param(name, axes, id=f"{name}-{axes}", marks=() if axes == "2,2,2" or name in ALWAYS else pytest.mark.slow)
+    for name in NAMES
+    for axes in MESHES
+]
+LENGTHS = (45, 9, 30, 17, 26, 33, 12, 40)
+
+
+def policy(name, budget=16, **options):
+    options = {"block": 16, **SMALL.get(name, {}), **options}
+    return jaxkv.policy(name, budget=budget, **options) if catalogue()[name].evicts else jaxkv.policy(name, **options)
+
+
+def prompts(rows=8):
+    """Ragged prompts, no token twice in one (see `generated`)."""
+    return [np.random.default_rng(i).permutation(150)[:n].astype(np.int32) for i, n in enumerate(LENGTHS[:rows])]
+
+
+def on(axes):
+    data, model, context = axes
+    return jaxkv.mesh(data=data, model=model, context=context)
+
+
+def generated(params, name, steps=16, **options):
+    """A run in which no token comes twice: equal keys (layer 0 under `knorm`) tie but for rounding, which is the matrix
+    product's own, in prefill another than in decode and on a part of the matrix another than on the whole.
+    """
+    sampling = {"stop_tokens": (), "repetition_penalty": 1e6}
+    return jaxkv.generate(params, prompts(), policy=policy(name, **options), max_new_tokens=steps, **sampling)
+
+
+@functools.cache
+def expected(folder, name):
+    """What one device gives."""
+    return generated(jaxkv.load(folder), name)
+
+
+def in_time(layer):
+    """Positions, keys and values of a layer in time order, the empty slots first."""
+    positions = on_host(layer.positions)
+    order = np.argsort(positions, axis=-1, kind="stable")
+    rows = [np.take_along_axis(on_host(x).astype(np.float32), order[..., None], 2) for x in (layer.keys, layer.values)]
+    return np.take_along_axis(positions, order, -1), *rows
+
+
+def assert_same_cache(ours, theirs, atol=1e-4):
+    for mine, other in zip(ours.layers, theirs.layers, strict=True):
+        slots = min(mine.slots, other.slots)  # a mesh may have added empty slots
+        (positions, *arrays), (expected, *references) = in_time(mine), in_time(other)
+        assert np.array_equal(positions[..., -slots:], expected[..., -slots:])
+        assert (positions[..., :-slots] < 0).all() and (expected[..., :-slots] < 0).all()
+        held = positions[..., -slots:, None] >= 0
+        for array, reference in zip(arrays, references, strict=True):
+            difference = np.where(held, array[..., -slots:, :] - reference[..., -slots:, :], 0)
+            assert np.abs(difference).max() <= atol
+    for name in ("lengths", "limits", "pending"):
+        assert np.array_equal(on_host(getattr(ours, name)), on_host(getattr(theirs, name)))
+
+
+@pytest.mark.parametrize("name, axes", CASES)
+def test_a_mesh_gives_what_one_device_gives(goldens, name, axes):
+    folder = goldens / "tiny" / "llama3"
+    out = generated(jaxkv.load(folder, mesh=on(MESHES[axes])), name)
+    assert out.tokens.tolist() == expected(folder, name).tokens.tolist()
+    assert_same_cache(out.cache, expected(folder, name).cache)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [(1, 8, 1), *(pytest.param(axes, marks=pytest.mark.slow) for axes in ((1, 3, 2), (2, 4, 1), (2, 2, 2)))],
+    ids=str,
+)
+def test_heads_that_the_axis_does_not_divide(goldens, axes):
+    """9 query heads on 3 KV heads, over 8, 4, 2 and 3 devices."""
+    folder = goldens / "tiny" / "smollm2"
+    data, model, context = axes
+    devices = jax.devices()[: math.prod(axes)]
+    params = jaxkv.load(folder, mesh=jaxkv.mesh(data=data, model=model, context=context, devices=devices))
+    out = generated(params, "dapq-longflow")
+    assert out.tokens.tolist() == expected(folder, "dapq-longflow").tokens.tolist()
+    assert_same_cache(out.cache, expected(folder, "dapq-longflow").cache)
+
+
+@pytest.mark.parametrize(
+    "family, options",
+    [
+        ("gemma3_text", {}),
+        pytest.param("qwen2", {}, marks=pytest.mark.slow),
+        pytest.param("llama3", {"every": 5}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_windows_biases_and_cuts_every_few_steps(goldens, family, options):
+    folder = goldens / "tiny" / family
+    one = generated(jaxkv.load(folder), "h2o", **options)
+    out = generated(jaxkv.load(folder, mesh=on((2, 2, 2))), "h2o", **options)
+    assert out.tokens.tolist() == one.tokens.tolist()
+    assert_same_cache(out.cache, one.cache)
+
+
+def test_weights_over_fsdp(goldens):
+    folder = goldens / "tiny" / "llama3"
+    params = jaxkv.load(folder, mesh=jaxkv.mesh(fsdp=4, model=2))
+    one = jaxkv.load(folder)
+    held = sum(leaf[...].addressable_shards[0].data.nbytes for _, leaf in nnx.to_flat_state(params.weights))
+    whole = sum(leaf[...].nbytes for _, leaf in nnx.to_flat_state(one.weights))
+    assert held < 0.14 * whole, "an eighth, and the norms"
+    assert_same_cache(generated(params, "h2o").cache, expected(folder, "h2o").cache)
+
+
+def test_bfloat16_differs_by_rounding_only(goldens):
+    folder = goldens / "tiny" / "llama3"
+    policy = jaxkv.policy("full")
+    found = []
+    for mesh in (None, on((2, 2, 2)), on((1, 8, 1)), on((1, 1, 8))):
+        params = jaxkv.load(folder, dtype=jnp.bfloat16, mesh=mesh)
+        found.append(jaxkv.prefill(params, prompts(), policy=policy))
+    for cache in found[1:]:
+        for mine, other in zip(cache.layers, found[0].layers, strict=True):
+            (_, *arrays), (_, *references) = in_time(mine), in_time(other)
+            for array, reference in zip(arrays, references, strict=True):
+                array = array[..., -reference.shape[2] :, :]
+                assert np.abs(array - reference).max() <= 2**-5 * np.abs(reference).max(), "4 units of 2^-8, relative"
+
+
+def read_counted(monkeypatch):
+    """Bytes read from safetensors, counted."""
+    from jaxkv.weights import safetensors_files
+
+    read, count = safetensors_files.SafeTensor.read, [0]
+
+    def counted(self, *index):
+        value = read(self, *index)
+        count[0] += value.nbytes
+        return value
+
+    monkeypatch.setattr(safetensors_files.SafeTensor, "read", counted)
+    return count
+
+
+@pytest.mark.parametrize("axes", [(1, 8, 1), (2, 2, 2)], ids=str)
+def test_weights_are_read_once_and_hold_what_the_file_holds(goldens, monkeypatch, axes):
+    folder = goldens / "tiny" / "smollm2"
+    count = read_counted(monkeypatch)
+    params = jaxkv.load(folder, mesh=on(axes))
+    one_device = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    read, count[0] = count[0], 0
+    plain = jaxkv.load(folder, mesh=one_device)
+    assert read == count[0] == sum(leaf[...].nbytes for _, leaf in nnx.to_flat_state(plain.weights))
+    for (path, mine), (_, other) in zip(*map(nnx.to_flat_state, (params.weights, plain.weights)), strict=True):
+        assert np.array_equal(mine[...], other[...]), path
+        if mine[...].ndim == 2:
+            assert mine[...].addressable_shards[0].data.size * axes[1] == mine[...].size, path
+
+
+def test_a_cache_goes_on_on_another_mesh(goldens, tmp_path):
+    folder = goldens / "tiny" / "llama3"
+    where = {"one": None, "model": on((1, 8, 1)), "context": on((1, 1, 8)), "mixed": on((2, 2, 2))}
+    loaded = {name: jaxkv.load(folder, mesh=mesh) for name, mesh in where.items()}
+    first = generated(loaded["mixed"], "dapq-longflow", steps=5, budget=18)  # 18 slots don't divide by 8
+    jaxkv.save(first.cache, tmp_path / "cache")
+    going = {"policy": None, "max_new_tokens": 9, "stop_tokens": ()}
+    whole = jaxkv.generate(loaded["mixed"], cache=first.cache, **going)
+    for name, params in loaded.items():
+        restored = jaxkv.restore(tmp_path / "cache", params)
+        out = jaxkv.generate(params, cache=restored, **going)
+        assert out.tokens.tolist() == whole.tokens.tolist(), name
+        assert_same_cache(out.cache, whole.cache)
+        moved = jaxkv.generate(params, cache=first.cache, **going)
+        assert moved.tokens.tolist() == whole.tokens.tolist(), name
+
+
+@pytest.fixture
+def unchecked():
+    """Lowering makes caches of shapes, and of jax's own descriptions: no arrays, which the shape check would refuse."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.mark.parametrize("name, axes", [("h2o", (1, 8, 1)), ("tova", (1, 1, 8)), ("dapq-longflow", (2, 2, 2))], ids=str)
+def test_decode_moves_no_cache(goldens, unchecked, name, axes):
+    config = jaxkv.load(goldens / "tiny" / "llama3").config
+    layout = Layout.of(on(axes), config)
+    programs = lower(config, policy(name, budget=1024), batch=8, tokens=160, layout=layout)
+    found = collectives(programs.decode.compile().as_text())
+    arrays = jax.tree.leaves(programs.cache.layers)
+    gathered = [each.bytes for each in found if each.kind != "all-reduce"]  # sums over heads do have slots
+    assert gathered and max(gathered) < min(held_by_one(x) for x in arrays if len(x.shape) > 2)
+    assert max(each.bytes for each in found) < held_by_one(programs.cache.layers[0].keys)
+    assert sum(each.bytes for each in found if each.looped) < 0.1 * held_by_one(arrays)
+
+
+def test_a_gathered_cache_would_be_seen(goldens, unchecked):
+    """Else the test above would show nothing: without the layout, the partitioner is free to gather."""
+    config = jaxkv.load(goldens / "tiny" / "llama3").config
+    layout = Layout.of(on((1, 1, 8)), config)
+    layers = lower(config, policy("tova", budget=128), batch=8, tokens=160, layout=layout).cache.layers
+    text = jax.jit(lambda layer: layout.gathered(layer).keys + 1).lower(layers[0]).compile().as_text()
+    (gathered,) = collectives(text)
+    assert gathered.kind == "all-gather" and gathered.bytes == 8 * held_by_one(layers[0].keys)
+
+
+def test_collectives_are_found_in_text():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def gather(x):
+        return jax.lax.with_sharding_constraint(x + 1, whole)
+
+    def loop(x):
+        return jax.lax.fori_loop(0, 4, lambda _, y: y + jnp.sum(jax.lax.with_sharding_constraint(y, rows)), x)
+
+    x = jax.device_put(jnp.zeros((16, 4)), rows)
+    (one,) = collectives(jax.jit(gather).lower(x).compile().as_text())
+    assert (one.kind, one.bytes, one.looped) == ("all-gather", 16 * 4 * 4, False)
+    text = one_line = "  %all-gather.1 = bf16[8,4]{1,0:T(8,128)} all-gather(%p), channel_id=2, dimensions={1}\n"
+    for name in ("started", "finished"):  # as TPUs write one out that runs beside other work
+        text += f"%{name} (p: bf16[8,1]) -> bf16[8,4] {{\n{one_line}}}\n"
+    assert [each.bytes for each in collectives(text)] == [64]
+    found = collectives(jax.jit(loop, out_shardings=rows).lower(x).compile().as_text())
+    assert [(each.kind, each.bytes) for each in found if each.looped] == [("all-reduce", 4)]
+
+
+def test_what_divides_the_heads(goldens):
+    config = jaxkv.load(goldens / "tiny" / "llama3").config
+    shapes = {
+        (32, 8, 4): (4, 1, 1),
+        (32, 8, 8): (8, 1, 1),
+        (9, 3, 8): (1, 1, 8),
+        (8, 2, 8): (2, 4, 1),
+        (6, 2, 8): (2, 1, 4),
+    }
+    for (heads, kv_heads, model), split in shapes.items():
+        config = dataclasses.replace(config, num_heads=heads, num_kv_heads=kv_heads)
+        layout = Layout.of(jaxkv.mesh(model=model, data=8 // model), config)
+        assert layout.mesh is not None
+        assert tuple(layout.mesh.shape[axis] for axis in ("heads", "group", "spare")) == split
+
+
+@pytest.mark.parametrize(
+    "call, error, words",
+    [
+        (lambda: jaxkv.mesh(data=3), BadValue, "data=3 needs 3 devices, but there are 8"),
+        (lambda: jaxkv.mesh(data=0), BadValue, "data=0: expected a whole number"),
+        (lambda: jaxkv.mesh("v5e-65"), UnknownName, "v5e-64"),
+        (lambda: jaxkv.mesh("v5e-64", data=2), BadValue, "the name or the axes"),
+        (lambda: jaxkv.mesh(**parsed("v5e-64")), BadValue, "needs 64 devices, but there are 8"),
+        (lambda: parsed("data=2,tensor=4"), BadValue, "data, fsdp, model, context"),
+        (lambda: parsed("data=2,data=4"), BadValue, "expected a name, or axes"),
+    ],
+)
+def test_meshes_that_cannot_be(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_a_mesh_with_strange_axes_is_refused(goldens):
+    mesh = jax.make_mesh((8,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    with pytest.raises(BadValue, match="'tensor'"):
+        jaxkv.load(goldens / "tiny" / "llama3", mesh=mesh)
+
+
+def test_the_command_line_on_a_mesh(goldens, monkeypatch, capsys):
+    class Letters:
+        def __call__(self, text, add_special_tokens=True):
+            return {"input_ids": [ord(letter) - 32 for letter in text]}
+
+        def decode(self, tokens, **_):
+            return "".join(chr(token + 32) for token in tokens)
+
+    load, given = jaxkv.load, []
+
+    def lettered(*_, mesh=None, **__):
+        given.append(mesh)
+        return dataclasses.replace(load(goldens / "tiny" / "llama3", mesh=mesh), tokenizer=Letters())
+
+    monkeypatch.setattr(jaxkv, "load", lettered)
+    command = ["generate", "hello there", "--policy", "tova", "--budget", "8", "--max-new-tokens", "6", "--json"]
+    answers = []
+    for spread in ([], ["--mesh", "model=4,context=2"]):
+        assert cli.main([*command, *spread]) == 0
+        answers.append(json.loads(capsys.readouterr().out)["tokens"])
+    assert answers[0] == answers[1] and given[0] is None and given[1].shape["model"] == 4
+    assert cli.main([*command, "--mesh", "model=3"]) == 2
+    assert "needs 3 devices, but there are 8" in capsys.readouterr().err
+    assert cli.main([*command, "--coordinator", "a:1"]) == 2
+    assert "--coordinator without --mesh" in capsys.readouterr().err
