@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from jaxkv.errors import BadValue
 from jaxkv.evaluation.example import Example, Question
@@ -35,7 +36,7 @@ def read(path: str | Path, *, scorer: str = "any", max_new_tokens: int = 64, lim
     ]
 
 
-def _parts(row: dict, where: str, stem: str) -> tuple[str, str, Question]:
+def _parts(row: Any, where: str, stem: str) -> tuple[str, str, Question]:
     """Name, context and question of one line."""
     if not isinstance(row, dict):
         raise BadValue(f"{where}: a {type(row).__name__}; expected an object")
