@@ -33,15 +33,15 @@ def _styles(rows: Sequence[Record]) -> dict[str, dict[str, Any]]:
             "color": COLOURS[turn % len(COLOURS)],
             "marker": MARKERS[turn % len(MARKERS)],
             "linestyle": "-" if bare(row["policy"]) == row["policy"] else "--",
+            "markerfacecolor": None if bare(row["policy"]) == row["policy"] else "white",
             "markersize": 5,
             "linewidth": 1.6,
         }
     return out
 
 
-def _lines(axes: Any, rows: Sequence[Record], value: Any, bars: bool = False) -> None:
+def _lines(axes: Any, rows: Sequence[Record], value: Any, styles: dict[str, Any], bars: bool = False) -> None:
     """`value(row)` against budget, a line per policy; policies without a budget as a horizontal line."""
-    styles = _styles(rows)
     names = list(styles)
     for order, (name, some) in enumerate(grouped(rows, lambda row: row["policy"]).items()):
         points = sorted((row["at"], row) for row in some if row["budget"] is not None and row["at"] is not None)
@@ -49,7 +49,9 @@ def _lines(axes: Any, rows: Sequence[Record], value: Any, bars: bool = False) ->
         if not points:
             flat = value(some[0])
             if flat is not None:
-                axes.axhline(flat.value if bars else flat, color="black", linestyle=":", linewidth=1.4, label=name)
+                ours = name == name.rpartition(": ")[2]
+                look = {"color": "black", "linestyle": ":"} if ours else {"color": "grey", "linestyle": "-."}
+                axes.axhline(flat.value if bars else flat, linewidth=1.4, label=name, **look)
             continue
         x = np.array([x for x, _ in points], float)
         if not bars:
@@ -72,16 +74,24 @@ def _lines(axes: Any, rows: Sequence[Record], value: Any, bars: bool = False) ->
 
 def _legend(figure: Any, axes: Any) -> None:
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=max(2, int(figure.get_figwidth() / 1.75)),
+        frameon=False,
+        fontsize=8,
+        handlelength=3.2,
+    )
 
 
 def quality_figure(records: Sequence[Record]) -> Any:
     """Mean score against budget per policy with 95 % intervals, a panel per mode."""
     rows = quality(records)
     modes = list(dict.fromkeys(row["mode"] for row in rows))
-    figure = _figure(6.4 * len(modes), 4.4)
+    figure = _figure(7.2 * len(modes), 4.6)
     for axes, mode in zip(np.atleast_1d(figure.subplots(1, len(modes), sharey=True)), modes, strict=True):
-        _lines(axes, [row for row in rows if row["mode"] == mode], lambda row: row["score"], bars=True)
+        _lines(axes, [row for row in rows if row["mode"] == mode], lambda row: row["score"], _styles(rows), bars=True)
         axes.set_ylim(-0.03, 1.03)
         said = "question known" if mode == "aware" else "context compressed first"
         count = max(row["score"].count for row in rows if row["mode"] == mode)
@@ -102,7 +112,7 @@ def tasks_figure(records: Sequence[Record]) -> Any:
     modes = {mode for mode, _ in panels}
     for axes, (mode, task) in zip(grid, panels, strict=False):
         some = [row for row in rows if row["mode"] == mode and task in row["tasks"]]
-        _lines(axes, some, lambda row, task=task: row["tasks"][task].value)
+        _lines(axes, some, lambda row, task=task: row["tasks"][task].value, _styles(rows))
         axes.set_title(task if len(modes) < 2 else f"{task}, {mode}", fontsize=9)
         axes.set_ylim(-0.03, 1.03)
     for axes in grid[len(panels) :]:
@@ -146,11 +156,11 @@ def cost_figure(records: Sequence[Record]) -> Any:
     rows = [row for row in quality(records) if row["mode"] == quality(records)[0]["mode"]]
     figure = _figure(9.6, 4.0)
     left, right = figure.subplots(1, 2)
-    _lines(left, rows, lambda row: row["cache_bytes"] / 2**20)
+    _lines(left, rows, lambda row: row["cache_bytes"] / 2**20, _styles(rows))
     left.set_title("Cache per sequence when the answer ends", fontsize=10)
     left.set_ylabel("MiB")
     left.set_ylim(bottom=0)
-    _lines(right, rows, lambda row: row["tokens_per_second"])
+    _lines(right, rows, lambda row: row["tokens_per_second"], _styles(rows))
     right.set_title("Decoding, best batch", fontsize=10)
     right.set_ylabel("tokens/s, all rows")
     right.set_ylim(bottom=0)
@@ -171,7 +181,7 @@ def fidelity_figure(rows: Sequence[Record]) -> Any:
         ),
         strict=True,
     ):
-        _lines(axes, evicting, lambda row, field=field: row[field])
+        _lines(axes, evicting, lambda row, field=field: row[field], _styles(rows))
         axes.set_title(title, fontsize=9)
         if field == "kl":
             if all(row["kl"] > 0 for row in evicting):
@@ -236,30 +246,32 @@ def text_figure(picture: Retention, title: str, limit: int = 420) -> Any:
 
     columns, shades = 118, matplotlib.colormaps["Blues"]
     moments = (0, len(picture.steps) - 1)
-    layouts = [_laid_out(picture, limit, columns) for _ in moments]
-    height = layouts[0][-1][1] + 1 if layouts[0] else 1
-    figure = _figure(10.5, 0.19 * height * len(moments) + 1.0)
-    for axes, moment, layout in zip(np.atleast_1d(figure.subplots(len(moments), 1)), moments, layouts, strict=True):
+    layouts = [_laid_out(picture, picture.prompt + picture.steps[moment], limit, columns) for moment in moments]
+    heights = [layout[-1][1] + 1 for layout in layouts]
+    figure = _figure(10.5, 0.19 * sum(heights) + 1.0)
+    grid = figure.subplots(len(moments), 1, height_ratios=heights)
+    for axes, moment, layout, height in zip(grid, moments, layouts, heights, strict=True):
         share = picture.kept[moment].mean(axis=(0, 1))
-        for at, line, column, word in [(at, line, column, word) for at, line, column, word in layout]:
+        for at, line, column, word in layout:
             value = float(share[at])
             box = Rectangle((column, line), len(word), 0.92, facecolor=shades(0.85 * value), edgecolor="none")
             axes.add_patch(box)
             axes.text(
-                column + len(word) / 2, line + 0.48, word, family="monospace", fontsize=6.3, ha="center", va="center",
+                column, line + 0.5, word, family="monospace", fontsize=9.4, ha="left", va="center",
                 color="white" if value > 0.6 else ("#D55E00" if at >= picture.prompt else "black"),
             )  # fmt: skip
         axes.set_xlim(0, columns)
         axes.set_ylim(height, 0)
         axes.axis("off")
-        axes.set_title(f"{title}, after {picture.steps[moment]} new tokens (dark: held by all heads)", fontsize=9)
+        when = f"after {picture.steps[moment]} new tokens"
+        axes.set_title(f"{title}, {when} (dark: held by all heads; orange: written by the model)", fontsize=9)
     return figure
 
 
-def _laid_out(picture: Retention, limit: int, columns: int) -> list[tuple[int, int, int, str]]:
-    """(token, line, column, what is drawn) of the text's last `limit` tokens, wrapped at `columns` characters."""
+def _laid_out(picture: Retention, tokens: int, limit: int, columns: int) -> list[tuple[int, int, int, str]]:
+    """(token, line, column, what is drawn) of the last `limit` of the first `tokens` tokens, in `columns` columns."""
     out, line, column = [], 0, 0
-    for at in range(max(0, len(picture.tokens) - limit), len(picture.tokens)):
+    for at in range(max(0, tokens - limit), tokens):
         word = picture.tokens[at].replace("\n", "\N{RETURN SYMBOL}").replace("\t", " ") or " "
         word = textwrap.shorten(word, columns, placeholder="") if len(word) > columns else word
         if column + len(word) > columns:

@@ -8,7 +8,6 @@ import json
 import os
 import platform
 from collections.abc import Iterable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +122,13 @@ def machine() -> dict[str, Any]:
     """The device and the versions that a run was measured with."""
     import jax
 
+    import jaxkv
+
     return {
         "device": jax.devices()[0].device_kind,
         "devices": jax.device_count(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "python": platform.python_version(),
-        "jaxkv": metadata.version("jaxkv"),
-        "jax": metadata.version("jax"),
+        "jaxkv": jaxkv.__version__,
+        "jax": jax.__version__,
     }
