@@ -98,7 +98,7 @@ def fidelities(records: Iterable[Record]) -> list[Record]:
             {
                 "policy": name_of(record),
                 "budget": record["budget"] if record["ratio"] is None else record["ratio"],
-                "at": record["budget"],
+                "at": record["budget"] if record["ratio"] is None else record["length"] * (1 - record["ratio"]),
                 **{name: mean(name) for name in ("kl", "top1", "perplexity", "full_perplexity", "mass", "overlap")},
                 "by_head": record["mass"],
             }
