@@ -121,7 +121,7 @@ class Eval:
     """Measure what policies cost on text: tasks, fidelity, memory, speed. Goes on where it was stopped."""
 
     run: Positional[str] = "default"
-    """A TOML file, or a shipped run: default, needles, ruler, long-output."""
+    """A TOML file, or a shipped run: default, needles, dapq, ruler, long-output."""
     model: str | None = None
     """Instead of the run's model."""
     dtype: str | None = None
