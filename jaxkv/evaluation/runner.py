@@ -20,8 +20,9 @@ from jaxkv.evaluation.results import Record, Store
 from jaxkv.evaluation.retention import retained
 from jaxkv.evaluation.scorers import score
 from jaxkv.evaluation.settings import Cell, Settings, to_dict
-from jaxkv.generate import generate, prefill
+from jaxkv.generate import Generation, generate, prefill
 from jaxkv.policies.catalogue import catalogue
+from jaxkv.policies.policy import Policy
 from jaxkv.weights.params import Params
 
 Progress = Callable[[str, int, int, float | None], None]  # (what, jobs done, of, seconds left or None)
@@ -87,7 +88,7 @@ def evaluate(
         if progress is not None:
             left = None if not times else (time.perf_counter() - started) / number * (len(steps) - number)
             progress(title, number, len(steps), left)
-        store.add(step())
+        store.add(record for record in step() if record["key"] not in done)
         times.append(time.perf_counter() - started)
     if progress is not None:
         progress("done", len(steps), len(steps), 0.0)
@@ -100,22 +101,23 @@ def jobs(settings: Settings, examples: list[Example], tokenizer: Any) -> Iterato
         rows = []
         for example in examples:
             if mode == "agnostic" and example.output:
-                continue  # its context is empty: there is nothing to compress before the question
+                continue  # its text is the output, which comes after the question
             if mode == "agnostic" and not example.context:
                 raise BadValue(f"task {example.task!r} has no context to compress first: use modes = ['aware']")
             rows += [(example, number) for number in range(len(example.questions))]
-        size = {id(row[0]): asking.size(tokenizer, row[0]) for row in rows}
-        order = {id(row): place for place, row in enumerate(rows)}
+        size = {id(example): asking.size(tokenizer, example) for example, _ in rows}
 
-        def alike(row, mode=mode, size=size, order=order) -> tuple:
-            example, number = row
-            turn = number if mode == "agnostic" else 0  # contexts of one batch are compressed together, once
-            return (bool(example.output), example.max_new_tokens, -(size[id(example)] // 64), turn, order[id(row)])
+        def shape(row: tuple[Example, int]) -> tuple:
+            return bool(row[0].output), row[0].max_new_tokens
 
-        rows.sort(key=alike)
-        batches = []
+        rows.sort(key=lambda row: (*shape(row), -size[id(row[0])]))  # stable: an example's questions stay together
+        batches: list[list[tuple[Example, int]]] = []
         for row in rows:
-            if batches and len(batches[-1]) < settings.batch and alike(batches[-1][0])[:4] == alike(row)[:4]:
+            # Asked of a compressed context, a batch is so many contexts with all their questions, else so many rows.
+            full = batches and settings.batch == (
+                _contexts(batches[-1], row) if mode == "agnostic" else len(batches[-1])
+            )
+            if batches and not full and shape(batches[-1][0]) == shape(row):
                 batches[-1].append(row)
             else:
                 batches.append([row])
@@ -124,67 +126,62 @@ def jobs(settings: Settings, examples: list[Example], tokenizer: Any) -> Iterato
                 yield Job(cell, mode, tuple(batch))
 
 
+def _contexts(rows: list[tuple[Example, int]], row: tuple[Example, int]) -> int:
+    """How many contexts other than the row's the rows are about."""
+    return len({id(example) for example, _ in rows} - {id(row[0])})
+
+
 def _answers(params: Params, settings: Settings, job: Job) -> list[Record]:
     """The records of one batch."""
     if job.cell.policy is None:
-        return [
-            {**_about(job, place), "score": None, "skipped": job.cell.reason, "answer": None}
-            for place in range(len(job.rows))
-        ]
-    filled = [*job.rows, *[job.rows[-1]] * (settings.batch - len(job.rows))]  # one batch size, one compilation
+        return [{**_about(job, row), "score": None, "skipped": job.cell.reason, "answer": None} for row in job.rows]
+    if job.mode == "agnostic":
+        return _compressed_first(params, settings, job, job.cell.policy)
+    rows = list(job.rows)
+    filled = [*rows, *[rows[-1]] * (settings.batch - len(rows))]  # one batch size, one compilation
     parts = [asking.asked(params.tokenizer, example, example.questions[number]) for example, number in filled]
-    new = max(example.max_new_tokens for example, _ in filled)
-    started = time.perf_counter()
+    prompts, new = [np.concatenate(part) for part in parts], filled[0][0].max_new_tokens
     if filled[0][0].output:
-        out, waited = _after_output(params, job, filled, parts, new)
-    elif job.mode == "aware":
-        # Stop at nothing, so that every policy decodes as many steps; the answer ends at the model's stop token.
-        out = generate(
-            params, [np.concatenate(part) for part in parts], policy=job.cell.policy, max_new_tokens=new, stop_tokens=()
-        )
-        waited = out.stats.prefill_seconds
+        out, waited = _after_output(params, job.cell.policy, [example for example, _ in filled], prompts, new)
     else:
-        cache = prefill(params, [context for context, _ in parts], policy=job.cell.policy)
-        jax.block_until_ready(cache.lengths)
-        waited = time.perf_counter() - started
+        # Stop at nothing, so that every policy decodes as many steps; the answer ends at the model's stop token.
+        out = generate(params, prompts, policy=job.cell.policy, max_new_tokens=new, stop_tokens=())
+        waited = out.stats.prefill_seconds
+    return _records(params, job, rows, [len(prompt) for prompt in prompts], out, waited)
+
+
+def _compressed_first(params: Params, settings: Settings, job: Job, policy: Policy) -> list[Record]:
+    """The records of a batch whose contexts are compressed once, then asked each of their questions."""
+    contexts = list({id(example): example for example, _ in job.rows}.values())
+    filled = [*contexts, *[contexts[-1]] * (settings.batch - len(contexts))]
+    started = time.perf_counter()
+    heads = [asking.asked(params.tokenizer, example, example.questions[0])[0] for example in filled]
+    cache = prefill(params, heads, policy=policy)
+    jax.block_until_ready(cache.lengths)
+    waited = time.perf_counter() - started
+    records = []
+    for turn in range(max(len(example.questions) for example in contexts)):
+        rows = [(example, min(turn, len(example.questions) - 1)) for example in filled]
+        tails = [asking.asked(params.tokenizer, example, example.questions[number])[1] for example, number in rows]
         after = catalogue()["full"] if settings.after == "full" else None
         out = generate(
-            params, [rest for _, rest in parts], policy=after, cache=cache, max_new_tokens=new, stop_tokens=()
+            params, tails, policy=after, cache=cache, max_new_tokens=contexts[0].max_new_tokens, stop_tokens=()
         )
-    seconds = out.stats.decode_seconds
-    speed = len(filled) * (out.tokens.shape[1] - 1) / seconds if seconds else None
-    records = []
-    for place, (example, number) in enumerate(job.rows):
-        tokens = out.tokens[place, : example.max_new_tokens].tolist()
-        ends = [at for at, token in enumerate(tokens) if token in params.config.stop_tokens]
-        tokens = tokens[: ends[0]] if ends else tokens
-        answer = params.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        question = example.questions[number]
-        records.append(
-            {
-                **_about(job, place),
-                "score": score(example.scorer, answer, question.answers),
-                "answer": answer,
-                "answers": list(question.answers),
-                "prompt_tokens": sum(len(part) for part in parts[place]),
-                "kept": out.stats.kept[place],
-                "cache_bytes": out.stats.cache_bytes // len(filled),
-                "prefill_seconds": waited,
-                "decode_seconds": seconds,
-                "tokens_per_second": speed,
-                "batch": len(filled),
-            }
-        )
+        sizes = [len(head) + len(tail) for head, tail in zip(heads, tails, strict=True)]
+        found = _records(params, job, rows[: len(contexts)], sizes, out, waited)
+        records += [record for record, (example, _) in zip(found, rows, strict=False) if turn < len(example.questions)]
     return records
 
 
-def _after_output(params: Params, job: Job, filled: list, parts: list, new: int) -> tuple[Any, float]:
-    """The answers behind an output that is forced through decode."""
+def _after_output(
+    params: Params, policy: Policy, examples: list[Example], prompts: list[np.ndarray], new: int
+) -> tuple[Generation, float]:
+    """The answers behind an output that is forced through decode, and the seconds of the prefill."""
     started = time.perf_counter()
-    cache = prefill(params, [np.concatenate(part) for part in parts], policy=job.cell.policy)
+    cache = prefill(params, prompts, policy=policy)
     jax.block_until_ready(cache.lengths)
     waited = time.perf_counter() - started
-    said = [asking.ids(params.tokenizer, example.output) for example, _ in filled]
+    said = [asking.ids(params.tokenizer, example.output) for example in examples]
     written = np.full((len(said), max(map(len, said)) - 1), -1, np.int32)
     for row, tokens in enumerate(said):
         written[row, : len(tokens) - 1] = tokens[:-1]
@@ -193,13 +190,47 @@ def _after_output(params: Params, job: Job, filled: list, parts: list, new: int)
     return generate(params, None, cache=cache, max_new_tokens=new, stop_tokens=()), waited
 
 
-def _about(job: Job, place: int) -> Record:
+def _records(
+    params: Params,
+    job: Job,
+    rows: list[tuple[Example, int]],
+    sizes: list[int],
+    out: Generation,
+    waited: float,
+) -> list[Record]:
+    """A record per row of the generation; rows that only fill the batch have none."""
+    seconds, records = out.stats.decode_seconds, []
+    for place, (example, number) in enumerate(rows):
+        tokens = out.tokens[place].tolist()
+        ends = [at for at, token in enumerate(tokens) if token in params.config.stop_tokens]
+        tokens = tokens[: ends[0]] if ends else tokens
+        answer = params.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        question = example.questions[number]
+        records.append(
+            {
+                **_about(job, rows[place]),
+                "score": score(example.scorer, answer, question.answers),
+                "answer": answer,
+                "answers": list(question.answers),
+                "prompt_tokens": sizes[place],
+                "kept": out.stats.kept[place],
+                "cache_bytes": out.stats.cache_bytes // len(out.tokens),
+                "prefill_seconds": waited,
+                "decode_seconds": seconds,
+                "tokens_per_second": len(out.tokens) * (out.tokens.shape[1] - 1) / seconds if seconds else None,
+                "batch": len(out.tokens),
+            }
+        )
+    return records
+
+
+def _about(job: Job, row: tuple[Example, int]) -> Record:
     """What a record says of its cell and example."""
-    example, number = job.rows[place]
+    example, number = row
     depth = example.questions[number].depth
     return {
         "kind": "answer",
-        "key": job.keys[place],
+        "key": key_of(job.cell, job.mode, f"{example.digest}-{number}"),
         "source": "jaxkv",
         **_cell(job.cell),
         "mode": job.mode,
