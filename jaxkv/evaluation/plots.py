@@ -1,7 +1,6 @@
 """The pictures of a report, as matplotlib figures. Needs matplotlib (`pip install 'jaxkv[eval]'`)."""
 
 import math
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -258,6 +257,7 @@ def text_figure(picture: Retention, title: str, limit: int = 420) -> Any:
             axes.add_patch(box)
             axes.text(
                 column, line + 0.5, word, family="monospace", fontsize=9.4, ha="left", va="center",
+                parse_math=False,
                 color="white" if value > 0.6 else ("#D55E00" if at >= picture.prompt else "black"),
             )  # fmt: skip
         axes.set_xlim(0, columns)
@@ -270,10 +270,14 @@ def text_figure(picture: Retention, title: str, limit: int = 420) -> Any:
 
 def _laid_out(picture: Retention, tokens: int, limit: int, columns: int) -> list[tuple[int, int, int, str]]:
     """(token, line, column, what is drawn) of the last `limit` of the first `tokens` tokens, in `columns` columns."""
+    from matplotlib import font_manager
+
+    font = font_manager.get_font(font_manager.findfont("monospace"))
     out, line, column = [], 0, 0
     for at in range(max(0, tokens - limit), tokens):
-        word = picture.tokens[at].replace("\n", "\N{RETURN SYMBOL}").replace("\t", " ") or " "
-        word = textwrap.shorten(word, columns, placeholder="") if len(word) > columns else word
+        word = picture.tokens[at].replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}").replace("\t", " ") or " "
+        word = "".join(letter if font.get_char_index(ord(letter)) else "\N{WHITE SQUARE}" for letter in word)
+        word = word[:columns]
         if column + len(word) > columns:
             line, column = line + 1, 0
         out.append((at, line, column, word))
