@@ -59,7 +59,7 @@ PINNED: dict[str, str] = {
     "common-words": "c53f1d07e11b91cf",
     "conversation": "da9e2f6764a1f207",
     "frequent-words": "6376f64f093d22fc",
-    "long-output": "a2ec70ca50f1614e",
+    "long-output": "27c164200621cc22",
     "lookup": "6e982dad160c3c7b",
     "niah-multikey": "1e78def8253a95b6",
     "niah-multiquery": "4ccd0e5fa63cab5e",

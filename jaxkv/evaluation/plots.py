@@ -127,7 +127,7 @@ def needle_figure(records: Sequence[Record]) -> Any:
     names = list(dict.fromkeys(name_of(record) for record in found))
     depths, lengths = sorted({r["depth"] for r in found}), sorted({r["length"] for r in found})
     wide = max(1.1, 0.42 * len(lengths) + 0.5)
-    figure = _figure(1.6 + wide * max(1, len(sizes)), 0.8 + (0.17 * len(depths) + 0.45) * len(names))
+    figure = _figure(max(5.8, 1.6 + wide * max(1, len(sizes))), 0.8 + (0.17 * len(depths) + 0.45) * len(names))
     grid = figure.subplots(len(names), max(1, len(sizes)), squeeze=False)
     image = None
     for line, name in enumerate(names):

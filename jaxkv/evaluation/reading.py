@@ -139,7 +139,6 @@ def long_output(task: str, rng: random.Random, facts: int = 3) -> Build:
         "Write a ship's log. Note the cargo first. At the end, repeat the number of "
         f"the {names[0]} from the first lines.",
         (numbers[0],),
-        depth=0.0,
     )
     cargo = "".join(
         f"Cargo: the {name} has the number {number}.\n" for name, number in zip(names, numbers, strict=True)
