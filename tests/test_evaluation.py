@@ -238,6 +238,13 @@ def test_followed_tokens_give_what_generating_them_gives(tiny):
     for mine, theirs in zip(cache.layers, out.cache.layers, strict=True):
         np.testing.assert_array_equal(mine.positions, theirs.positions)
         np.testing.assert_array_equal(mine.keys, theirs.keys)
+    short = np.concatenate([out.tokens[:1, :-1], np.where(np.arange(8) < 3, out.tokens[1:, :-1], -1)])
+    part, _ = follow(params, jaxkv.prefill(params, prompt, policy=policy), short, logits=False)
+    alone, _ = follow(params, jaxkv.prefill(params, prompt[1:], policy=policy), out.tokens[1:, :3])
+    assert part.lengths.tolist() == [48 + 8, 48 + 3]  # a row that has ended stays as it is
+    for mine, theirs in zip(part.layers, alone.layers, strict=True):
+        np.testing.assert_array_equal(mine.positions[1], theirs.positions[0])
+        np.testing.assert_allclose(mine.values[1], theirs.values[0], atol=1e-5)
     with pytest.raises(BadValue, match=r"\[B, N\]"):
         follow(params, cache, out.tokens[0])
     with pytest.raises(BadValue, match="sampled"):
