@@ -277,7 +277,8 @@ def _fidelity_steps(params: Params, settings: Settings, done: set[str]) -> list:
     out = []
     for cell in settings.cells():
         key = key_of(cell, "fidelity", repr(wanted))
-        if key not in done:
+        left_out = wanted.budgets and cell.budget is not None and cell.budget not in wanted.budgets
+        if key not in done and not left_out:
             size = cell.budget if cell.ratio is None else cell.ratio
             title = f"{cell.label}{'' if size is None else f' at {size}'}: fidelity"
             out.append((title, lambda cell=cell, key=key: step(cell, key)))

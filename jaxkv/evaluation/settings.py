@@ -39,13 +39,14 @@ class Tasks:
 @dataclasses.dataclass(frozen=True)
 class Fidelity:
     """The [fidelity] table: `texts` stretches of prose (or of `file`), `prompt` tokens each, and the `continuation`
-    tokens after it that are run through decode under every policy.
+    tokens after it that are run through decode under every policy. `budgets` restricts it to some of the run's.
     """
 
     texts: int = 4
     prompt: int = 512
     continuation: int = 32
     file: str = ""
+    budgets: tuple[int, ...] = ()
 
     def __post_init__(self):
         if self.texts < 1 or self.prompt < 1 or self.continuation < 2:
