@@ -8,6 +8,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from jaxkv.evaluation.texts import prose
+
 RESULTS = Path(__file__).parent / "results"
 DATA = Path(__file__).parent / "data"
 
@@ -64,11 +66,6 @@ def write(name: str, result: dict[str, Any]) -> Path:
     draft.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n", encoding="utf-8")
     draft.replace(path)
     return path
-
-
-def prose() -> str:
-    """The text of data/prose.txt."""
-    return (DATA / "prose.txt").read_text(encoding="utf-8")
 
 
 def prose_rows(tokenizer: Any, batch: int, length: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""`jaxkv` on the command line: generate, chat, policies, info."""
+"""`jaxkv` on the command line: generate, chat, policies, info, eval, report."""
 
 import dataclasses
 import json
@@ -166,11 +166,41 @@ class Info:
     json: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class Eval:
+    """Measure what policies cost on text: tasks, fidelity, memory, speed. Goes on where it was stopped."""
+
+    run: Positional[str] = "default"
+    """A TOML file, or a shipped run: default, needles, dapq, ruler, long-output."""
+    model: str | None = None
+    """Instead of the run's model."""
+    dtype: str | None = None
+    """Instead of the run's dtype."""
+    out: str | None = None
+    """Folder of the results (results/NAME by default)."""
+    report: bool = True
+    """Draw the report when the run has ended."""
+    json: bool = False
+    """The mean scores as JSON."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A page, pictures and tables from the results of one or more runs."""
+
+    folders: Positional[tuple[str, ...]]
+    """Folders that `jaxkv eval` wrote; several are drawn together."""
+    out: str | None = None
+    """Where to write (the first folder by default)."""
+
+
 Command = (
     Annotated[Generate, subcommand("generate")]
     | Annotated[Chat, subcommand("chat")]
     | Annotated[Policies, subcommand("policies")]
     | Annotated[Info, subcommand("info")]
+    | Annotated[Eval, subcommand("eval")]
+    | Annotated[Report, subcommand("report")]
 )
 
 
@@ -183,7 +213,9 @@ def main(args: list[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # and transformers about the absence of torch
     command = tyro.cli(Command, prog="jaxkv", args=args, config=(OmitArgPrefixes,))
     try:
-        return {Generate: _generate, Chat: _chat, Policies: _policies, Info: _info}[type(command)](command)
+        return {
+            Generate: _generate, Chat: _chat, Policies: _policies, Info: _info, Eval: _eval, Report: _report
+        }[type(command)](command)  # fmt: skip
     except JaxkvError as error:
         print(f"jaxkv: {error}", file=sys.stderr)
         return 2
@@ -365,6 +397,46 @@ def _shape_table(model: str) -> dict[str, Any] | None:
 
     file = config_files("models").get(model)
     return None if file is None else tomllib.loads(file.read_text(encoding="utf-8")).get("config")
+
+
+def _eval(command: Eval) -> int:
+    import jaxkv
+    from jaxkv import evaluation
+    from jaxkv.evaluation import summary
+
+    settings = evaluation.load(command.run)
+    changes = {name: value for name in ("model", "dtype") if (value := getattr(command, name)) is not None}
+    settings = dataclasses.replace(settings, **changes)
+    out = command.out or os.path.join("results", settings.name)
+    params = jaxkv.load(settings.model, dtype=settings.dtype)
+    store = evaluation.evaluate(params, settings, out, progress=_Jobs())
+    records = list(store.records())
+    rows, found = summary.quality(records), summary.fidelities(records)
+    if command.json:
+        means = [{**row, "tasks": {task: mean.value for task, mean in row["tasks"].items()}} for row in rows]
+        print(json.dumps([{**row, "score": row["score"].value} for row in means]))
+    else:
+        print(summary.text_table(rows, found))
+    if command.report:
+        from jaxkv.evaluation.report import report
+
+        print(f"written to {report([out])}", file=sys.stderr)
+    return 0
+
+
+def _report(command: Report) -> int:
+    from jaxkv.evaluation.report import report
+
+    print(report(command.folders, command.out))
+    return 0
+
+
+class _Jobs:
+    """A line on standard error per batch of an evaluation: how far it is, and the time left."""
+
+    def __call__(self, what: str, done: int, of: int, left: float | None) -> None:
+        time = "" if left is None else f", {left / 60:.0f} min left" if left >= 90 else f", {left:.0f} s left"
+        print(f"[{done}/{of}{time}] {what}", file=sys.stderr, flush=True)
 
 
 def _drawn(draw: Draw) -> dict[str, Any]:

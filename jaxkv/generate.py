@@ -170,12 +170,16 @@ def prefill(
     *,
     policy: Policy | None = None,
     cache: KVCache | None = None,
+    room: int = 0,
     implementation: str | None = None,
     progress: Progress | None = None,
 ) -> KVCache:
-    """The cache that the prompt leaves under the policy, to `generate(..., cache=cache)` from, any number of times."""
+    """The cache that the prompt leaves under the policy, to `generate(..., cache=cache)` from, any number of times.
+
+    `room` asks for slots for so many tokens to come, where the policy only adds them (otherwise added when needed).
+    """
     rows, _ = rows_of(prompt, params.tokenizer, params.config.vocab_size)
-    return _prefill(params, rows, _policy(params, policy, cache), cache, 0, implementation, progress)[0]
+    return _prefill(params, rows, _policy(params, policy, cache), cache, room, implementation, progress)[0]
 
 
 def _policy(params: Params, policy: Policy | None, cache: KVCache | None) -> Policy:
@@ -357,7 +361,7 @@ def _begin(
         if int(np.asarray(cache.pending).min()) < 0:
             raise BadValue("no prompt, and the cache holds no sampled token to go on from: give a prompt")
         rows, single, logits, expected = None, cache.batch == 1, None, None
-        cache = _with_room(chosen, config, cache, max_new_tokens)
+        cache = with_room(chosen, config, cache, max_new_tokens)
     else:
         rows, single = rows_of(prompt, params.tokenizer, config.vocab_size)
         top = (session.top, session.limit) if session is not None else (0, 0)
@@ -402,7 +406,7 @@ def _begin(
     return task
 
 
-def _with_room(policy: Policy, config: Any, cache: KVCache, room: int) -> KVCache:
+def with_room(policy: Policy, config: Any, cache: KVCache, room: int) -> KVCache:
     """A copy of the cache to decode on (decoding donates its state), with slots for new tokens if they are added."""
     if policy.rope == "text" and int(np.asarray(cache.lengths).max()) + room > config.max_position:
         raise BadValue(

@@ -185,19 +185,16 @@ def emit(
     return state, jnp.where(running, token, EMPTY)
 
 
-def decode_step(
+def decode_logits(
     weights,
-    state: DecodeState,
+    cache: KVCache,
+    running: Bool[Array, "B"],
     config: ModelConfig,
     policy: Policy,
-    sampler: Sampler,
-    stop: tuple[int, ...],
     layout: Layout = ONE_DEVICE,
     implementation: str | None = None,
-) -> tuple[DecodeState, Int[Array, "B"]]:
-    """Run each running row's pending token through the model and sample the next; -1 for rows that have finished."""
-    cache = state.cache
-    running = ~state.done & (state.left > 0)
+) -> tuple[KVCache, Float[Array, "B V"]]:
+    """Run each running row's pending token through the model; the cache, and the logits of the token after it."""
     position = jnp.where(running, cache.lengths, EMPTY)
     attend = functools.partial(decode_layer, policy, position, layout, implementation)
     model = model_of(config, weights)
@@ -214,7 +211,23 @@ def decode_step(
         layers=tuple(each.cache for each in states),
         lengths=cache.lengths + running.astype(jnp.int32),
     )
-    state, token = emit(sampler, stop, dataclasses.replace(state, cache=cache), model.logits(hidden[:, 0]))
+    return cache, model.logits(hidden[:, 0])
+
+
+def decode_step(
+    weights,
+    state: DecodeState,
+    config: ModelConfig,
+    policy: Policy,
+    sampler: Sampler,
+    stop: tuple[int, ...],
+    layout: Layout = ONE_DEVICE,
+    implementation: str | None = None,
+) -> tuple[DecodeState, Int[Array, "B"]]:
+    """Run each running row's pending token through the model and sample the next; -1 for rows that have finished."""
+    running = ~state.done & (state.left > 0)
+    cache, logits = decode_logits(weights, state.cache, running, config, policy, layout, implementation)
+    state, token = emit(sampler, stop, dataclasses.replace(state, cache=cache), logits)
     return layout.state(state), layout.constrain(token)
 
 

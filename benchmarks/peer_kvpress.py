@@ -1,0 +1,241 @@
+"""The same run through kvpress: its questions, seeds, model and kept-token counts; the same records.
+
+    python -m benchmarks.peer_kvpress default --oracle-python PATH
+    jaxkv report results/default results/default-kvpress --out results/both
+
+PATH is a Python with torch, transformers and kvpress (`tests/oracle/README.md`). It runs this file as a process that
+answers requests, JSON lines on stdin and stdout: {"press": ..., "kept": n or null, "context": [ids], "rest": [ids],
+"compress": "all" or "context", "new_tokens": n, "stop": [ids]}.
+
+What is compared: kvpress compresses a prompt once and adds every later token, so its caches grow by the answer, where
+our decode phases hold the budget. It is asked one prompt at a time, as it is built for; its speed is not recorded.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+# Our policy -> the press that is its twin, or nearest: kvpress' ObservedAttention averages where H2O sums, and protects
+# nothing; StreamingLLM keeps text positions there, as our rope="text".
+TWINS = {
+    "full": "none",
+    "streaming-llm": "StreamingLLMPress",
+    "snapkv": "SnapKVPress",
+    "h2o": "ObservedAttentionPress",
+    "tova": "TOVAPress",
+    "knorm": "KnormPress",
+}
+OTHERS = ("ExpectedAttentionPress", "KeyDiffPress", "PyramidKVPress", "LagKVPress")  # no twin in the default run
+EAGER = ("ObservedAttentionPress",)  # needs the attention weights that only the plain implementation gives
+
+
+def main() -> None:
+    """Run what the folder doesn't hold yet; or answer requests, as the oracle's process."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", nargs="?", default="default", help="a TOML file or a shipped run, as of jaxkv eval")
+    parser.add_argument("--oracle-python", help="a Python with torch, transformers and kvpress")
+    parser.add_argument("--out", default=None, help="results/NAME-kvpress by default")
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--model", default=None, help="instead of the run's")
+    parser.add_argument("--presses", nargs="*", default=list(OTHERS), help="besides the twins of the run's policies")
+    parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker is not None:
+        work(options.worker, options.threads)
+    elif options.oracle_python is None:
+        parser.error("--oracle-python is needed: a Python with torch, transformers and kvpress")
+    else:
+        ask(options)
+
+
+def ask(options: argparse.Namespace) -> None:
+    """Put the run's questions to kvpress and store its answers."""
+    import dataclasses
+
+    import jaxkv
+    from jaxkv import evaluation
+    from jaxkv.evaluation import asking, runner, summary
+    from jaxkv.evaluation.results import Store
+    from jaxkv.evaluation.scorers import score
+    from jaxkv.weights.source import locate
+
+    settings = evaluation.load(options.run)
+    settings = dataclasses.replace(settings, model=options.model or settings.model, fidelity=None, retention=None)
+    params = jaxkv.load(settings.model)
+    store = Store(options.out or f"results/{settings.name}-kvpress")
+    done = store.open(
+        {**evaluation.settings.to_dict(settings), "presses": options.presses}, f"kvpress: {params.fingerprint}"
+    )
+    peer = Peer(options.oracle_python, Path(locate(settings.model)), options.threads)
+    print("kvpress side:", peer.about, file=sys.stderr)
+    examples = [each for each in runner.examples_of(settings, params.tokenizer) if not each.output]
+    columns = [(press, budget) for press in presses(settings, options.presses) for budget in settings.budgets]
+    columns = [("none", None), *((press, budget) for press, budget in columns if press != "none")]
+    for number, (press, budget) in enumerate(columns):
+        print(f"[{number}/{len(columns)}] {press} {budget or ''}", file=sys.stderr, flush=True)
+        for mode in settings.modes:
+            for example in examples:
+                records = []
+                for at, question in enumerate(example.questions):
+                    key = hashlib.sha256(f"kvpress|{press}|{budget}|{mode}|{example.digest}-{at}".encode()).hexdigest()[
+                        :16
+                    ]
+                    if key in done:
+                        continue
+                    context, rest = asking.asked(params.tokenizer, example, question)
+                    said = peer.answer(
+                        press=press, kept=budget, context=context.tolist(), rest=rest.tolist(),
+                        compress="all" if mode == "aware" else "context", new_tokens=example.max_new_tokens,
+                        stop=list(params.config.stop_tokens),
+                    )  # fmt: skip
+                    about = {
+                        "kind": "answer", "key": key, "source": "kvpress", "policy": label(press), "budget": budget,
+                        "ratio": None, "mode": mode, "task": example.task, "haystack": example.haystack,
+                        "length": example.length, "example": example.digest, "question": at,
+                        "depth": example.depth if question.depth is None else question.depth,
+                        "answers": list(question.answers), "prompt_tokens": len(context) + len(rest), "batch": 1,
+                    }  # fmt: skip
+                    if "error" in said:
+                        records.append({**about, "score": None, "answer": None, "skipped": said["error"]})
+                        continue
+                    answer = params.tokenizer.decode(
+                        said["tokens"], skip_special_tokens=True, clean_up_tokenization_spaces=False
+                    )
+                    records.append(
+                        {
+                            **about,
+                            "answer": answer,
+                            "score": score(example.scorer, answer, question.answers),
+                            "kept": said["kept"],
+                            "cache_bytes": said["cache_bytes"],
+                            "tokens_per_second": None,
+                        }
+                    )
+                store.add(records)
+    print(summary.text_table(summary.quality(store.records())))
+
+
+def presses(settings: Any, others: list[str]) -> list[str]:
+    """The twins of the run's policies, and the others."""
+    names = [cell.policy.name for cell in settings.cells() if cell.policy is not None]
+    twins = [TWINS[name] for name in dict.fromkeys(names) if name in TWINS]
+    return [*twins, *(press for press in others if press not in twins)]
+
+
+def label(press: str) -> str:
+    """Our name of a press that has a twin, so that the report gives both one colour; its own name otherwise."""
+    return next((ours for ours, theirs in TWINS.items() if theirs == press), press.removesuffix("Press"))
+
+
+class Peer:
+    """The oracle's process."""
+
+    def __init__(self, python: str, model: Path, threads: int | None):
+        threads = threads or len(os.sched_getaffinity(0))
+        self._process = subprocess.Popen(
+            [python, __file__, "--worker", str(model), "--threads", str(threads)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")},
+        )  # fmt: skip
+        self.about = self._read()
+
+    def answer(self, **request: Any) -> dict[str, Any]:
+        """The answer to one request."""
+        assert self._process.stdin is not None
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(
+                f"the kvpress process has ended with status {self._process.wait()}: see its output above"
+            )
+        return json.loads(line)
+
+
+def work(model: Path, threads: int) -> None:
+    """Answer requests until stdin closes."""
+    answers = os.fdopen(os.dup(1), "w")  # libraries print to stdout: keep the answers apart from that
+    os.dup2(2, 1)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from importlib import metadata
+
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    torch.set_num_threads(threads)
+    where = {"pretrained_model_name_or_path": str(model)}
+    if model.suffix == ".gguf":
+        where = {"pretrained_model_name_or_path": str(model.parent), "gguf_file": model.name}
+    loaded: dict[str, Any] = {}
+
+    def model_for(press: str) -> Any:
+        how = "eager" if press in EAGER else "sdpa"
+        if how not in loaded:
+            loaded.clear()  # one at a time: a larger model would not fit twice
+            loaded[how] = transformers.AutoModelForCausalLM.from_pretrained(
+                **where, dtype=torch.float32, attn_implementation=how
+            ).eval()
+        return loaded[how]
+
+    versions = {name: metadata.version(name) for name in ("torch", "transformers", "kvpress")}
+    print(json.dumps({**versions, "threads": torch.get_num_threads()}), file=answers, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            with torch.inference_mode():
+                said = _answer(model_for(request["press"]), request)
+        except AssertionError as error:  # a press that needs a longer prompt or a larger budget
+            said = {"error": f"{request['press']} at {request['kept']}: {error or 'refused'}"}
+        print(json.dumps(said), file=answers, flush=True)
+
+
+def _answer(model: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """Compress, then decode greedily."""
+    import contextlib
+
+    import kvpress
+    import torch
+    from transformers import DynamicCache
+
+    context, rest = request["context"], request["rest"]
+    first, second = (context + rest, []) if request["compress"] == "all" else (context, rest)
+    kept, pressed = request["kept"], contextlib.nullcontext()
+    if kept is not None and kept < len(first):
+        # kvpress keeps int(T * (1 - ratio)): the half keeps rounding from taking one away
+        press = getattr(kvpress, request["press"])(compression_ratio=1 - (kept + 0.5) / len(first))
+        pressed = press(model)
+    cache = DynamicCache()
+    with pressed:
+        out = model(torch.tensor([first]), past_key_values=cache, logits_to_keep=1)
+    held = [layer.keys.shape[2] for layer in cache.layers]
+    place = len(first)
+    if second:
+        at = torch.arange(place, place + len(second))[None]
+        out = model(torch.tensor([second]), past_key_values=cache, position_ids=at, logits_to_keep=1)
+        place += len(second)
+    tokens: list[int] = []
+    while True:
+        token = int(out.logits[0, -1].argmax())
+        if token in request["stop"]:
+            break
+        tokens.append(token)
+        if len(tokens) == request["new_tokens"]:
+            break
+        out = model(torch.tensor([[token]]), past_key_values=cache, position_ids=torch.tensor([[place]]))
+        place += 1
+    bytes_held = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
+    return {"tokens": tokens, "kept": sum(held) / len(held), "cache_bytes": bytes_held}
+
+
+if __name__ == "__main__":
+    main()

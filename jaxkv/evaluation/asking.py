@@ -1,0 +1,41 @@
+"""An example and a question -> token ids, in the model's chat format, split where the context ends."""
+
+from typing import Any
+
+import numpy as np
+
+from jaxkv.errors import BadValue
+from jaxkv.evaluation.example import Example, Question
+
+MARK = "\N{SECTION SIGN}\N{SECTION SIGN}\N{SECTION SIGN}"
+
+
+def asked(tokenizer: Any, example: Example, question: Question) -> tuple[np.ndarray, np.ndarray]:
+    """int32 ids of the part that ends with the context, and of the rest: question, turn format, the answer's prefix.
+
+    Each is tokenised by itself, so that the question seen after a compressed context has the same tokens as the one in
+    a whole prompt. A model without a chat template gets the plain text. Raises `BadValue` without a tokenizer.
+    """
+    if tokenizer is None:
+        raise BadValue("the tasks are text, but the model has no tokenizer: give a model folder that has one")
+    if getattr(tokenizer, "chat_template", None):
+        turns = [{"role": role, "content": content} for role, content in example.turns]
+        last = {"role": "user", "content": f"{example.context}{MARK}\n\n{question.text}"}
+        text = tokenizer.apply_chat_template([*turns, last], tokenize=False, add_generation_prompt=True)
+    else:
+        talk = "".join(f"{role}: {content}\n" for role, content in example.turns)
+        text = f"{talk}{example.context}{MARK}\n\n{question.text}\n"
+    context, _, rest = text.partition(MARK)
+    return ids(tokenizer, context), ids(tokenizer, rest + question.prefix)
+
+
+def ids(tokenizer: Any, text: str) -> np.ndarray:
+    """Token ids of text that may hold the chat format's special tokens."""
+    return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+
+def size(tokenizer: Any, example: Example) -> int:
+    """Tokens of the example: context, its longest question, and the output that it forces."""
+    context, _ = asked(tokenizer, example, example.questions[0])
+    rest = max(len(asked(tokenizer, example, question)[1]) for question in example.questions)
+    return len(context) + rest + (len(ids(tokenizer, example.output)) if example.output else 0)

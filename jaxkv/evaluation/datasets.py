@@ -1,0 +1,52 @@
+"""Data sets that the person has on disk: JSONL files in the form of RULER, LongBench, AIME, or ours."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxkv.errors import BadValue
+from jaxkv.evaluation.example import Example, Question
+
+
+def read(path: str | Path, *, scorer: str = "any", max_new_tokens: int = 64, limit: int | None = None) -> list[Example]:
+    """One example per line, at most `limit`; lines with the same context become one example with many questions.
+
+    Fields, under the names of each format: `context` (RULER: `input`, the whole prompt); `question`, `input` beside a
+    context (LongBench) or `problem` (AIME); `answers`, `outputs` or `answer`; and, where given, `answer_prefix`,
+    `max_new_tokens`, and `task`, `dataset` or the file's name. Raises `BadValue` naming the file and line.
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise BadValue(f"data set {str(path)!r}: no such file; expected a JSONL with context, question and answers")
+    found: dict[tuple, list[Question]] = {}
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip() or (limit is not None and number > limit):
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise BadValue(f"{path}, line {number}: not JSON ({error.msg}); expected one object per line") from None
+            name, context, question = _parts(row, f"{path}, line {number}", path.stem)
+            key = (name, context, int(row.get("max_new_tokens", max_new_tokens)))
+            found.setdefault(key, []).append(question)
+    return [
+        Example(name, context, tuple(questions), scorer, tokens, index=index)
+        for index, ((name, context, tokens), questions) in enumerate(found.items())
+    ]
+
+
+def _parts(row: Any, where: str, stem: str) -> tuple[str, str, Question]:
+    """Name, context and question of one line."""
+    if not isinstance(row, dict):
+        raise BadValue(f"{where}: a {type(row).__name__}; expected an object")
+    answers = row.get("answers", row.get("outputs", row.get("answer")))
+    if answers is None or answers == []:
+        raise BadValue(f"{where}: no answers; expected a field answers, outputs or answer")
+    answers = answers if isinstance(answers, list) else [answers]
+    context = row.get("context", row.get("input", ""))
+    text = row.get("question", row.get("problem", row.get("input", "") if "context" in row else ""))
+    if not context and not text:
+        raise BadValue(f"{where}: neither context nor question; expected a field context, input, question or problem")
+    name = str(row.get("task") or row.get("dataset") or stem)
+    return name, context, Question(text, tuple(str(answer) for answer in answers), row.get("answer_prefix", ""))

@@ -1,0 +1,131 @@
+"""Fidelity without a task: how far a policy's next-token distributions are from the full cache's, on any text.
+
+Teacher-forced: the prompt is prefilled under the policy, then the text's own continuation runs through decode token by
+token under it. Everything is compared with the same steps on the full cache.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxkv.evaluation.forced import follow
+from jaxkv.generate import prefill
+from jaxkv.policies.aggregate import Aggregate
+from jaxkv.policies.catalogue import catalogue
+from jaxkv.policies.observe import CurrentQuery
+from jaxkv.policies.policy import Phase, Policy
+from jaxkv.policies.score import AccumulatedAttention
+from jaxkv.weights.params import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """What the full cache says: log-probabilities `[B, N, V]` after each continuation token, and the attention mass
+    `[L, B, Hk, T]` that each prompt token got from the N continuation queries (summed; mean over the group).
+    """
+
+    prompt: np.ndarray
+    continuation: np.ndarray
+    log_probabilities: Float[Array, "B N V"]
+    mass: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Fidelity:
+    """A policy beside the full cache, per text (row).
+
+    `kl [B]`: mean over the continuation of KL(full || policy), in nats. `top1 [B]`: share of steps with the same most
+    likely token. `perplexity [B]` and `full_perplexity [B]`: of the continuation from its second token on.
+    `mass [L, Hk]`: of the attention mass that the continuation's queries give the prompt on the full cache, the share
+    on what prefill kept. `overlap [L, Hk]`: of the kept tokens, the share that is in the oracle's set, as many tokens
+    of highest such mass.
+    """
+
+    kl: np.ndarray
+    top1: np.ndarray
+    perplexity: np.ndarray
+    full_perplexity: np.ndarray
+    mass: np.ndarray
+    overlap: np.ndarray
+
+
+def reference(params: Params, prompt: np.ndarray, continuation: np.ndarray) -> Reference:
+    """The full cache's answers for `prompt [B, T]` and `continuation [B, N]` token ids."""
+    prompt, continuation = np.asarray(prompt, np.int32), np.asarray(continuation, np.int32)
+    logits = _logits(params, catalogue()["full"], prompt, continuation)[0]
+    return Reference(prompt, continuation, logits, _mass(params, prompt, continuation))
+
+
+def fidelity(params: Params, policy: Policy, against: Reference) -> Fidelity:
+    """The policy against the reference. The full cache against itself has a KL of exactly 0."""
+    mine, positions = _logits(params, policy, against.prompt, against.continuation)
+    kl, top1, loss, full_loss = (
+        np.asarray(x) for x in _compare(against.log_probabilities, mine, jnp.asarray(against.continuation))
+    )
+    kept = np.stack([_kept(each, against.prompt.shape[1]) for each in positions])
+    share, overlap = shares(kept, against.mass)
+    return Fidelity(kl, top1, np.exp(loss), np.exp(full_loss), share, overlap)
+
+
+def shares(kept: np.ndarray, mass: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Share of the mass kept, and overlap with the oracle's set of the same size, per layer and head (mean over rows).
+
+    `kept` bool and `mass`, both `[L, B, Hk, T]`. Ties of mass go to the older token, as everywhere.
+    """
+    share = (kept * mass).sum(axis=-1) / mass.sum(axis=-1)
+    rank = np.argsort(np.argsort(-mass, axis=-1, kind="stable"), axis=-1, kind="stable")
+    counts = kept.sum(axis=-1, keepdims=True)
+    overlap = (kept & (rank < counts)).sum(axis=-1) / np.maximum(counts[..., 0], 1)
+    return share.mean(axis=1), overlap.mean(axis=1)
+
+
+def _logits(
+    params: Params, policy: Policy, prompt: np.ndarray, continuation: np.ndarray
+) -> tuple[Float[Array, "B N V"], list[np.ndarray]]:
+    """Log-probabilities after each continuation token, and each layer's positions `[B, Hk, C]` after the prompt."""
+    cache = prefill(params, prompt, policy=policy, room=continuation.shape[1])
+    positions = [np.asarray(layer.positions) for layer in cache.layers]
+    _, logits = follow(params, cache, continuation)
+    assert logits is not None
+    return jax.nn.log_softmax(logits), positions
+
+
+def _mass(params: Params, prompt: np.ndarray, continuation: np.ndarray) -> np.ndarray:
+    """The mass of every prompt token: what a policy that evicts nothing and adds up attention has added up."""
+    tokens = prompt.shape[1] + continuation.shape[1]
+    watch = Policy(
+        name="watch",
+        prefill=Phase(),
+        decode=Phase(CurrentQuery(), AccumulatedAttention(), Aggregate(group="mean")),
+        budget=tokens,
+    )
+    cache, _ = follow(params, prefill(params, prompt, policy=watch), continuation, logits=False)
+    out = np.zeros((len(cache.layers), *cache.layers[0].positions.shape[:2], prompt.shape[1]), np.float32)
+    for index, layer in enumerate(cache.layers):
+        positions, mass = np.asarray(layer.positions), np.asarray(layer.stats["attention"])
+        row, head, slot = np.nonzero((positions >= 0) & (positions < prompt.shape[1]))
+        out[index, row, head, positions[row, head, slot]] = mass[row, head, slot]
+    return out
+
+
+def _kept(positions: np.ndarray, tokens: int) -> np.ndarray:
+    """Which of `tokens` positions are held: bool `[B, Hk, tokens]` from positions `[B, Hk, C]`."""
+    out = np.zeros((*positions.shape[:2], tokens), bool)
+    row, head, slot = np.nonzero((positions >= 0) & (positions < tokens))
+    out[row, head, positions[row, head, slot]] = True
+    return out
+
+
+@jax.jit
+def _compare(
+    full: Float[Array, "B N V"], mine: Float[Array, "B N V"], continuation: Int[Array, "B N"]
+) -> tuple[Float[Array, "B"], Float[Array, "B"], Float[Array, "B"], Float[Array, "B"]]:
+    """Mean KL, mean top-1 agreement, and both mean losses on the continuation's second to last tokens."""
+    kl = jnp.sum(jnp.exp(full) * (full - mine), axis=-1)
+    top1 = (jnp.argmax(full, axis=-1) == jnp.argmax(mine, axis=-1)).astype(jnp.float32)
+    target = continuation[:, 1:, None]
+    loss = lambda log: -jnp.take_along_axis(log[:, :-1], target, axis=-1)[..., 0].mean(axis=-1)  # noqa: E731
+    return kl.mean(axis=-1), top1.mean(axis=-1), loss(mine), loss(full)

@@ -1,0 +1,58 @@
+"""Decode steps whose tokens are given: every policy reads the same continuation, one token at a time."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxkv import run
+from jaxkv.cache import KVCache
+from jaxkv.errors import BadValue
+from jaxkv.generate import with_room
+from jaxkv.models import ModelConfig
+from jaxkv.policies.policy import Policy
+from jaxkv.weights.params import Params
+
+
+def follow(
+    params: Params, cache: KVCache, tokens: np.ndarray, implementation: str | None = None, logits: bool = True
+) -> tuple[KVCache, jax.Array | None]:
+    """Run `tokens [B, N]` (-1: none, only at a row's end) through decode under the cache's policy; the cache, and the
+    logits `[B, N, V]` after each token, or None.
+
+    Raises `BadValue` for tokens of another shape or a cache that waits for a sampled token.
+    """
+    tokens = np.asarray(tokens, np.int32)
+    if tokens.ndim != 2 or tokens.shape[0] != cache.batch or tokens.shape[1] < 1:
+        raise BadValue(f"tokens of shape {tokens.shape} for a cache of {cache.batch} rows: expected [B, N], N >= 1")
+    if int(np.asarray(cache.pending).max()) >= 0:
+        raise BadValue("the cache waits for a token that it sampled: expected one straight from prefill")
+    cache = with_room(cache.policy, params.config, cache, tokens.shape[1])
+    return _follow(
+        params.weights, cache, jnp.asarray(tokens), config=params.config, policy=cache.policy,
+        implementation=implementation, logits=logits,
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames=("config", "policy", "implementation", "logits"), donate_argnames="cache")
+def _follow(
+    weights,
+    cache: KVCache,
+    tokens: Int[Array, "B N"],
+    *,
+    config: ModelConfig,
+    policy: Policy,
+    implementation: str | None,
+    logits: bool,
+) -> tuple[KVCache, Float[Array, "B N V"] | None]:
+    def step(cache: KVCache, token: Int[Array, "B"]):
+        cache = dataclasses.replace(cache, pending=token)
+        cache, after = run.decode_logits(weights, cache, token >= 0, config, policy, implementation=implementation)
+        return dataclasses.replace(cache, pending=jnp.full_like(token, -1)), after if logits else None
+
+    cache, out = lax.scan(step, cache, tokens.T)
+    return cache, None if out is None else jnp.swapaxes(out, 0, 1)

@@ -1,0 +1,289 @@
+"""The pictures of a report, as matplotlib figures. Needs matplotlib (`pip install 'jaxkv[eval]'`)."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkv.evaluation.retention import Retention
+from jaxkv.evaluation.summary import Record, answers, grouped, name_of, quality, wilson
+
+# Colours that people with any colour vision tell apart (Okabe and Ito), and a marker each: readable in grey as well.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#8C6D31", "#B2182B", "#4D4D4D")
+MARKERS = "osD^vPX*<>"
+SHADES = "viridis"
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained", dpi=150)
+
+
+def _styles(rows: Sequence[Record]) -> dict[str, dict[str, Any]]:
+    """A colour and marker per policy; another source's twin has the same ones, dashed."""
+    bare = lambda name: name.rpartition(": ")[2]  # noqa: E731
+    order = list(dict.fromkeys(bare(row["policy"]) for row in rows if row["budget"] is not None))
+    out = {}
+    for row in rows:
+        turn = order.index(bare(row["policy"])) if bare(row["policy"]) in order else len(order)
+        out[row["policy"]] = {
+            "color": COLOURS[turn % len(COLOURS)],
+            "marker": MARKERS[turn % len(MARKERS)],
+            "linestyle": "-" if bare(row["policy"]) == row["policy"] else "--",
+            "markerfacecolor": None if bare(row["policy"]) == row["policy"] else "white",
+            "markersize": 5,
+            "linewidth": 1.6,
+        }
+    return out
+
+
+def _lines(axes: Any, rows: Sequence[Record], value: Any, styles: dict[str, Any], bars: bool = False) -> None:
+    """`value(row)` against budget, a line per policy; policies without a budget as a horizontal line."""
+    names = list(styles)
+    for order, (name, some) in enumerate(grouped(rows, lambda row: row["policy"]).items()):
+        points = sorted((row["at"], row) for row in some if row["budget"] is not None and row["at"] is not None)
+        points = [(x, y) for x, row in points if (y := value(row)) is not None]
+        if not points:
+            flat = value(some[0])
+            if flat is not None:
+                ours = name == name.rpartition(": ")[2]
+                look = {"color": "black", "linestyle": ":"} if ours else {"color": "grey", "linestyle": "-."}
+                axes.axhline(flat.value if bars else flat, linewidth=1.4, label=name, **look)
+            continue
+        x = np.array([x for x, _ in points], float)
+        if not bars:
+            axes.plot(x, [y for _, y in points], label=name, **styles[name])
+            continue
+        x = x * (1 + 0.012 * (order - len(names) / 2))  # side by side, so that no interval hides another
+        mean = np.array([y.value for _, y in points])
+        error = np.array([[y.value - y.low for _, y in points], [y.high - y.value for _, y in points]])
+        axes.errorbar(x, mean, np.maximum(error, 0), label=name, elinewidth=0.8, capsize=2, alpha=0.9, **styles[name])
+    ticks = sorted({round(row["at"]) for row in rows if row["at"] is not None and row["budget"] is not None})
+    if ticks:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.minorticks_off()
+    axes.set_xlabel("tokens kept per KV head")
+    axes.grid(alpha=0.25)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _legend(figure: Any, axes: Any) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=max(2, int(figure.get_figwidth() / 1.75)),
+        frameon=False,
+        fontsize=8,
+        handlelength=3.2,
+    )
+
+
+def quality_figure(records: Sequence[Record]) -> Any:
+    """Mean score against budget per policy with 95 % intervals, a panel per mode."""
+    rows = quality(records)
+    modes = list(dict.fromkeys(row["mode"] for row in rows))
+    figure = _figure(7.2 * len(modes), 4.6)
+    for axes, mode in zip(np.atleast_1d(figure.subplots(1, len(modes), sharey=True)), modes, strict=True):
+        _lines(axes, [row for row in rows if row["mode"] == mode], lambda row: row["score"], _styles(rows), bars=True)
+        axes.set_ylim(-0.03, 1.03)
+        said = "question known" if mode == "aware" else "context compressed first"
+        count = max(row["score"].count for row in rows if row["mode"] == mode)
+        axes.set_title(f"Mean score, {said} ({count} questions)", fontsize=10)
+    figure.axes[0].set_ylabel("score (95 % interval)")
+    _legend(figure, figure.axes[0])
+    return figure
+
+
+def tasks_figure(records: Sequence[Record]) -> Any:
+    """Score against budget per policy, a panel per task and mode."""
+    rows = quality(records)
+    panels = list(dict.fromkeys((row["mode"], task) for row in rows for task in row["tasks"]))
+    columns = min(3, len(panels))
+    lines = math.ceil(len(panels) / columns)
+    figure = _figure(3.9 * columns, 2.9 * lines + 0.6)
+    grid = np.atleast_1d(figure.subplots(lines, columns, sharey=True, squeeze=False)).ravel()
+    modes = {mode for mode, _ in panels}
+    for axes, (mode, task) in zip(grid, panels, strict=False):
+        some = [row for row in rows if row["mode"] == mode and task in row["tasks"]]
+        _lines(axes, some, lambda row, task=task: row["tasks"][task].value, _styles(rows))
+        axes.set_title(task if len(modes) < 2 else f"{task}, {mode}", fontsize=9)
+        axes.set_ylim(-0.03, 1.03)
+    for axes in grid[len(panels) :]:
+        axes.set_visible(False)
+    _legend(figure, grid[0])
+    return figure
+
+
+def needle_figure(records: Sequence[Record]) -> Any:
+    """Depth x length heat maps of the mean score of tasks with a depth: a row per policy, a column per budget."""
+    found = [r for r in answers(records) if r.get("depth") is not None and r.get("length") is not None]
+    sizes = sorted({size for record in found if (size := _size(record)) is not None})
+    names = list(dict.fromkeys(name_of(record) for record in found))
+    depths, lengths = sorted({r["depth"] for r in found}), sorted({r["length"] for r in found})
+    wide = max(1.1, 0.42 * len(lengths) + 0.5)
+    figure = _figure(max(5.8, 1.6 + wide * max(1, len(sizes))), 0.8 + (0.17 * len(depths) + 0.45) * len(names))
+    grid = figure.subplots(len(names), max(1, len(sizes)), squeeze=False)
+    image = None
+    for line, name in enumerate(names):
+        for column in range(max(1, len(sizes))):
+            axes = grid[line, column]
+            cells = np.full((len(depths), len(lengths)), np.nan)
+            mine = [r for r in found if name_of(r) == name and _size(r) in (None, sizes[column] if sizes else None)]
+            for (depth, length), some in grouped(mine, lambda r: (r["depth"], r["length"])).items():
+                cells[depths.index(depth), lengths.index(length)] = wilson([r["score"] for r in some]).value
+            image = axes.imshow(cells, cmap=SHADES, vmin=0, vmax=1, aspect="auto")
+            axes.set_facecolor("#dddddd")
+            last = line == len(names) - 1
+            axes.set_xticks(range(len(lengths)), [str(n) for n in lengths] if last else [], fontsize=6, rotation=90)
+            axes.set_yticks(range(len(depths)), [f"{d:g}" for d in depths] if not column else [], fontsize=5)
+            if not line and sizes:
+                axes.set_title(f"{sizes[column]:g}", fontsize=8)
+        grid[line, 0].set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
+    figure.suptitle("Score by depth of the answer (down) and length of the prompt, by budget", fontsize=9)
+    figure.colorbar(image, ax=grid, shrink=0.5, aspect=30)
+    return figure
+
+
+def cost_figure(records: Sequence[Record]) -> Any:
+    """Bytes of the cache per row, and decoded tokens per second, against budget."""
+    rows = [row for row in quality(records) if row["mode"] == quality(records)[0]["mode"]]
+    figure = _figure(9.6, 4.0)
+    left, right = figure.subplots(1, 2)
+    _lines(left, rows, lambda row: row["cache_bytes"] / 2**20, _styles(rows))
+    left.set_title("Cache per sequence when the answer ends", fontsize=10)
+    left.set_ylabel("MiB")
+    left.set_ylim(bottom=0)
+    _lines(right, rows, lambda row: row["tokens_per_second"], _styles(rows))
+    right.set_title("Decoding, best batch", fontsize=10)
+    right.set_ylabel("tokens/s, all rows")
+    right.set_ylim(bottom=0)
+    _legend(figure, left)
+    return figure
+
+
+def fidelity_figure(rows: Sequence[Record]) -> Any:
+    """KL, top-1 agreement and attention mass kept against budget (`rows` from `summary.fidelities`)."""
+    figure = _figure(12.6, 4.0)
+    evicting = [row for row in rows if row["budget"] is not None]
+    for axes, (field, title) in zip(
+        figure.subplots(1, 3),
+        (
+            ("kl", "KL of the next token, full cache against policy (nats)"),
+            ("top1", "Same most likely token"),
+            ("mass", "Attention mass of the prompt kept"),
+        ),
+        strict=True,
+    ):
+        _lines(axes, evicting, lambda row, field=field: row[field], _styles(rows))
+        axes.set_title(title, fontsize=9)
+        if field == "kl":
+            if all(row["kl"] > 0 for row in evicting):
+                axes.set_yscale("log")
+        else:
+            axes.set_ylim(-0.03, 1.03)
+    _legend(figure, figure.axes[0])
+    return figure
+
+
+def heads_figure(rows: Sequence[Record]) -> Any:
+    """Attention mass kept by layer and KV head, a panel per policy at the middle budget."""
+    sizes = sorted({row["budget"] for row in rows if row["budget"] is not None})
+    some = [row for row in rows if row["budget"] == sizes[len(sizes) // 2]]
+    layers, heads = np.array(some[0]["by_head"]).shape
+    figure = _figure(max(5.0, 1.1 * len(some) + 1.2), max(2.4, 0.09 * layers + 1.2))
+    grid = figure.subplots(1, len(some), squeeze=False, sharey=True)[0]
+    image = None
+    for axes, row in zip(grid, some, strict=True):
+        image = axes.imshow(np.array(row["by_head"]), cmap=SHADES, vmin=0, vmax=1, aspect="auto")
+        axes.set_title(row["policy"], fontsize=7, rotation=20, ha="left")
+        axes.set_xticks(range(heads), [str(head) for head in range(heads)], fontsize=6)
+        axes.set_xlabel("KV head", fontsize=7)
+    grid[0].set_ylabel("layer", fontsize=8)
+    figure.suptitle(f"Attention mass of the prompt kept at {sizes[len(sizes) // 2]:g} tokens", fontsize=9)
+    figure.colorbar(image, ax=grid, shrink=0.8)
+    return figure
+
+
+def retention_figure(picture: Retention, title: str) -> Any:
+    """Two maps over the text: which layer and head held each token at the end; what share held it at every step."""
+    kept = picture.kept
+    layers, heads, tokens = kept.shape[1:]
+    figure = _figure(10.5, 6.4)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    upper.imshow(
+        kept[-1].reshape(layers * heads, tokens), cmap="Blues", aspect="auto", interpolation="nearest", vmax=1.3
+    )
+    upper.set_yticks([heads * layer + (heads - 1) / 2 for layer in range(0, layers, max(1, layers // 10))])
+    upper.set_yticklabels([str(layer) for layer in range(0, layers, max(1, layers // 10))], fontsize=7)
+    upper.set_ylabel(f"layer ({heads} KV heads each)")
+    upper.set_title(f"{title}: held after {picture.steps[-1]} new tokens", fontsize=10)
+    share = kept.mean(axis=(1, 2))
+    image = lower.imshow(share, cmap=SHADES, aspect="auto", interpolation="nearest", vmin=0, vmax=1)
+    shown = range(0, len(picture.steps), max(1, len(picture.steps) // 8))
+    lower.set_yticks(list(shown), [str(picture.steps[at]) for at in shown], fontsize=7)
+    lower.set_ylabel("new tokens")
+    lower.set_xlabel("place in the text")
+    figure.colorbar(image, ax=lower, label="share of heads that hold it", pad=0.01)
+    for axes in (upper, lower):
+        axes.axvline(picture.prompt - 0.5, color="#D55E00", linewidth=1)
+    upper.text(
+        picture.prompt, layers * heads * 1.02, " prompt | new", fontsize=7, ha="center", va="top", color="#D55E00"
+    )
+    return figure
+
+
+def text_figure(picture: Retention, title: str, limit: int = 420) -> Any:
+    """The text itself, each token on the colour of the share of heads that hold it, at the first and last snapshot."""
+    import matplotlib
+    from matplotlib.patches import Rectangle
+
+    columns, shades = 118, matplotlib.colormaps["Blues"]
+    moments = (0, len(picture.steps) - 1)
+    layouts = [_laid_out(picture, picture.prompt + picture.steps[moment], limit, columns) for moment in moments]
+    heights = [layout[-1][1] + 1 for layout in layouts]
+    figure = _figure(10.5, 0.19 * sum(heights) + 1.0)
+    grid = figure.subplots(len(moments), 1, height_ratios=heights)
+    for axes, moment, layout, height in zip(grid, moments, layouts, heights, strict=True):
+        share = picture.kept[moment].mean(axis=(0, 1))
+        for at, line, column, word in layout:
+            value = float(share[at])
+            box = Rectangle((column, line), len(word), 0.92, facecolor=shades(0.85 * value), edgecolor="none")
+            axes.add_patch(box)
+            axes.text(
+                column, line + 0.5, word, family="monospace", fontsize=9.4, ha="left", va="center",
+                parse_math=False,
+                color="white" if value > 0.6 else ("#D55E00" if at >= picture.prompt else "black"),
+            )  # fmt: skip
+        axes.set_xlim(0, columns)
+        axes.set_ylim(height, 0)
+        axes.axis("off")
+        when = f"after {picture.steps[moment]} new tokens"
+        axes.set_title(f"{title}, {when} (dark: held by all heads; orange: written by the model)", fontsize=9)
+    return figure
+
+
+def _laid_out(picture: Retention, tokens: int, limit: int, columns: int) -> list[tuple[int, int, int, str]]:
+    """(token, line, column, what is drawn) of the last `limit` of the first `tokens` tokens, in `columns` columns."""
+    from matplotlib import font_manager
+
+    font = font_manager.get_font(font_manager.findfont("monospace"))
+    out, line, column = [], 0, 0
+    for at in range(max(0, tokens - limit), tokens):
+        word = picture.tokens[at].replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}").replace("\t", " ") or " "
+        word = "".join(letter if font.get_char_index(ord(letter)) else "\N{WHITE SQUARE}" for letter in word)
+        word = word[:columns]
+        if column + len(word) > columns:
+            line, column = line + 1, 0
+        out.append((at, line, column, word))
+        column += len(word)
+    return out
+
+
+def _size(record: Record) -> float | None:
+    return record["budget"] if record["ratio"] is None else record["ratio"]

@@ -1,0 +1,109 @@
+"""Results -> a self-contained HTML page, PNGs and a table."""
+
+import base64
+import io
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jaxkv.errors import BadValue
+from jaxkv.evaluation import summary
+from jaxkv.evaluation.results import Record, Store, table, written
+from jaxkv.evaluation.retention import Retention
+
+
+def report(folders: Sequence[str | Path], out: str | Path | None = None) -> Path:
+    """Draw the results of one or more folders (such as ours and kvpress') into `out` (the first): `report.html`, which
+    needs nothing beside it, the same pictures as PNG, `table.md`, and the records as CSV and Parquet.
+
+    Raises `BadValue` for a folder without results and where matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise BadValue("a report needs matplotlib, which is not installed: pip install 'jaxkv[eval]'") from None
+    if not folders:
+        raise BadValue("no folders to report on: expected at least one that jaxkv eval wrote")
+    stores = [Store(folder) for folder in folders]
+    about = [store.about() for store in stores]
+    records = [record for store in stores for record in store.records()]
+    if not records:
+        raise BadValue(f"{stores[0].folder} holds no records yet: run jaxkv eval first")
+    folder = Path(out or stores[0].folder).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    images = {}
+    for name, figure in figures(records).items():
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png", metadata={"Software": None})
+        written(folder / name, picture.getvalue())
+        images[name] = "data:image/png;base64," + base64.b64encode(picture.getvalue()).decode()
+    table(records, folder)
+    rows, found = summary.quality(records), summary.fidelities(records)
+    written(folder / "table.md", summary.text_table(rows, found) + "\n")
+    written(folder / "report.html", _page(records, about, images, rows, found))
+    return folder / "report.html"
+
+
+def figures(records: Sequence[Record]) -> dict[str, Any]:
+    """Every picture that the records have the data for, by file name."""
+    from jaxkv.evaluation import plots
+
+    out: dict[str, Any] = {}
+    answers, found = summary.answers(records), summary.fidelities(records)
+    if answers:
+        out["quality.png"] = plots.quality_figure(records)
+        out["tasks.png"] = plots.tasks_figure(records)
+        out["cost.png"] = plots.cost_figure(records)
+    if any(record.get("depth") is not None and record.get("length") is not None for record in answers):
+        out["needle.png"] = plots.needle_figure(records)
+    if any(row["budget"] is not None for row in found):
+        out["fidelity.png"] = plots.fidelity_figure(found)
+        out["heads.png"] = plots.heads_figure(found)
+    for number, record in enumerate(_retentions(records)):
+        picture, title = Retention.from_dict(record), _title(record)
+        out[f"retention-{number}.png"] = plots.retention_figure(picture, title)
+        out[f"retention-{number}-text.png"] = plots.text_figure(picture, title)
+    return out
+
+
+def _retentions(records: Sequence[Record]) -> list[Record]:
+    return [record for record in records if record["kind"] == "retention"]
+
+
+def _title(record: Record) -> str:
+    size = record["budget"] if record["ratio"] is None else record["ratio"]
+    return record["policy"] if size is None else f"{record['policy']} at {size}"
+
+
+def _page(records: Any, about: list[Record], images: dict[str, str], rows: Any, found: Any) -> str:
+    import jinja2
+    from markupsafe import Markup
+
+    source = (files("jaxkv.evaluation") / "data" / "report.html").read_text(encoding="utf-8")
+    page = jinja2.Environment(autoescape=True, undefined=jinja2.ChainableUndefined).from_string(source)
+    pictures = [
+        {name: record[name] for name in ("bits", "shape", "steps", "tokens", "prompt")}
+        for record in _retentions(records)
+    ]
+    first = about[0]
+    facts = ", ".join(f"{name} {value}" for name, value in first["machine"].items())
+    skipped = dict.fromkeys(record["skipped"] for record in records if record.get("skipped"))
+    return page.render(
+        title=f"{first['settings']['name']}: {first['settings']['model']}",
+        facts=facts,
+        quality=rows,
+        tasks=list(dict.fromkeys(task for row in rows for task in row["tasks"])),
+        fidelity=found,
+        images=images,
+        skipped=list(skipped),
+        retention=[
+            {"title": _title(record), "map": f"retention-{number}.png"}
+            for number, record in enumerate(_retentions(records))
+        ],
+        percent=lambda share: f"{100 * share:.0f}",
+        about="\n\n".join(json.dumps(each, indent=1) for each in about),
+        # In a script element only "</" would end the element, so that is what must not occur.
+        pictures=Markup(json.dumps(pictures).replace("</", "<\\/")),
+    )

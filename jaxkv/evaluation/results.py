@@ -1,0 +1,134 @@
+"""Results on disk: a folder with `run.json` (what was run, on what) and `results.jsonl` (one record per line).
+
+Lines are only ever added, a batch at a time, so a run that was stopped goes on where it was; a last line that was cut
+off is dropped.
+"""
+
+import json
+import os
+import platform
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxkv.errors import BadValue
+
+Record = dict[str, Any]
+COLUMNS = (
+    "kind", "source", "policy", "budget", "ratio", "mode", "task", "haystack", "length", "depth", "score",
+    "prompt_tokens", "kept", "cache_bytes", "tokens_per_second", "prefill_seconds", "decode_seconds", "kl", "top1",
+    "perplexity", "full_perplexity", "mass", "overlap", "answer", "answers", "key",
+)  # fmt: skip
+
+
+class Store:
+    """The folder of one run."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder).expanduser()
+        self.path = self.folder / "results.jsonl"
+
+    def open(self, settings: Record, model: str) -> set[str]:
+        """Make the folder, or go on in it; the keys of the records that are there.
+
+        Raises `BadValue` where it holds a run of other settings or another model.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        about = self.folder / "run.json"
+        if about.exists():
+            there = json.loads(about.read_text(encoding="utf-8"))
+            for name, mine in (("settings", settings), ("model", model)):
+                if there[name] != mine:
+                    raise BadValue(
+                        f"{self.folder} holds a run with other {name}: give another folder (--out), or remove this one"
+                    )
+        else:
+            written(about, json.dumps({"settings": settings, "model": model, "machine": machine()}, indent=1) + "\n")
+        records = list(self.records())
+        if self.path.exists():  # without the line that was cut off, if there is one
+            written(self.path, "".join(json.dumps(record) + "\n" for record in records))
+        return {record["key"] for record in records}
+
+    def add(self, records: Iterable[Record]) -> None:
+        """Add a batch: all its lines in one write, on the disk when this returns."""
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(lines)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def records(self) -> Iterable[Record]:
+        """The records so far. Raises `BadValue` for a broken line that is not the last."""
+        if not self.path.exists():
+            return
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(lines, 1):
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                if number < len(lines):
+                    raise BadValue(f"{self.path}, line {number}: not JSON; remove the line to go on") from None
+
+    def about(self) -> Record:
+        """run.json. Raises `BadValue` where there is none."""
+        path = self.folder / "run.json"
+        if not path.exists():
+            raise BadValue(f"{self.folder} holds no results (no run.json): run jaxkv eval first")
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
+def written(path: Path, text: str | bytes) -> None:
+    """The file with this content, whole or not at all."""
+    draft = path.with_name(path.name + ".part")
+    draft.write_bytes(text.encode() if isinstance(text, str) else text)
+    draft.replace(path)
+
+
+def table(records: Iterable[Record], folder: Path) -> list[Path]:
+    """results.csv, and results.parquet where pyarrow is installed: one row per record, the columns of `COLUMNS`."""
+    import csv
+    import io
+
+    rows: list[Record] = [{name: _cell(record.get(name)) for name in COLUMNS} for record in records]
+    text = io.StringIO()
+    out = csv.DictWriter(text, list[str](COLUMNS), lineterminator="\n")
+    out.writeheader()
+    out.writerows(rows)
+    written(folder / "results.csv", text.getvalue())
+    paths = [folder / "results.csv"]
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        return paths
+    buffer = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), buffer)
+    written(folder / "results.parquet", buffer.getvalue().to_pybytes())
+    return [*paths, folder / "results.parquet"]
+
+
+def _cell(value: Any) -> Any:
+    """Arrays per layer and head as their mean; lists of text as one text."""
+    if isinstance(value, list):
+        if value and isinstance(value[0], str):
+            return " | ".join(value)
+        return float(np.mean(value)) if value else None
+    return value
+
+
+def machine() -> dict[str, Any]:
+    """The device and the versions that a run was measured with."""
+    import jax
+
+    import jaxkv
+
+    return {
+        "device": jax.devices()[0].device_kind,
+        "devices": jax.device_count(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "python": platform.python_version(),
+        "jaxkv": jaxkv.__version__,
+        "jax": jax.__version__,
+    }

@@ -1,0 +1,136 @@
+"""Records -> the rows of tables and pictures: means with 95 % intervals."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+Record = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mean:
+    """A mean of `count` values, with the ends of its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+    count: int
+
+
+def wilson(scores: Sequence[float]) -> Mean:
+    """Mean of scores in [0, 1] with Wilson's 95 % interval, each score taken as a share of a hit (Wilson 1927)."""
+    count, z = len(scores), 1.96
+    mean = statistics.fmean(scores)
+    middle = (mean + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count * count))
+    return Mean(mean, max(0.0, middle - half), min(1.0, middle + half), count)
+
+
+def size_of(record: Record) -> float | None:
+    """Where the record stands on the budget axis: tokens kept; under a ratio, what its cache held on average."""
+    if record.get("ratio") is not None:
+        return record.get("kept")
+    return record.get("budget")
+
+
+def answers(records: Iterable[Record]) -> list[Record]:
+    """The scored answers."""
+    return [record for record in records if record["kind"] == "answer" and record.get("score") is not None]
+
+
+def grouped(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, list[Record]]:
+    """The records by key, keys in the order in which they come."""
+    out: dict[Any, list[Record]] = {}
+    for record in records:
+        out.setdefault(key(record), []).append(record)
+    return out
+
+
+def name_of(record: Record) -> str:
+    """The policy's label; another source's in front of it."""
+    return record["policy"] if record["source"] == "jaxkv" else f"{record['source']}: {record['policy']}"
+
+
+def column_of(record: Record) -> tuple[str, float | None, str]:
+    """Policy, budget or ratio, mode: the column of the results that a record belongs to."""
+    return name_of(record), record["budget"] if record["ratio"] is None else record["ratio"], record.get("mode", "")
+
+
+def quality(records: Iterable[Record]) -> list[Record]:
+    """One row per policy, budget and mode: the mean score of all answers and of each task, and what it cost."""
+    rows = []
+    for (name, size, mode), some in grouped(answers(records), column_of).items():
+        row: Record = {
+            "policy": name,
+            "source": some[0]["source"],
+            "budget": size,
+            "mode": mode,
+            "score": wilson([record["score"] for record in some]),
+            "at": statistics.fmean(x) if (x := [v for r in some if (v := size_of(r)) is not None]) else None,
+            "kept": statistics.fmean(record["kept"] for record in some),
+            "cache_bytes": statistics.fmean(record["cache_bytes"] for record in some),
+            "tokens_per_second": speed(some),
+            "tasks": {
+                task: wilson([record["score"] for record in each])
+                for task, each in grouped(some, lambda record: record["task"]).items()
+            },
+        }
+        rows.append(row)
+    return rows
+
+
+def speed(records: Sequence[Record]) -> float | None:
+    """Decoded tokens per second, all rows together: the best batch, as the first of each shape compiles."""
+    found = [record["tokens_per_second"] for record in records if record.get("tokens_per_second")]
+    return max(found) if len(set(found)) > 1 else None
+
+
+def fidelities(records: Iterable[Record]) -> list[Record]:
+    """One row per policy and budget: means of KL, top-1, perplexity, mass kept and overlap with the oracle's set."""
+    rows = []
+    for record in records:
+        if record["kind"] != "fidelity" or "kl" not in record:
+            continue
+        mean = lambda name, record=record: _mean(record[name])  # noqa: E731
+        rows.append(
+            {
+                "policy": name_of(record),
+                "budget": record["budget"] if record["ratio"] is None else record["ratio"],
+                "at": record["budget"] if record["ratio"] is None else record["length"] * (1 - record["ratio"]),
+                **{name: mean(name) for name in ("kl", "top1", "perplexity", "full_perplexity", "mass", "overlap")},
+                "by_head": record["mass"],
+            }
+        )
+    return rows
+
+
+def _percents(mean: Mean) -> tuple[float, float, float]:
+    return 100 * mean.value, 100 * mean.low, 100 * mean.high
+
+
+def _mean(value: Any) -> float:
+    return statistics.fmean(_mean(each) for each in value) if isinstance(value, list) else float(value)
+
+
+def text_table(rows: Sequence[Record], found: Sequence[Record] = ()) -> str:
+    """The quality rows as a Markdown table: a line per policy, score with interval per budget and mode; then KL."""
+    columns = sorted({(row["mode"], row["budget"]) for row in rows if row["budget"] is not None})
+    modes = {mode for mode, _ in columns}
+    label = lambda mode, size: f"{size}" if len(modes) < 2 else f"{mode} {size}"  # noqa: E731
+    kl = {(row["policy"], row["budget"]): row["kl"] for row in found}
+    sizes = sorted({size for _, size in kl if size is not None}) or ["all"] * bool(kl)
+    head = ["policy", *(label(*column) for column in columns), *(f"KL at {size}" for size in sizes)]
+    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    for name in dict.fromkeys(row["policy"] for row in [*rows, *found]):
+        mine = {(row["mode"], row["budget"]): row["score"] for row in rows if row["policy"] == name}
+        cells = []
+        for mode, size in columns:
+            mean = mine.get((mode, size)) or mine.get((mode, None))
+            cells.append("-" if mean is None else "{:.0f} ({:.0f}-{:.0f})".format(*_percents(mean)))
+        for size in sizes:
+            value = kl.get((name, size), kl.get((name, None)))
+            cells.append("-" if value is None else f"{value:.3f}")
+        lines.append([name, *cells])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

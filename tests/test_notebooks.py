@@ -1,0 +1,46 @@
+"""The notebooks run top to bottom on a CPU, cut to a small size by their one variable, and end in a picture."""
+
+import os
+from pathlib import Path
+
+import nbformat
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "colab"
+
+
+def cut(name: str) -> nbformat.NotebookNode:
+    """The notebook without its install cell, at the small size."""
+    book = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    book.cells = [cell for cell in book.cells if "install" not in cell.metadata.get("tags", [])]
+    sized = [cell for cell in book.cells if cell.source.startswith("SMALL = False")]
+    assert len(sized) == 1
+    sized[0].source = "SMALL = True"
+    return book
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_are_clean(path):
+    """Valid, installable from the first code cell on, and stored without outputs."""
+    book = nbformat.read(path, as_version=4)
+    nbformat.validate(book)
+    code = [cell for cell in book.cells if cell.cell_type == "code"]
+    assert "pip install" in code[0].source and "jaxkv" in code[0].source
+    assert all(not cell.outputs and cell.execution_count is None for cell in code)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["01_first_look", "02_compare_policies", "03_tpu"])
+def test_notebooks_run(name, tmp_path, monkeypatch):
+    from nbclient import NotebookClient
+
+    if name == "03_tpu":
+        pytest.importorskip("jaxkv.sharding")
+    root = str(FOLDER.parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    book = cut(name)
+    NotebookClient(book, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    pictures = [out for cell in book.cells for out in cell.get("outputs", []) if "image/png" in out.get("data", {})]
+    assert pictures
