@@ -18,6 +18,7 @@ from typing import Any
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to ask about
 os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
@@ -128,19 +129,26 @@ def measured(case: Case, layers: int | None, phase: str) -> dict[str, Any]:
     programs = lower(
         config, policy, batch=case.batch, tokens=case.tokens, steps=STEPS, dtype=jnp.bfloat16, layout=layout
     )
-    began = time.perf_counter()
-    compiled = getattr(programs, phase).compile()
+    began, held = time.perf_counter(), programs.cache.layers
+    out = {
+        **dataclasses.asdict(case),
+        "name": case.name,
+        "weights": held_by_one(programs.weights),
+        "cache": held_by_one(held),
+    }
+    try:
+        compiled = getattr(programs, phase).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return {**out, phase: {"layers": config.num_layers, "refused": str(error)[:300]}}
     found = collectives(compiled.as_text())
-    held = programs.cache.layers
     keys = min(held_by_one(layer.keys) for layer in held)
     # sums may be over slots (of the heads' scores, where they evict as one), but nothing is gathered or sent on
     moved = max((each.bytes for each in found if each.kind != "all-reduce"), default=0)
     assert phase != "decode" or moved < keys, f"{case.name}: decoding moves {moved} bytes, a layer's keys are {keys}"
     return {
-        **dataclasses.asdict(case),
-        "name": case.name,
-        "weights": held_by_one(programs.weights),
-        "cache": held_by_one(held),
+        **out,
         phase: {
             "layers": config.num_layers,
             "seconds": time.perf_counter() - began,
@@ -157,7 +165,9 @@ def row_of(result: dict[str, Any]) -> tuple[str, ...]:
     hbm, bandwidth = CHIPS[result["topology"].partition(":")[0]]
     cells = [result["name"], str(result["batch"])]
     cells += [f"{result[part] / GIB:.2f}" if part in result else "-" for part in ("weights", "cache")]
-    if "decode" in result:
+    if "refused" in result.get("decode", {}):
+        cells += ["does not fit", *["-"] * 4]
+    elif "decode" in result:
         total, moved = result["decode"]["memory"]["total"], result["decode"]["traffic"]
         cells += [f"{total / GIB:.2f}", f"{total / hbm:.0%}", str(moved["count"]), f"{moved['bytes'] / 2**20:.2f}"]
         cells.append(f"{(result['weights'] + result['cache']) / bandwidth * 1e3:.2f}")
@@ -213,7 +223,7 @@ def main() -> None:
                 found = {key: value for key, value in found.items() if key not in ("weights", "cache")}
             result |= found
             print(table(case.name, HEADER, [row_of(result)]), flush=True)
-            print(f"{phase}: {result[phase]['seconds']:.0f} s;", result[phase]["traffic"], flush=True)
+            print(f"{phase}: {result[phase]}", flush=True)
             ordered = [done[each.name] for each in cases if each.name in done]
             write(name, {"results": ordered})
             into_docs(name, [row_of(each) for each in ordered])

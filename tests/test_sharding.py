@@ -248,7 +248,9 @@ def test_collectives_are_found_in_text():
     x = jax.device_put(jnp.zeros((16, 4)), rows)
     (one,) = collectives(jax.jit(gather).lower(x).compile().as_text())
     assert (one.kind, one.bytes, one.looped) == ("all-gather", 16 * 4 * 4, False)
-    text = one_line = "  %all-gather.1 = bf16[8,4]{1,0:T(8,128)} all-gather(%p), channel_id=2, dimensions={1}\n"
+    text = one_line = (
+        '  %all-gather.1 = bf16[8,4]{1,0:T(8,128)} all-gather(%p), channel_id=2, frontend_attributes={chain_id="0"}\n'
+    )
     for name in ("started", "finished"):  # as TPUs write one out that runs beside other work
         text += f"%{name} (p: bf16[8,1]) -> bf16[8,4] {{\n{one_line}}}\n"
     assert [each.bytes for each in collectives(text)] == [64]

@@ -6,7 +6,7 @@ import re
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _CALL = re.compile(rf"= (?P<result>.*?) (?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\(")
-_CHANNEL = re.compile(r"channel_id=(\d+)")
+_CHAIN = re.compile(r'channel_id=(\d+).*chain_id="(\d+)"')
 _ARRAY = re.compile(r"(pred|[a-z]+\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 _OPENS = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _CALLS = re.compile(r"(?:calls|to_apply|body|condition|called_computations)=\{?%?([\w.\-]+)")
@@ -40,13 +40,13 @@ def collectives(text: str) -> list[Collective]:
         if body not in looped:
             looped.add(body)
             todo += [called for line in inside.get(body, ()) for called in _CALLS.findall(line)]
-    found, channels = [], set()
+    found, chains = [], set()
     for name, lines in inside.items():
         for line in lines:
-            call, channel = _CALL.search(line), _CHANNEL.search(line)
-            if call is None or (channel is not None and channel[1] in channels):
+            call, chain = _CALL.search(line), _CHAIN.search(line)
+            if call is None or (chain is not None and chain.groups() in chains):
                 continue  # the start, middle and end of one that runs beside other work are written out alike
-            channels |= {channel[1]} if channel is not None else set()
+            chains |= set() if chain is None else {chain.groups()}
             found.append(Collective(call["kind"], _arrays(call), name in looped))
     return found
 
