@@ -299,7 +299,7 @@ def test_a_stop_token_inside_a_draft_ends_its_row_there(tiny, name):
     prompts = [ids(60, 1), ids(33, 2), ids(41, 3)]
     free = jaxkv.generate(params, prompts, policy=policy(name), max_new_tokens=60, stop_tokens=())
     inside = 0
-    for token in sorted({int(row[at]) for row in free.tokens for at in (9, 17, 30)}):
+    for token in sorted({int(free.tokens[0, 9]), int(free.tokens[1, 17])}):
         plain, fast = both(params, prompts, policy(name), method, 60, stop_tokens=(token,))
         assert fast.lengths.tolist() == plain.lengths.tolist()
         for row, end in enumerate(plain.lengths):
