@@ -366,7 +366,7 @@ def test_drafts_from_the_text_change_no_draw(tiny, options):
         assert_same_cache(plain.cache, fast.cache)
 
 
-def noisy(params, size=0.5):
+def noisy(params, size=0.1):
     """A draft model that is often wrong: the same weights with noise."""
     noise = lambda x: x + size * x.std() * jax.random.normal(jax.random.key(1), x.shape, x.dtype)  # noqa: E731
     return type(params)(jax.tree.map(noise, params.weights), params.config, params.tokenizer)
@@ -390,12 +390,12 @@ def test_a_draft_model_keeps_the_models_distribution(tiny, drafter):
     params, draws, kept = tiny(FAMILY), 4096, 4
     method = {
         "draft model": DraftModel(noisy(params), depth=2, fallback=False),
-        "self": SelfDraft(policy("streaming-llm", 8), depth=2, fallback=False),
+        "self": SelfDraft(policy("streaming-llm", 16), depth=2, fallback=False),
     }[drafter]
     options = dict(temperature=1.3, top_k=kept, max_new_tokens=3, stop_tokens=(), policy=jaxkv.policy("full"))
     out = jaxkv.generate(params, ids(20), samples=draws, seed=5, speculative=method, **options)
     told = out.stats.speculation
-    assert 1.1 < told.acceptance_length < 2, "some drafts were accepted and some were not"
+    assert 1.05 < told.acceptance_length < 2, "some drafts were accepted and some were not"
 
     sampler = Sampler(temperature=1.3, top_k=kept)
 
