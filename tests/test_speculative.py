@@ -159,13 +159,14 @@ def grown(shape: Shape, seed: int, batch: int = 2, gaps: float = 0.2) -> Tree:
     return Tree(jnp.asarray(tokens), jnp.asarray(parents))
 
 
-SHAPES = st.lists(st.integers(1, 3), min_size=1, max_size=4).map(tuple).map(Shape)
+WIDTHS = st.lists(st.integers(1, 3), min_size=1, max_size=4)
 
 
-@given(shape=SHAPES, seed=st.integers(0, 10**6), left=st.integers(0, 6))
+@given(widths=WIDTHS, seed=st.integers(0, 10**6), left=st.integers(0, 6))
 @settings(max_examples=60, deadline=None)
-def test_every_tree_is_walked_as_its_nodes_stand(shape, seed, left):
+def test_every_tree_is_walked_as_its_nodes_stand(widths, seed, left):
     """lineage, sees, pruned and walk against plain loops over the nodes."""
+    shape = Shape(tuple(widths))
     tree = grown(shape, seed)
     lefts = jnp.array([left, left + 2])
     cut = pruned(shape, tree, lefts)
@@ -198,11 +199,11 @@ def test_every_tree_is_walked_as_its_nodes_stand(shape, seed, left):
 
 
 @pytest.mark.parametrize("name", ["full", "streaming-llm", "h2o", "dapq-longflow"])
-@given(shape=SHAPES, seed=st.integers(0, 10**6))
+@given(widths=WIDTHS, seed=st.integers(0, 10**6))
 @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
-def test_a_tree_of_any_shape_equals_its_paths_token_by_token(tiny, name, shape, seed):
+def test_a_tree_of_any_shape_equals_its_paths_token_by_token(tiny, name, widths, seed):
     """Every node's logits, and the cache after a random accepted path, against plain steps along the same path."""
-    params, chosen = tiny(FAMILY), policy(name, 16)
+    params, chosen, shape = tiny(FAMILY), policy(name, 16), Shape(tuple(widths))
     cache = jaxkv.prefill(params, [ids(30, seed % 7), ids(9, 1)], policy=chosen)
     if name == "full":
         cache = roomy(cache, shape.depth + 1)
@@ -365,7 +366,7 @@ def test_drafts_from_the_text_change_no_draw(tiny, options):
         assert_same_cache(plain.cache, fast.cache)
 
 
-def noisy(params, size=0.5):
+def noisy(params, size=0.1):
     """A draft model that is often wrong: the same weights with noise."""
     noise = lambda x: x + size * x.std() * jax.random.normal(jax.random.key(1), x.shape, x.dtype)  # noqa: E731
     return type(params)(jax.tree.map(noise, params.weights), params.config, params.tokenizer)
@@ -389,12 +390,12 @@ def test_a_draft_model_keeps_the_models_distribution(tiny, drafter):
     params, draws, kept = tiny(FAMILY), 4096, 4
     method = {
         "draft model": DraftModel(noisy(params), depth=2, fallback=False),
-        "self": SelfDraft(policy("streaming-llm", 8), depth=2, fallback=False),
+        "self": SelfDraft(policy("streaming-llm", 16), depth=2, fallback=False),
     }[drafter]
     options = dict(temperature=1.3, top_k=kept, max_new_tokens=3, stop_tokens=(), policy=jaxkv.policy("full"))
     out = jaxkv.generate(params, ids(20), samples=draws, seed=5, speculative=method, **options)
     told = out.stats.speculation
-    assert 1.1 < told.acceptance_length < 2, "some drafts were accepted and some were not"
+    assert 1.05 < told.acceptance_length < 2, "some drafts were accepted and some were not"
 
     sampler = Sampler(temperature=1.3, top_k=kept)
 
