@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from small import CORE, SMALL
 
 import jaxkv
 from jaxkv import run
 from jaxkv.policies import catalogue
 
-CORE = ("full", "streaming-llm", "snapkv", "h2o", "tova", "knorm", "dapq", "longflow", "dapq-longflow")
 LEAN = (
     *("chunkkv-entropy", "compactor", "criticalkv", "expected-attention", "finch", "kvcrush", "kvzip", "lacache"),
     *("lagkv", "laq", "lazyeviction", "r-kv", "scope", "treekv"),
@@ -26,33 +26,6 @@ OTHERS = [name for name in sorted(catalogue()) if name not in CORE]
 REST = [pytest.param(name, marks=() if name in LEAN else pytest.mark.slow) for name in OTHERS]
 NAMES = [pytest.param(name, marks=() if name in CORE else pytest.mark.slow) for name in sorted(catalogue())]
 BOUNDED = [name for name in NAMES if catalogue()[name.values[0]].evicts]
-SMALL = {  # published windows are longer than the tiny prompts
-    "snapkv": {"window": 6},
-    "longflow": {"window": 6},
-    "dapq": {"count": 6},
-    "dapq-longflow": {"count": 6},
-    "a2sf": {"window": 6},
-    "chunk-topk": {"chunk": 8},
-    "chunkkv": {"window": 4, "chunk": 4},
-    "chunkkv-entropy": {"window": 4, "chunk": 4, "gate": 2},
-    "compactor": {"sinks": 2, "recent": 2, "chunk": 8},
-    "criticalkv": {"window": 4},
-    "cur": {"every": 4, "local": 4},
-    "ems": {"question": 4, "prefill_recent": 4, "decode_recent": 4},
-    "finch": {"question": 4, "recent": 4},
-    "graphkv": {"window": 6},
-    "keydiff": {"every": 4},
-    "kvcrush": {"window": 6},
-    "lacache": {"every": 4},
-    "lagkv": {"lag": 4, "every": 4},
-    "laq": {"count": 4, "draft_window": 6},
-    "lazyeviction": {"window": 4, "decode_recent": 4, "every": 4},
-    "leverage": {"every": 4},
-    "non-causal": {"chunk": 8},
-    "r-kv": {"window": 4, "decode_recent": 4, "every": 4},
-    "scope": {"window": 3, "reserve": 0.5},
-    "vatp": {"sinks": 2},
-}
 FAMILY = "llama3"
 VOCAB = 100
 

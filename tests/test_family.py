@@ -521,14 +521,14 @@ def test_replay_looks_at_its_own_block(tiny):
     queries = {}
     attend = jaxkv.attend.prefill_attend
 
-    def recorded(query, keys, values, at, key_positions, **options):
+    def recorded(layout, query, keys, values, at, key_positions, **options):
         weights = np.einsum("bhgtd,bhsd->bhgts", query.reshape(1, 2, -1, *query.shape[2:]), keys) * options["scale"]
         place = np.asarray(key_positions)[:, :, None, None]
         weights = np.where((place >= 0) & (place <= np.asarray(at)[:, None, None, :, None]), weights, -1e30)
         weights = np.exp(weights - weights.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
         queries[len(queries)] = weights
-        return attend(query, keys, values, at, key_positions, **options)
+        return attend(layout, query, keys, values, at, key_positions, **options)
 
     with mock.patch.object(jaxkv.attend, "prefill_attend", recorded), jax.disable_jit():
         jaxkv.prefill(params, np.concatenate([ids, ids]), policy=full)

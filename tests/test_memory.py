@@ -4,13 +4,18 @@ import dataclasses
 
 import jaxtyping
 import pytest
+from small import CORE
 
 import jaxkv
 from jaxkv.lowering import held, lower
 from jaxkv.policies import catalogue
 
 BUDGET, BLOCK = 256, 512
-BOUNDED = [name for name, policy in catalogue().items() if policy.evicts]
+BOUNDED = [
+    pytest.param(name, marks=() if name in CORE else pytest.mark.slow)
+    for name, policy in catalogue().items()
+    if policy.evicts
+]
 
 
 def bytes_needed(config, policy, tokens):

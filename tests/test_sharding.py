@@ -11,6 +11,7 @@ import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
+from small import CORE, SMALL
 
 import jaxkv
 from jaxkv import cli
@@ -22,16 +23,15 @@ from jaxkv.sharding.mesh import parsed
 from jaxkv.sharding.traffic import collectives
 
 NAMES = sorted(catalogue())
-SMALL = {  # published windows are longer than the tiny prompts
-    "snapkv": {"window": 6},
-    "longflow": {"window": 6},
-    "dapq": {"count": 6},
-    "dapq-longflow": {"count": 6},
-}
 MESHES = {"8,1,1": (8, 1, 1), "1,8,1": (1, 8, 1), "1,1,8": (1, 1, 8), "2,2,2": (2, 2, 2)}
-ALWAYS = ("dapq-longflow",)  # on every mesh; the others on 2,2,2, and on the rest when slow
+ALWAYS = ("dapq-longflow",)  # on every mesh; CORE on 2,2,2; the rest are slow
 CASES = [
-    pytest.param(name, axes, id=f"{name}-{axes}", marks=() if axes == "2,2,2" or name in ALWAYS else pytest.mark.slow)
+    pytest.param(
+        name,
+        axes,
+        id=f"{name}-{axes}",
+        marks=() if (axes == "2,2,2" and name in CORE) or name in ALWAYS else pytest.mark.slow,
+    )
     for name in NAMES
     for axes in MESHES
 ]

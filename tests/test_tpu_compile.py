@@ -234,7 +234,11 @@ def test_decode_step_copies_no_cache(name, family, layers):
     spec = config.specs[0]
     keys = (BATCH, spec.num_kv_heads, SLOTS, spec.head_dim)
     assert compiled.memory_analysis().alias_size_in_bytes >= layers * 2 * int(np.prod(keys)) * 2
-    assert made_of(keys, compiled.as_text()) <= {*NAMES_ONLY, "while"}
+    text = compiled.as_text()
+    assert made_of(keys, text) <= {*NAMES_ONLY, "while", "copy-start", "copy-done"}
+    shape = ",".join(map(str, (BATCH, spec.num_kv_heads)))
+    # of a small model's cache XLA may hold one array on the chip between steps: one of the layers' two each, no more
+    assert len(re.findall(rf"= \(bf16\[{shape},[^=]*? copy-start\(", text)) <= 1
 
 
 @pytest.mark.parametrize(

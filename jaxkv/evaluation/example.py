@@ -17,7 +17,7 @@ class Question:
     text: str
     answers: tuple[str, ...]
     prefix: str = ""
-    depth: float | None = None
+    depth: int | float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Example:
     output: str = ""
     haystack: str | None = None
     length: int | None = None
-    depth: float | None = None
+    depth: int | float | None = None
     seed: int = 0
     index: int = 0
 

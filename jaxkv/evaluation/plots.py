@@ -285,5 +285,5 @@ def _laid_out(picture: Retention, tokens: int, limit: int, columns: int) -> list
     return out
 
 
-def _size(record: Record) -> float | None:
+def _size(record: Record) -> int | float | None:
     return record["budget"] if record["ratio"] is None else record["ratio"]

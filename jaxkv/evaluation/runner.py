@@ -25,7 +25,7 @@ from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.policy import Policy
 from jaxkv.weights.params import Params
 
-Progress = Callable[[str, int, int, float | None], None]  # (what, jobs done, of, seconds left or None)
+Progress = Callable[[str, int, int, int | float | None], None]  # (what, jobs done, of, seconds left or None)
 
 
 @dataclasses.dataclass(frozen=True)

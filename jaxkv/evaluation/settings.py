@@ -74,7 +74,7 @@ class Cell:
     label: str
     policy: Policy | None  # None: the budget cannot hold what the policy protects
     budget: int | None
-    ratio: float | None
+    ratio: int | float | None
     reason: str = ""
 
 
@@ -125,7 +125,7 @@ class Settings:
                 raise BadValue(
                     f"policy {name!r} needs budgets or ratios, and the run has neither: give budgets = [...]"
                 )
-            sizes: list[tuple[int | None, float | None]] = [(budget, None) for budget in self.budgets]
+            sizes: list[tuple[int | None, int | float | None]] = [(budget, None) for budget in self.budgets]
             for budget, ratio in sizes + [(None, ratio) for ratio in self.ratios]:
                 try:
                     out.append(Cell(label, policy(name, budget=budget, ratio=ratio, **options), budget, ratio))

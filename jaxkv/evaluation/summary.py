@@ -28,7 +28,7 @@ def wilson(scores: Sequence[float]) -> Mean:
     return Mean(mean, max(0.0, middle - half), min(1.0, middle + half), count)
 
 
-def size_of(record: Record) -> float | None:
+def size_of(record: Record) -> int | float | None:
     """Where the record stands on the budget axis: tokens kept; under a ratio, what its cache held on average."""
     if record.get("ratio") is not None:
         return record.get("kept")
@@ -53,7 +53,7 @@ def name_of(record: Record) -> str:
     return record["policy"] if record["source"] == "jaxkv" else f"{record['source']}: {record['policy']}"
 
 
-def column_of(record: Record) -> tuple[str, float | None, str]:
+def column_of(record: Record) -> tuple[str, int | float | None, str]:
     """Policy, budget or ratio, mode: the column of the results that a record belongs to."""
     return name_of(record), record["budget"] if record["ratio"] is None else record["ratio"], record.get("mode", "")
 
@@ -81,7 +81,7 @@ def quality(records: Iterable[Record]) -> list[Record]:
     return rows
 
 
-def speed(records: Sequence[Record]) -> float | None:
+def speed(records: Sequence[Record]) -> int | float | None:
     """Decoded tokens per second, all rows together: the best batch, as the first of each shape compiles."""
     found = [record["tokens_per_second"] for record in records if record.get("tokens_per_second")]
     return max(found) if len(set(found)) > 1 else None
