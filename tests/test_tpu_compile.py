@@ -237,8 +237,8 @@ def test_decode_step_copies_no_cache(name, family, layers):
     text = compiled.as_text()
     assert made_of(keys, text) <= {*NAMES_ONLY, "while", "copy-start", "copy-done"}
     shape = ",".join(map(str, (BATCH, spec.num_kv_heads)))
-    # of a small model's cache XLA may hold one array on the chip between steps: one of the layers' two each, no more
-    assert len(re.findall(rf"= \(bf16\[{shape},[^=]*? copy-start\(", text)) <= 1
+    # of a small model's cache XLA fetches one layer's keys and values onto the chip itself, no more
+    assert len(re.findall(rf"= \(bf16\[{shape},[^=]*? copy-start\(", text)) <= 2
 
 
 @pytest.mark.parametrize(
