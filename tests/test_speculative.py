@@ -198,6 +198,7 @@ def test_every_tree_is_walked_as_its_nodes_stand(widths, seed, left):
         assert [t for t in follow[row] if t >= 0] == [after[row, n] for n in expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "streaming-llm", "h2o", "dapq-longflow"])
 @given(widths=WIDTHS, seed=st.integers(0, 10**6))
 @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
