@@ -14,12 +14,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 import jaxkv
 from benchmarks.bandwidth import read_bandwidth
 from benchmarks.report import cores, prose_rows, table, write
+from jaxkv.lowering import held
 
 CACHES = ("dynamic", "static")
 
@@ -96,7 +96,7 @@ def compare(params, policy, peer: Peer, batch: int, length: int, new_tokens: int
         for what in ("prefill", "decode")
     }
     mine = out["jaxkv"]
-    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params.weights))
+    weights = held(params.weights)
     moved = weights + runs["jaxkv"][0]["cache_bytes"]
     steps = [run["decode_seconds"] / (new_tokens - 1) for run in runs["jaxkv"]]
     limits = [moved / bandwidth for bandwidth in bandwidths]

@@ -14,9 +14,9 @@ import numpy as np
 import jaxkv
 from benchmarks.report import prose, table, write
 from jaxkv.errors import BadValue
+from jaxkv.evaluation.texts import NOISE
 from jaxkv.policies.catalogue import catalogue
 
-NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 HIDDEN = "The pass key is {key}. Remember it. {key} is the pass key."
 OPENING = "There is an important pass key hidden inside a lot of irrelevant text. Find it and memorize it."
 QUESTION = "What is the pass key? Answer with the number only."

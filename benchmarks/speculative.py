@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jaxkv
-from benchmarks.report import DATA, RESULTS, cores, prose, table, write
+from benchmarks.report import DATA, RESULTS, cores, table, write
+from jaxkv.evaluation import texts as texts_of
 from jaxkv.speculative import AASD, Conditional, PromptLookup, SelfDraft
 
 TASKS = ("questions", "summaries", "code", "stories")
@@ -33,7 +34,7 @@ METHODS = {
 
 def prompts_of(tokenizer: Any, task: str) -> list[list[int]]:
     """The token ids of every prompt of a task."""
-    paragraphs = [part for part in prose().split("\n\n") if part.strip()]
+    paragraphs = texts_of.paragraphs()
     if task == "code":
         texts = [file.read_text(encoding="utf-8").rstrip("\n") + "\n" for file in sorted((DATA / "code").glob("*.txt"))]
         return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]

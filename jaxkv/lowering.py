@@ -62,14 +62,14 @@ def lower(
     )
     prefill = run.prefill.lower(*arguments, **static, plan=shapes)
 
-    def state(*given) -> run.DecodeState:
-        layers, *_ = run.prefill(*given, **static, plan=shapes)
+    def state(layers) -> run.DecodeState:
         row = jnp.zeros(batch, jnp.int32)
         cache = KVCache(layers, row, jnp.asarray(limits), row, policy=policy)
         keys = jax.random.split(jax.random.key(0), batch)
         return run.DecodeState(cache, row < 0, row, None, keys)
 
-    begun = jax.eval_shape(state, *arguments)
+    left = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), prefill.out_info[0])
+    begun = jax.eval_shape(state, left)
     cache = dataclasses.replace(
         jax.tree.map(lambda leaf: _array(layout, leaf), begun.cache),
         layers=jax.tree.map(lambda leaf: _array(layout, leaf, layout.slot_axes(len(leaf.shape))), begun.cache.layers),

@@ -80,17 +80,12 @@ def scored(monkeypatch):
     A worth is [Hk, S] in the order of the text. Nothing is compiled, so that the values can be looked at.
     """
     import jax.numpy as jnp
-    import numpy as np
+    from ordered import in_text_order
 
     import jaxkv
     from jaxkv import attend, run
 
     priority, prefill = attend.priority, run.prefill
-
-    def in_text_order(value, positions):
-        value, positions = np.asarray(value), np.asarray(positions)
-        rows = [v[p >= 0][np.argsort(p[p >= 0])] for v, p in zip(value, positions, strict=True)]
-        return np.stack(rows)
 
     def arrays_in(*args, **kwargs):  # compiling would have made them jax's
         return prefill(*jax.tree.map(jnp.asarray, args), **kwargs)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from letters import Letters
 
 import jaxkv
 from jaxkv import cli
@@ -21,21 +22,6 @@ FAMILY = "llama3"
 
 def ids(length, seed=0):
     return np.random.default_rng(seed).integers(3, 100, length).astype(np.int32)
-
-
-class Letters:
-    """A tokenizer whose token n is the character chr(n + 32): enough to test text without a file."""
-
-    chat_template = "x"
-
-    def __call__(self, text, add_special_tokens=True):
-        return {"input_ids": [ord(letter) - 32 for letter in text]}
-
-    def decode(self, tokens, **_):
-        return "".join(chr(token + 32) for token in tokens)
-
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<a>" * add_generation_prompt
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from ordered import in_text_order
 
 import jaxkv
 from jaxkv.cache import EMPTY
@@ -29,13 +30,6 @@ KVPRESS = {
 TINY_METHODS = [method for method in KVPRESS if method != "snapkv-w64-k5"]
 SMOLLM2_METHODS = ["tova", "knorm", "streaming-s4", "observed", "snapkv-w64-k5"]
 FAMILIES = ["llama2", "llama3", "qwen2", "qwen3", "mistral", "gemma3_text"]
-
-
-def _in_text_order(value, positions):
-    """`value [Hk, S]` of the filled slots, by position."""
-    value, positions = np.asarray(value), np.asarray(positions)
-    rows = [v[p >= 0][np.argsort(p[p >= 0])] for v, p in zip(value, positions, strict=True)]
-    return np.stack(rows)
 
 
 def _held(layer) -> np.ndarray:
@@ -185,7 +179,7 @@ def test_decode_step_by_step(goldens, tiny, method, case):
 
 def _same_totals(layer, held, values):
     """H2O's accumulated attention of the entries that it does not protect (3.4e38 in the golden)."""
-    totals = _in_text_order(layer.stats["attention"][0], layer.positions[0])
+    totals = in_text_order(layer.stats["attention"][0], layer.positions[0])
     for ours, theirs in zip(totals, [v[p >= 0] for v, p in zip(values, held, strict=True)], strict=True):
         open_to_all = theirs < 1e38
         np.testing.assert_allclose(ours[open_to_all], theirs[open_to_all], rtol=RTOL)

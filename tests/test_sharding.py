@@ -11,6 +11,7 @@ import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
+from letters import Letters
 from small import CORE, SMALL
 
 import jaxkv
@@ -298,13 +299,6 @@ def test_a_mesh_with_strange_axes_is_refused(goldens):
 
 
 def test_the_command_line_on_a_mesh(goldens, monkeypatch, capsys):
-    class Letters:
-        def __call__(self, text, add_special_tokens=True):
-            return {"input_ids": [ord(letter) - 32 for letter in text]}
-
-        def decode(self, tokens, **_):
-            return "".join(chr(token + 32) for token in tokens)
-
     load, given = jaxkv.load, []
 
     def lettered(*_, mesh=None, **__):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from letters import Letters
+from small import SMALL
 
 import jaxkv
 from jaxkv import cli
 from jaxkv.attend import LayerState, decode_layer
 from jaxkv.cache import EMPTY, KVCache, resize
 from jaxkv.errors import BadValue
+from jaxkv.evaluation import texts
 from jaxkv.generate import _prefill as prefill_of
 from jaxkv.policies import catalogue
 from jaxkv.prompts import rows_of
@@ -30,19 +32,7 @@ from jaxkv.speculative.tree import ABSENT, Shape, Tree, chain, lineage, placed, 
 from jaxkv.speculative.verify import follows
 
 FAMILY = "llama3"
-SMALL = {"longflow": {"window": 6}, "dapq": {"count": 6}, "dapq-longflow": {"count": 6}}
-PROSE = Path(__file__).parents[1] / "benchmarks" / "data" / "prose.txt"
 SHOWN = ["full", "longflow", "streaming-llm", "streaming-llm/text", "dapq", "dapq-longflow"]
-
-
-class Letters:
-    """A tokenizer whose token n is the character chr(n + 32)."""
-
-    def __call__(self, text, **_):
-        return {"input_ids": [ord(letter) - 32 for letter in text]}
-
-    def decode(self, tokens, **_):
-        return "".join(chr(token + 32) for token in tokens)
 
 
 def policy(name: str, budget: int = 24, **options):
@@ -108,10 +98,10 @@ def test_greedy_equals_plain_decoding_in_every_family(tiny, family, name):
 @pytest.mark.parametrize("name", SHOWN)
 def test_greedy_equals_plain_decoding_on_a_real_model(smollm2, name):
     """128 tokens of eight prompts in two batches; where a row differs, its logits must agree to rounding there."""
-    paragraphs = PROSE.read_text(encoding="utf-8").split("\n\n")
-    texts = [f"{paragraphs[at]}\n\n{paragraphs[at + 1]}\n\nRepeat the text." for at in range(0, 8, 2)]
-    texts += [f"{paragraphs[at]}\n\n{paragraphs[at + 1]}\n\nWho is in it?" for at in range(1, 9, 2)]
-    rows = [rows_of([{"role": "user", "content": text}], smollm2.tokenizer, 49152)[0][0] for text in texts]
+    paragraphs = texts.paragraphs()
+    asked = [f"{paragraphs[at]}\n\n{paragraphs[at + 1]}\n\nRepeat the text." for at in range(0, 8, 2)]
+    asked += [f"{paragraphs[at]}\n\n{paragraphs[at + 1]}\n\nWho is in it?" for at in range(1, 9, 2)]
+    rows = [rows_of([{"role": "user", "content": text}], smollm2.tokenizer, 49152)[0][0] for text in asked]
     for batch in (rows[:4], rows[4:]):
         plain, fast = both(smollm2, batch, policy_of_size(name), AASD(), 128)
         for row, prompt in enumerate(batch):

@@ -1,0 +1,16 @@
+"""A tokenizer without a file."""
+
+
+class Letters:
+    """A tokenizer whose token n is the character chr(n + 32): enough to test text without a file."""
+
+    chat_template = "x"
+
+    def __call__(self, text, **_):
+        return {"input_ids": [ord(letter) - 32 for letter in text]}
+
+    def decode(self, tokens, **_):
+        return "".join(chr(token + 32) for token in tokens)
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<a>" * add_generation_prompt
