@@ -4,6 +4,7 @@ from jaxkv import errors as errors
 from jaxkv import policies as policies
 from jaxkv.cache import KVCache as KVCache
 from jaxkv.cache import LayerCache as LayerCache
+from jaxkv.calibrate import calibrate as calibrate
 from jaxkv.checkpoint import restore as restore
 from jaxkv.checkpoint import save as save
 from jaxkv.errors import JaxkvError as JaxkvError

@@ -6,6 +6,7 @@ cache, and give back the context and the new cache.
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,8 @@ from pallas_kernels.decode_attend_score.victim import Rule, alive, victim
 class LayerState:
     """One layer's cache, the slots it shall have after the block, each row's budget, and whether anybody looks.
 
-    `extra` tokens behind the block's own are pseudo tokens; `out` is the layer's output matrix where a score needs it.
+    `extra` tokens behind the block's own are pseudo tokens; `out` is the layer's output matrix where a score needs it,
+    and `learned` what was measured on the layer beforehand.
     """
 
     cache: LayerCache
@@ -37,6 +39,7 @@ class LayerState:
     extra: int = 0
     layer: int = 0
     out: Float[Array, "Hq D M"] | None = None
+    learned: Mapping[str, Array] = dataclasses.field(default_factory=dict)
 
 
 def prefill_layer(
@@ -60,12 +63,12 @@ def prefill_layer(
     each_head = jnp.broadcast_to(positions[:, None, :], key.shape[:3])
     rotation = functools.partial(_turned, spec)
     entered = policy.enter(  # before RoPE, so that a token's norm is the same wherever it stands
-        key, value, queries=query, positions=positions, rotate=rotation
+        key, value, queries=query, positions=positions, rotate=rotation, learned=state.learned
     )
     own = positions.shape[1] - state.extra
     sight = Sight(
         queries=query[:, :, :own], query_positions=positions[:, :own], query_places=positions[:, :own],
-        rotate=rotation, scale=spec.scale, layer=state.layer, out=state.out,
+        rotate=rotation, scale=spec.scale, layer=state.layer, out=state.out, learned=state.learned,
     )  # fmt: skip
     if policy.rope == "text":
         query = rotate(query, positions[:, None, :], spec.rope)
@@ -113,7 +116,7 @@ def _prompt_mass(
     mass = prefill_attend_mass(layout, query, keys, at, key_positions, reduce=aggregate.queries, **softmax)
     apart = phase.protects.recent_entries(key_positions, now, state.limits)
     mass = aggregate.along_text(mass, key_positions, apart)
-    return aggregate.over_group(mass, keys.shape[1])
+    return aggregate.over_group(mass, keys.shape[1], state.learned)
 
 
 def _cut_prompt(
@@ -203,8 +206,12 @@ def decode_layer(
     active = position >= 0
     at_once = phase is not None and phase.every == 1
     rule = Rule(phase.aggregate.heads, phase.protects.sinks) if phase and at_once and phase.straight else None
-    sight = Sight(rotate=functools.partial(_turned, spec), scale=spec.scale, layer=state.layer, out=state.out)
-    entered = policy.enter(key[:, :, None], value[:, :, None], positions=position[:, None], prompt=False)
+    rotation = functools.partial(_turned, spec)
+    sight = Sight(rotate=rotation, scale=spec.scale, layer=state.layer, out=state.out, learned=state.learned)
+    entered = policy.enter(
+        key[:, :, None], value[:, :, None], positions=position[:, None], rotate=rotation, prompt=False,
+        learned=state.learned,
+    )  # fmt: skip
     stats = _write_stats(layer, entered, active)
 
     turn = None

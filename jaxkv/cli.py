@@ -1,4 +1,4 @@
-"""`jaxkv` on the command line: generate, chat, policies, info, eval, report."""
+"""`jaxkv` on the command line: generate, chat, policies, info, calibrate, eval, report."""
 
 import dataclasses
 import json
@@ -167,6 +167,23 @@ class Info:
 
 
 @dataclasses.dataclass(frozen=True)
+class Calibrate:
+    """Measure on a model what some policies need to know of it, and save it where `load` finds it."""
+
+    model: Positional[str] = DEFAULT_MODEL
+    dtype: str | None = None
+    length: int = 512
+    """Tokens of each stretch of text."""
+    windows: int = 12
+    """Stretches of text."""
+    needles: int = 8
+    """Hidden facts, to tell which heads retrieve."""
+    seed: int = 0
+    out: str | None = None
+    """Folder of the file: by default the model's own, or jaxkv's cache folder for a model known by name."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Eval:
     """Measure what policies cost on text: tasks, fidelity, memory, speed. Goes on where it was stopped."""
 
@@ -176,6 +193,10 @@ class Eval:
     """Instead of the run's model."""
     dtype: str | None = None
     """Instead of the run's dtype."""
+    policies: tuple[str, ...] = ()
+    """Instead of the run's policies: names, or "all" of the catalogue."""
+    budgets: tuple[int, ...] = ()
+    """Instead of the run's budgets."""
     out: str | None = None
     """Folder of the results (results/NAME by default)."""
     report: bool = True
@@ -199,6 +220,7 @@ Command = (
     | Annotated[Chat, subcommand("chat")]
     | Annotated[Policies, subcommand("policies")]
     | Annotated[Info, subcommand("info")]
+    | Annotated[Calibrate, subcommand("calibrate")]
     | Annotated[Eval, subcommand("eval")]
     | Annotated[Report, subcommand("report")]
 )
@@ -214,7 +236,8 @@ def main(args: list[str] | None = None) -> int:
     command = tyro.cli(Command, prog="jaxkv", args=args, config=(OmitArgPrefixes,))
     try:
         return {
-            Generate: _generate, Chat: _chat, Policies: _policies, Info: _info, Eval: _eval, Report: _report
+            Generate: _generate, Chat: _chat, Policies: _policies, Info: _info, Calibrate: _calibrate, Eval: _eval,
+            Report: _report,
         }[type(command)](command)  # fmt: skip
     except JaxkvError as error:
         print(f"jaxkv: {error}", file=sys.stderr)
@@ -391,6 +414,25 @@ def _info(command: Info) -> int:
     return 0
 
 
+def _calibrate(command: Calibrate) -> int:
+    from pathlib import Path
+
+    import jaxkv
+    from jaxkv.weights import learned
+    from jaxkv.weights.source import cache_folder
+
+    params = jaxkv.load(command.model, dtype=command.dtype)
+    measured = jaxkv.calibrate(
+        params, length=command.length, windows=command.windows, needles=command.needles, seed=command.seed
+    )
+    own = Path(command.model).expanduser()
+    beside = own if own.is_dir() else own.parent if own.exists() else cache_folder()
+    path = Path(command.out or beside) / learned.file_name(params.fingerprint)
+    learned.write(measured, path)
+    print(path)
+    return 0
+
+
 def _shape_table(model: str) -> dict[str, Any] | None:
     """The [config] table of a model that ships as a shape alone."""
     from jaxkv.configs import config_files
@@ -405,7 +447,8 @@ def _eval(command: Eval) -> int:
     from jaxkv.evaluation import summary
 
     settings = evaluation.load(command.run)
-    changes = {name: value for name in ("model", "dtype") if (value := getattr(command, name)) is not None}
+    given = ("model", "dtype", "policies", "budgets")
+    changes = {name: value for name in given if (value := getattr(command, name)) not in (None, ())}
     settings = dataclasses.replace(settings, **changes)
     out = command.out or os.path.join("results", settings.name)
     params = jaxkv.load(settings.model, dtype=settings.dtype)

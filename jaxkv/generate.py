@@ -237,7 +237,7 @@ def _prefill(
     layers, logits, expected = run.prefill(
         params.weights, layers, *map(layout.put, (tokens, positions, pseudo, lengths, limits)),
         config=config, policy=policy, plan=shapes, layout=layout, implementation=implementation, progress=progress,
-        top=top, limit=limit,
+        top=top, limit=limit, learned=params.learned_for(policy.learns, policy.name),
     )  # fmt: skip
     cache = KVCache(
         layers=layers,
@@ -485,7 +485,10 @@ def _chunk(task: _Task, steps: int) -> np.ndarray:
     if task.session is not None:
         task.state, new = task.session.chunk(task.params.weights, task.state, steps, shared)
     else:
-        task.state, new = run.decode(task.params.weights, task.state, steps=steps, layout=task.params.layout, **shared)
+        learned = task.params.learned_for(task.policy.learns, task.policy.name)
+        task.state, new = run.decode(
+            task.params.weights, task.state, steps=steps, layout=task.params.layout, learned=learned, **shared
+        )
     return np.asarray(new)
 
 

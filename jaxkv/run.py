@@ -5,6 +5,7 @@ Everything here is pure and jitted with static config, policy and plan; `generat
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +25,18 @@ from jaxkv.sharding.layout import ONE_DEVICE, Layout
 
 Layers = tuple[LayerCache, ...]
 Expected = tuple[Int[Array, "B T K"], Float[Array, "B T K"]]  # the likeliest next tokens and their probabilities
+Learned = Mapping[str, Array]  # name -> [L, ...], what was measured beforehand
+NOTHING: Learned = {}
 HEAD_ROWS = 128  # hidden states whose logits are computed together, where every position's are asked for
 
 
 def model_of(config: ModelConfig, weights) -> Decoder:
     """The model with its weights in place."""
     return nnx.merge(graphdef(config), weights)
+
+
+def _of_layer(learned: Learned, layer: int) -> dict[str, Array]:
+    return {name: value[layer] for name, value in learned.items()}
 
 
 def empty_layers(config: ModelConfig, policy: Policy, batch: int, dtype) -> Layers:
@@ -59,6 +66,7 @@ def prefill(
     progress=None,
     top: int = 0,
     limit: int = 0,
+    learned: Learned = NOTHING,
 ) -> tuple[Layers, Float[Array, "B V"], Expected]:
     """Run the left-padded prompt (padding at position -1) in blocks; the layers it leaves and the last logits.
 
@@ -83,7 +91,7 @@ def prefill(
         states = [
             LayerState(
                 layer, plan.slots[i], limits[i], plan.look, behind.shape[1], i,
-                model.output_matrix(i) if policy.projects else None,
+                model.output_matrix(i) if policy.projects else None, _of_layer(learned, i),
             )
             for i, layer in enumerate(layers)
         ]  # fmt: skip
@@ -193,6 +201,7 @@ def decode_logits(
     policy: Policy,
     layout: Layout = ONE_DEVICE,
     implementation: str | None = None,
+    learned: Learned = NOTHING,
 ) -> tuple[KVCache, Float[Array, "B V"]]:
     """Run each running row's pending token through the model; the cache, and the logits of the token after it."""
     position = jnp.where(running, cache.lengths, EMPTY)
@@ -202,6 +211,7 @@ def decode_logits(
         LayerState(
             layer, layer.slots, cache.limits[i], layer=i,
             out=model.output_matrix(i) if policy.decode is not None and policy.decode.score.projects else None,
+            learned=_of_layer(learned, i),
         )
         for i, layer in enumerate(cache.layers)
     ]  # fmt: skip
@@ -223,10 +233,11 @@ def decode_step(
     stop: tuple[int, ...],
     layout: Layout = ONE_DEVICE,
     implementation: str | None = None,
+    learned: Learned = NOTHING,
 ) -> tuple[DecodeState, Int[Array, "B"]]:
     """Run each running row's pending token through the model and sample the next; -1 for rows that have finished."""
     running = ~state.done & (state.left > 0)
-    cache, logits = decode_logits(weights, state.cache, running, config, policy, layout, implementation)
+    cache, logits = decode_logits(weights, state.cache, running, config, policy, layout, implementation, learned)
     state, token = emit(sampler, stop, dataclasses.replace(state, cache=cache), logits)
     return layout.state(state), layout.constrain(token)
 
@@ -247,11 +258,12 @@ def decode(
     stop: tuple[int, ...],
     layout: Layout = ONE_DEVICE,
     implementation: str | None = None,
+    learned: Learned = NOTHING,
 ) -> tuple[DecodeState, Int[Array, "B steps"]]:
     """`steps` decode steps as one scan; the state is donated."""
 
     def step(state: DecodeState, _):
-        return decode_step(weights, state, config, policy, sampler, stop, layout, implementation)
+        return decode_step(weights, state, config, policy, sampler, stop, layout, implementation, learned)
 
     state, tokens = lax.scan(step, state, length=steps)
     return layout.state(state), layout.constrain(tokens.T)

@@ -1,5 +1,6 @@
 """Strictness for every test, and the models that they share."""
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -50,14 +51,19 @@ def goldens() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny():
-    """`tiny(family)`: the tiny random model of a family, float32, loaded once."""
+    """`tiny(family)`: the tiny random model of a family, float32, loaded once, with a made-up calibration."""
+    from measured import measured
+
     import jaxkv
 
     loaded = {}
 
     def load(family: str):
         if family not in loaded:
-            loaded[family] = jaxkv.load(GOLDENS / "tiny" / family)
+            params = jaxkv.load(GOLDENS / "tiny" / family)
+            config = params.config
+            made_up = measured(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)
+            loaded[family] = dataclasses.replace(params, learned=made_up)
         return loaded[family]
 
     return load

@@ -10,6 +10,7 @@ SMALL = {  # published windows are longer than the tiny prompts
     "chunk-topk": {"chunk": 8},
     "chunkkv": {"window": 4, "chunk": 4},
     "chunkkv-entropy": {"window": 4, "chunk": 4, "gate": 2},
+    "compresskv": {"window": 4},
     "compactor": {"sinks": 2, "recent": 2, "chunk": 8},
     "criticalkv": {"window": 4},
     "cur": {"every": 4, "local": 4},

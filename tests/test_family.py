@@ -66,8 +66,13 @@ FAMILY = {
     "finch-w8": ("finch", {"question": 8, "recent": 8, "rope": "text"}, True),
     "egchunkkv-c10-knorm": ("knorm", {"prefill_chunk": 10, "prefill_by": "entropy", "prefill_heads": "sum"}, False),
 }
+CALIBRATED = {
+    "qfilters": ("q-filters", {}, True),
+    "expected-stats-n512": ("expected-attention-stats", {}, True),
+}
 GEMMA = ("keydiff", "cur", "lagkv-l16", "leverage-s48", "noncausal-c40", "chunk-c40-knorm", "egchunkkv-c10-knorm")
 METHODS = {**{name: ("more", *entry) for name, entry in MORE.items()}, **{n: ("family", *e) for n, e in FAMILY.items()}}
+METHODS |= {name: ("calibrated", *entry) for name, entry in CALIBRATED.items()}
 FAMILIES = ["llama2", "llama3", "qwen2", "qwen3", "mistral", "gemma3_text"]
 
 
@@ -148,6 +153,8 @@ def test_kvpress_twins_everywhere(goldens, tiny, scored, monkeypatch, family, me
         pytest.skip("kvpress scales Gemma's attention by the wrong number, or does not run on it")
     if method.startswith("criticalkv") and family == "qwen2":
         pytest.skip("kvpress' CriticalKV wants a head_dim in the configuration")
+    if method in CALIBRATED and family not in ("llama2", "llama3"):
+        pytest.skip("there are goldens of two families")
     for ratio in ("0.3", "0.5", "0.75"):
         _check_twin(goldens, tiny, scored, monkeypatch, family, method, ratio)
 

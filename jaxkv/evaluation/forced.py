@@ -32,9 +32,10 @@ def follow(
     if int(np.asarray(cache.pending).max()) >= 0:
         raise BadValue("the cache waits for a token that it sampled: expected one straight from prefill")
     cache = with_room(cache.policy, params.config, cache, tokens.shape[1])
+    policy = cache.policy
     return _follow(
-        params.weights, cache, jnp.asarray(tokens), config=params.config, policy=cache.policy,
-        implementation=implementation, logits=logits,
+        params.weights, cache, jnp.asarray(tokens), config=params.config, policy=policy,
+        implementation=implementation, logits=logits, learned=params.learned_for(policy.learns, policy.name),
     )  # fmt: skip
 
 
@@ -48,10 +49,13 @@ def _follow(
     policy: Policy,
     implementation: str | None,
     logits: bool,
+    learned: run.Learned,
 ) -> tuple[KVCache, Float[Array, "B N V"] | None]:
     def step(cache: KVCache, token: Int[Array, "B"]):
         cache = dataclasses.replace(cache, pending=token)
-        cache, after = run.decode_logits(weights, cache, token >= 0, config, policy, implementation=implementation)
+        cache, after = run.decode_logits(
+            weights, cache, token >= 0, config, policy, implementation=implementation, learned=learned
+        )
         return dataclasses.replace(cache, pending=jnp.full_like(token, -1)), after if logits else None
 
     cache, out = lax.scan(step, cache, tokens.T)

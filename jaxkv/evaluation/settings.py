@@ -80,9 +80,10 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A whole run. `modes`: "aware" runs context and question as one prompt; "agnostic" compresses the context first
-    and runs the question on that cache, under the policy too or, with `after="full"`, with nothing evicted any more
-    (as kvpress measures).
+    """A whole run. `policies` are names, or tables of a name and options; "all" is the whole catalogue.
+    `modes`: "aware" runs context and question as one prompt; "agnostic" compresses the context first and runs the
+    question on that cache, under the policy too or, with `after="full"`, with nothing evicted any more (as kvpress
+    measures).
     """
 
     name: str = "evaluation"
@@ -112,7 +113,8 @@ class Settings:
     def cells(self) -> list[Cell]:
         """Every policy at every budget and ratio; policies that evict nothing once, in front of the others."""
         out = []
-        for entry in self.policies:
+        entries = [each for entry in self.policies for each in (catalogue() if entry == "all" else [entry])]
+        for entry in entries:
             options: dict[str, Any] = {"name": entry} if isinstance(entry, str) else dict(entry)
             name, label = options.pop("name", ""), options.pop("label", "")
             if name not in catalogue():

@@ -7,7 +7,9 @@ from jaxkv.policies.by_keys import Cur as Cur
 from jaxkv.policies.by_keys import KeyDiff as KeyDiff
 from jaxkv.policies.by_keys import LagKV as LagKV
 from jaxkv.policies.by_keys import Leverage as Leverage
+from jaxkv.policies.by_keys import QueryDirection as QueryDirection
 from jaxkv.policies.by_keys import Redundancy as Redundancy
+from jaxkv.policies.by_queries import CalibratedAttention as CalibratedAttention
 from jaxkv.policies.by_queries import Capacity as Capacity
 from jaxkv.policies.by_queries import ExpectedAttention as ExpectedAttention
 from jaxkv.policies.by_queries import NonCausal as NonCausal

@@ -1,6 +1,7 @@
 """aggregate: over the observing queries, along the text, over the query heads of a group, over the KV heads."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,7 +17,9 @@ REDUCE = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}
 @dataclasses.dataclass(frozen=True)
 class Aggregate:
     """`queries` (sum, mean, max), `pool` along the text (none, avg, max; odd `kernel`), `group` (sum, mean, max) and
-    `heads`: "each" KV head decides for itself, or all decide as one by their "sum" or "mean".
+    `heads`: "each" KV head decides for itself, or all decide as one by their "sum" or "mean". With `best` only so many
+    query heads of the layer speak, those that retrieve best by calibration, in the mean and for all KV heads
+    (CompressKV, arXiv 2508.02401).
     """
 
     queries: str = "mean"
@@ -24,6 +27,7 @@ class Aggregate:
     kernel: int = 5
     group: str = "mean"
     heads: str = "each"
+    best: int = 0
 
     def __post_init__(self):
         for field, allowed in (
@@ -36,10 +40,24 @@ class Aggregate:
                 raise BadValue(f"aggregate {field}={getattr(self, field)!r}: expected one of {', '.join(allowed)}")
         if self.kernel < 1 or self.kernel % 2 == 0:
             raise BadValue(f"kernel={self.kernel}: expected an odd number, so that a pool has a middle")
+        if self.best < 0:
+            raise BadValue(f"best={self.best}: expected a number of query heads, or 0 for all")
 
-    def over_group(self, mass: Float[Array, "B Hq S"], kv_heads: int) -> Float[Array, "B Hk S"]:
-        """Over the G query heads that share a KV head."""
+    @property
+    def learns(self) -> tuple[str, ...]:
+        """Names of what it needs of `jaxkv calibrate`."""
+        return ("retrieval",) if self.best else ()
+
+    def over_group(
+        self, mass: Float[Array, "B Hq S"], kv_heads: int, learned: Mapping[str, Array] | None = None
+    ) -> Float[Array, "B Hk S"]:
+        """Over the G query heads that share a KV head, or over the best of all."""
         batch, heads, slots = mass.shape
+        if self.best:
+            assert learned is not None
+            _, which = lax.top_k(learned["retrieval"], min(self.best, heads))
+            spoken = jnp.mean(jnp.take(mass, which, axis=1), axis=1, keepdims=True)
+            return jnp.broadcast_to(spoken, (batch, kv_heads, slots))
         return REDUCE[self.group](mass.reshape(batch, kv_heads, heads // kv_heads, slots), axis=2)
 
     def over_heads(self, score: Float[Array, "B Hk S"]) -> Float[Array, "B Hk S"]:

@@ -6,11 +6,12 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxkv.errors import BadValue
 from jaxkv.policies.order import best_first, count, in_chunks, in_time
-from jaxkv.policies.score import Score, Sight, Stats
+from jaxkv.policies.score import Entering, Score, Sight, Stats
+from pallas_kernels.decode_attend_score.victim import Factor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,3 +191,25 @@ def z_score(x: Float[Array, "B Hk S"], sight: Sight) -> Float[Array, "B Hk S"]:
 def unit(x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
     """x / ||x||, 0 where x is 0."""
     return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryDirection(Score):
+    """score = k . u, u being the main direction of the KV head's queries, measured beforehand; k turned to its place
+    in the text.
+
+    kvpress' filters point the other way, so its score has a minus. Source: Q-Filters (arXiv 2503.02812).
+    """
+
+    kind: ClassVar[str] = "query-direction"
+    signed: ClassVar[bool] = True
+    stats: ClassVar[tuple[str, ...]] = ("along",)
+    learns: ClassVar[tuple[str, ...]] = ("query_direction",)
+
+    def enter(self, new: Entering) -> Stats:
+        assert new.positions is not None and new.rotate is not None
+        keys = new.rotate(new.keys.astype(jnp.float32), new.positions[:, None])
+        return {"along": jnp.einsum("bhtd,hd->bht", keys, new.learned["query_direction"])}
+
+    def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
+        return 0.0, stats["along"]

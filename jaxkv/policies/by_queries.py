@@ -1,4 +1,4 @@
-"""Scores from what the prompt's queries are like, without their attention. At prefill only."""
+"""Scores from what queries are like, without their attention: the prompt's (at prefill only), or calibrated ones."""
 
 import dataclasses
 from typing import ClassVar
@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.errors import BadValue
 from jaxkv.policies.by_keys import z_score
@@ -35,22 +35,45 @@ class ExpectedAttention(Score):
             raise BadValue(f"future={self.future}, epsilon={self.epsilon}: expected future >= 1 and epsilon >= 0")
 
     def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        keys = sight.k
         queries, seen = _queries(sight)
         many = count(seen, -1)[:, None, None]
-        mean = jnp.sum(queries, axis=2) / many
-        turn = _mean_rotation(sight, self.future)
-        ahead = _grouped(jnp.einsum("bij,bhj->bhi", turn, mean), keys.shape[1])
-        z = jnp.einsum("bhgd,bhsd->bhgs", ahead, keys) * sight.scale
+        mean, spread = jnp.sum(queries, axis=2) / many, None
         if self.covariance:
             off = jnp.where(seen[:, None, :, None], queries - mean[:, :, None], 0.0)
             spread = jnp.einsum("bhtd,bhte->bhde", off, off) / many[..., None]
-            spread = _grouped(jnp.einsum("bij,bhjk,blk->bhil", turn, spread, turn), keys.shape[1])
-            spent = jnp.einsum("bhsd,bhgde->bhgse", keys, spread)
-            z = z + jnp.einsum("bhgse,bhse->bhgs", spent, keys) * sight.scale**2 / 2
-        free = (sight.live & (sight.at >= sight.sinks))[:, :, None]
-        weight = jnp.where(free, jax.nn.softmax(jnp.where(free, z, -1e30), axis=-1), 0.0)
-        return jnp.mean(weight, axis=2) + self.epsilon
+        assert sight.query_places is not None
+        turn = _mean_rotation(sight, jnp.max(sight.query_places, axis=1), self.future)
+        return _expected(sight, mean, spread, turn) + self.epsilon
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibratedAttention(Score):
+    """`ExpectedAttention` with mean and covariance of the queries from `jaxkv calibrate` instead of the prompt's.
+
+    It looks at no query, so it scores at decode too. Source: Expected Attention (arXiv 2510.00636), in the form of
+    kvpress' ExpectedAttentionStats.
+    """
+
+    future: int = 512
+    covariance: bool = True
+    epsilon: float = 0.0
+    kind: ClassVar[str] = "calibrated-attention"
+    straight: ClassVar[bool] = False
+    learns: ClassVar[tuple[str, ...]] = ("query_covariance", "query_mean")
+
+    def __post_init__(self):
+        if self.future < 1 or self.epsilon < 0:
+            raise BadValue(f"future={self.future}, epsilon={self.epsilon}: expected future >= 1 and epsilon >= 0")
+
+    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
+        assert sight.places is not None
+        rows = sight.places.shape[0]
+        mean, spread = (
+            jnp.repeat(sight.learned[name][None], rows, axis=0) for name in ("query_mean", "query_covariance")
+        )
+        last = jnp.max(jnp.where(sight.live, sight.places, -1), axis=(1, 2))
+        turn = _mean_rotation(sight, last, self.future)
+        return _expected(sight, mean, spread if self.covariance else None, turn) + self.epsilon
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +95,9 @@ class Capacity(Score):
         keys, values = sight.k, sight.v
         queries, seen = _queries(sight)
         mean = jnp.sum(queries, axis=2) / count(seen, -1)[:, None, None]
-        anchor = jnp.einsum("bij,bhj->bhi", _mean_rotation(sight, self.future), mean)
+        assert sight.query_places is not None
+        turn = _mean_rotation(sight, jnp.max(sight.query_places, axis=1), self.future)
+        anchor = jnp.einsum("bij,bhj->bhi", turn, mean)
         anchor, free = _grouped(anchor, keys.shape[1]), (sight.live & (sight.at >= sight.sinks))[:, :, None]
         size = jnp.linalg.norm(anchor, axis=-1)[..., None] * jnp.linalg.norm(keys, axis=-1)[:, :, None]
         cos = jnp.clip(jnp.einsum("bhgd,bhsd->bhgs", anchor, keys) / jnp.maximum(size, 1e-12), -1.0, 1.0)
@@ -183,12 +208,30 @@ def _queries(sight: Sight) -> tuple[Float[Array, "B Hq T D"], Bool[Array, "B T"]
     return jnp.where(seen[:, None, :, None], sight.queries.astype(jnp.float32), 0.0), seen
 
 
-def _mean_rotation(sight: Sight, future: int) -> Float[Array, "B D D"]:
-    """The mean over the next `future` positions of the matrix that turns a vector to that position."""
+def _expected(
+    sight: Sight,
+    mean: Float[Array, "B Hq D"],
+    spread: Float[Array, "B Hq D D"] | None,
+    turn: Float[Array, "B D D"],
+) -> Float[Array, "B Hk S"]:
+    """The mean over the group of softmax_j(mu . k_j scale + k_j^T Sigma k_j scale^2 / 2), mu and Sigma turned."""
+    keys = sight.k
+    ahead = _grouped(jnp.einsum("bij,bhj->bhi", turn, mean), keys.shape[1])
+    z = jnp.einsum("bhgd,bhsd->bhgs", ahead, keys) * sight.scale
+    if spread is not None:
+        spread = _grouped(jnp.einsum("bij,bhjk,blk->bhil", turn, spread, turn), keys.shape[1])
+        spent = jnp.einsum("bhsd,bhgde->bhgse", keys, spread)
+        z = z + jnp.einsum("bhgse,bhse->bhgs", spent, keys) * sight.scale**2 / 2
+    free = (sight.live & (sight.at >= sight.sinks))[:, :, None]
+    weight = jnp.where(free, jax.nn.softmax(jnp.where(free, z, -1e30), axis=-1), 0.0)
+    return jnp.mean(weight, axis=2)
+
+
+def _mean_rotation(sight: Sight, last: Int[Array, "B"], future: int) -> Float[Array, "B D D"]:
+    """The mean over the `future` positions after `last` of the matrix that turns a vector to that position."""
     dims = sight.k.shape[-1]
     halves = jnp.concatenate([jnp.ones(dims // 2), jnp.zeros(dims - dims // 2)])  # turns to [cos, sin]
-    assert sight.query_places is not None
-    ahead = jnp.max(sight.query_places, axis=1, keepdims=True) + 1 + jnp.arange(future, dtype=jnp.int32)
+    ahead = last[:, None] + 1 + jnp.arange(future, dtype=jnp.int32)
     turned = sight.turned(jnp.broadcast_to(halves, (*ahead.shape, dims)), ahead)
     cos, sin = jnp.split(jnp.mean(turned, axis=1), 2, axis=-1)
     eye = jnp.eye(dims // 2)

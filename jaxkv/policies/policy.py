@@ -59,6 +59,11 @@ class Phase:
         """Whether the attention kernel can score and choose: the score is a straight line in the mass."""
         return self.score.straight and self.select.plain
 
+    @property
+    def learns(self) -> tuple[str, ...]:
+        """Names of what its parts need of `jaxkv calibrate`."""
+        return (*(name for leaf in self.score.leaves() for name in leaf.learns), *self.aggregate.learns)
+
     def reserved(self, limits: Any) -> Any:
         """Slots left free for new tokens, of each of the `limits` (an array of NumPy or JAX, or a number)."""
         share = 0 < self.reserve < 1
@@ -98,6 +103,8 @@ class Policy:
             raise BadValue("pseudo queries stand in for decode queries: use observe kind 'current-query' at decode")
         if self.decode is not None and self.decode.score.asks:
             raise BadValue(f"score {self.decode.score.kind!r} needs the prompt's queries: it scores at prefill only")
+        if self.decode is not None and self.decode.aggregate.best:
+            raise BadValue("aggregate best= picks heads at prefill only: leave it out of the decode phase")
         if self.budget is not None:
             if isinstance(self.budget, bool) or int(self.budget) != self.budget:
                 raise BadValue(f"budget={self.budget!r}: expected a whole number of tokens per KV head")
@@ -146,8 +153,13 @@ class Policy:
 
     @property
     def calibrated(self) -> bool:
-        """Whether a score needs numbers measured on the model before."""
-        return any(leaf.calibrated for phase in self.phases for leaf in phase.score.leaves())
+        """Whether it needs numbers measured on the model before."""
+        return bool(self.learns)
+
+    @property
+    def learns(self) -> tuple[str, ...]:
+        """Names of what it needs of `jaxkv calibrate`."""
+        return tuple(sorted({name for phase in self.phases for name in phase.learns}))
 
     @property
     def projects(self) -> bool:

@@ -8,7 +8,7 @@ and a `score` of its own, which is computed after the attention. `now [B]` is th
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import jax
@@ -27,7 +27,7 @@ Rotate = Callable[[jax.Array, jax.Array], jax.Array]
 class Entering:
     """Tokens as they enter a layer's cache: keys and queries before RoPE, and how RoPE turns them to positions.
 
-    `prompt` tells prefill from decode.
+    `prompt` tells prefill from decode; `learned` is what was measured on the layer beforehand.
     """
 
     keys: Float[Array, "B Hk T D"]
@@ -36,6 +36,7 @@ class Entering:
     positions: Int[Array, "B T"] | None = None
     rotate: Rotate | None = None
     prompt: bool = True
+    learned: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,8 @@ class Sight:
 
     `keys` are turned to `places` (text or cache positions, by the policy's rope), `queries` are before RoPE.
     `limits` is the number of entries to keep, `protected` marks those that stay whatever their score. `out` is the
-    layer's output matrix by query heads, for scores that say `projects`.
+    layer's output matrix by query heads, for scores that say `projects`; `learned` is what was measured on the layer
+    beforehand, for scores that say what they `learn`.
     """
 
     keys: Float[Array, "B Hk S D"] | None = None
@@ -63,6 +65,7 @@ class Sight:
     limits: Int[Array, "B"] | None = None
     protected: Bool[Array, "B Hk S"] | None = None
     sinks: int = 0
+    learned: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
 
     @property
     def live(self) -> Bool[Array, "B Hk S"]:
@@ -111,7 +114,7 @@ class Score:
     projects: ClassVar[bool] = False  # needs the output matrix
     signed: ClassVar[bool] = False  # may be negative
     aware: ClassVar[bool] = False  # the prompt's last tokens decide, whoever observes
-    calibrated: ClassVar[bool] = False  # needs numbers measured on the model before
+    learns: ClassVar[tuple[str, ...]] = ()  # what it needs of `jaxkv calibrate`
     parts: ClassVar[tuple["Score", ...]] = ()  # the scores it is made of
 
     def enter(self, new: Entering) -> Stats:

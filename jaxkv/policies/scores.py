@@ -1,7 +1,7 @@
 """Every score by its kind, as TOML names it."""
 
-from jaxkv.policies.by_keys import Cur, KeyDiff, LagKV, Leverage, Redundancy
-from jaxkv.policies.by_queries import Capacity, ExpectedAttention, NonCausal, QuestionAttention
+from jaxkv.policies.by_keys import Cur, KeyDiff, LagKV, Leverage, QueryDirection, Redundancy
+from jaxkv.policies.by_queries import CalibratedAttention, Capacity, ExpectedAttention, NonCausal, QuestionAttention
 from jaxkv.policies.combine import Maximum, PromptFirst, Scaled, Then, Weighted
 from jaxkv.policies.graph import Propagated
 from jaxkv.policies.patterns import Crush, Ladder, Neighbours
@@ -22,8 +22,8 @@ KINDS: dict[str, type[Score]] = {
     part.kind: part
     for part in (
         *(Recency, Random, Distance, KeyNorm, Attention, AccumulatedAttention, AttentionValue, PeakAttention),
-        *(KeyDiff, LagKV, Cur, Leverage, Redundancy),
-        *(ExpectedAttention, Capacity, NonCausal, QuestionAttention),
+        *(KeyDiff, LagKV, Cur, Leverage, Redundancy, QueryDirection),
+        *(ExpectedAttention, CalibratedAttention, Capacity, NonCausal, QuestionAttention),
         *(Recurrence, Ladder, Neighbours, Crush),
         *(Scaled, Weighted, Maximum, Then, PromptFirst, Propagated),
     )

@@ -47,6 +47,11 @@ def check(policy: Policy) -> None:
             f"policy {policy.name!r} cuts its cache every {policy.decode.every} tokens, which cannot be done inside a "
             "tree of drafts: use every=1, or leave speculative= out"
         )
+    if any(leaf.learns for phase in policy.phases for leaf in phase.score.leaves()):
+        raise BadValue(
+            f"policy {policy.name!r} scores with what was measured on the model, which drafts are not given: leave "
+            "speculative= out"
+        )
     if policy.decode is not None and not policy.decode.straight:
         raise BadValue(
             f"policy {policy.name!r} scores with {policy.decode.score.kind!r}, which looks at all entries after each "

@@ -15,6 +15,7 @@ from jaxkv.errors import BadValue, BadWeights, JaxkvError, MissingModel
 from jaxkv.models import ModelConfig
 from jaxkv.models.linear import prefers_panels
 from jaxkv.sharding.layout import Layout
+from jaxkv.weights import learned
 from jaxkv.weights.fill import Tensor, check_dtype, fill
 from jaxkv.weights.gguf_file import read_gguf
 from jaxkv.weights.params import Params
@@ -36,10 +37,16 @@ def load(source: str | os.PathLike, *, dtype: Any = None, mesh: Mesh | None = No
     dtype = check_dtype(default_dtype() if dtype is None else dtype)
     path = locate(source)
     if path.is_dir():
-        return _load_folder(path, dtype, mesh)
+        return _with_learned(_load_folder(path, dtype, mesh), path)
     if path.suffix != ".gguf":
         raise BadValue(f"{path} is neither a folder nor a .gguf file: expected one of these")
-    return _load_gguf(path, dtype, mesh)
+    return _with_learned(_load_gguf(path, dtype, mesh), path.parent)
+
+
+def _with_learned(params: Params, folder: Path) -> Params:
+    """The params with what was measured on the model, if it was."""
+    found = learned.find(params.fingerprint, folder)
+    return params if found is None else dataclasses.replace(params, learned=learned.read(found))
 
 
 def default_dtype() -> Any:

@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxkv.errors import BadValue
 from jaxkv.models import ModelConfig
 from jaxkv.sharding.layout import ONE_DEVICE, Layout
 
@@ -17,18 +19,30 @@ from jaxkv.sharding.layout import ONE_DEVICE, Layout
 class Params:
     """Weights (data) with what they mean (static): the config, the tokenizer or None, and how devices share them.
 
-    The tokenizer hashes and compares by identity, as transformers' tokenizers do.
+    `learned` is what was measured on the model beforehand, for the policies that need it. The tokenizer hashes and
+    compares by identity, as transformers' tokenizers do.
     """
 
     weights: Any  # an nnx.State
     config: ModelConfig = dataclasses.field(metadata={"static": True})
     tokenizer: Any = dataclasses.field(default=None, metadata={"static": True})
     layout: Layout = dataclasses.field(default=ONE_DEVICE, metadata={"static": True})
+    learned: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # name -> [L, ...], by `jaxkv calibrate`
 
     @property
     def dtype(self) -> Any:
         """The dtype of the matrices, and so of the cache."""
         return self.weights["embed"][...].dtype
+
+    def learned_for(self, names: tuple[str, ...], policy: str) -> dict[str, Any]:
+        """The named arrays of `learned`. Raises `BadValue` where one is missing."""
+        lost = [name for name in names if name not in self.learned]
+        if lost:
+            raise BadValue(
+                f"policy {policy!r} needs {', '.join(lost)}, which was not measured on this model yet: run jaxkv "
+                "calibrate MODEL once, and load it again"
+            )
+        return {name: self.layout.put(self.learned[name]) for name in names}
 
     @functools.cached_property
     def fingerprint(self) -> str:

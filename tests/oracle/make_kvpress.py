@@ -3,7 +3,7 @@
     python tests/oracle/make_kvpress.py [path/to/SmolLM2-135M-Instruct.Q4_1.gguf]
 
 `kvpress/<model>.npz` holds the methods that jaxkv has first, `kvpress/<model>-more.npz` those that follow, and
-`kvpress/<model>-family.npz` (tiny models) the last ones. The keys:
+`kvpress/<model>-family.npz` and `-calibrated.npz` (tiny models) the last ones. The keys:
 `ids` int32 [1, S]; `<method>/r<ratio>/layer<i>/scores` float32 [Hk, S], higher = keep; `.../kept` int16 [Hk, n],
 sorted; `.../margin` float32 [Hk]: the lowest kept score less the highest dropped one, relative to the larger of the two
 (0: a tie, where any choice is right).
@@ -15,11 +15,14 @@ import json
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))  # tests/measured.py
+
 import kvpress
 import numpy as np
 import torch
 import transformers
 from common import GOLDENS, save
+from measured import measured
 from prose import HARBOUR
 from transformers import (
     AutoConfig,
@@ -111,9 +114,36 @@ FAMILY = {
     "finch-w8": (lambda r: finch(r, 8), "sdpa"),
     "egchunkkv-c10-knorm": (lambda r: kvpress.EntropyGatedChunkKVPress(kvpress.KnormPress(r), chunk_length=10), "sdpa"),
 }
+
+
+class QFilters(kvpress.QFilterPress):
+    """Q-Filters whose filters are given by hand; kvpress' own point away from the queries."""
+
+    def post_init_from_model(self, model):
+        pass
+
+
+def calibrated(sizes: tuple[int, int, int, int]) -> dict:
+    """The methods that need a calibration, with the made-up one of `tests/measured.py`."""
+    given = {name: torch.tensor(value) for name, value in measured(*sizes).items()}
+
+    def filters(ratio: float):
+        press = QFilters(ratio)
+        press.q_filters = -given["query_direction"]
+        return press
+
+    def stats(ratio: float):
+        press = kvpress.ExpectedAttentionStatsPress(ratio)
+        press.mu, press.cov = given["query_mean"], given["query_covariance"]
+        return press
+
+    return {"qfilters": (filters, "sdpa"), "expected-stats-n512": (stats, "sdpa")}
+
+
 PLAIN_FAMILY = {
     name: FAMILY[name] for name in ("leverage-s48", "noncausal-c40", "chunk-c40-knorm", "egchunkkv-c10-knorm")
 }
+CALIBRATED = ("llama2", "llama3")
 LAST = {
     "gemma3_text": PLAIN_FAMILY,
     "qwen2": PLAIN_FAMILY | {"finch-w8": FAMILY["finch-w8"]},  # CriticalKV wants a head_dim in the configuration
@@ -288,10 +318,9 @@ def tiny(family: str, config_file: str) -> dict:
     return models
 
 
-def last_methods(family: str, models: dict) -> None:
-    """`kvpress/<family>-family.npz`: the methods of `FAMILY`, on ids of their own."""
+def last_methods(family: str, models: dict, methods: dict, name: str) -> None:
+    """`kvpress/<family>-<name>.npz`: these methods, on ids of their own."""
     vocabulary = models["sdpa"].config.get_text_config().vocab_size
-    methods = LAST.get(family, FAMILY)
     for seed in range(500):
         ids = 3 + torch.randperm(vocabulary - 3, generator=torch.Generator().manual_seed(1000 + seed))[None, :120]
         try:
@@ -302,7 +331,7 @@ def last_methods(family: str, models: dict) -> None:
             break
     else:
         raise SystemExit(f"{family}: no seed without near ties")
-    save(GOLDENS / "kvpress" / f"{family}-family.npz", arrays)
+    save(GOLDENS / "kvpress" / f"{family}-{name}.npz", arrays)
 
 
 def main() -> None:
@@ -326,7 +355,12 @@ def main() -> None:
             agree(models, ids)
         for name, arrays in zip((family, f"{family}-more"), results, strict=True):
             save(GOLDENS / "kvpress" / f"{name}.npz", arrays)
-        last_methods(family, models)
+        last_methods(family, models, LAST.get(family, FAMILY), "family")
+        if family in CALIBRATED:
+            config = models["sdpa"].config
+            heads = config.num_attention_heads, config.num_key_value_heads
+            sizes = (config.num_hidden_layers, *heads, models["sdpa"].model.layers[0].self_attn.head_dim)
+            last_methods(family, models, calibrated(sizes), "calibrated")
     if len(sys.argv) == 2:
         print("smollm2")
         path = Path(sys.argv[1])

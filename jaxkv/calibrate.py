@@ -1,0 +1,159 @@
+"""`calibrate`: what some policies need to know of a model, measured once on text that jaxkv carries."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxkv.errors import BadValue
+from jaxkv.evaluation import texts
+from jaxkv.models import AttentionSpec, ModelConfig
+from jaxkv.models.rope import rotate
+from jaxkv.run import model_of
+from jaxkv.weights.params import Params
+from pallas_kernels.masking import masked_softmax, soft_cap, visible
+
+SKIP = 4  # the first tokens of a text draw attention whatever they say, and their queries are like no others
+FACTS = (
+    ("The secret word of the old lighthouse is {}.", "What is the secret word of the old lighthouse?"),
+    ("The blue door opens with the code {}.", "Which code opens the blue door?"),
+    ("The captain's favourite number is {}.", "What is the captain's favourite number?"),
+    ("The parcel for the baker has the label {}.", "Which label does the parcel for the baker have?"),
+)
+
+
+def calibrate(params: Params, *, length: int = 512, windows: int = 12, needles: int = 8, seed: int = 0) -> dict:
+    """Statistics of the model's queries on prose, and which heads retrieve; float32 arrays by name.
+
+    Over `windows` stretches of `length` tokens, without the first four of each: `query_mean [L, Hq, D]` and
+    `query_covariance [L, Hq, D, D]` (1/(N-1)) before RoPE (Expected Attention with statistics, as kvpress), and
+    `query_direction [L, Hk, D]`, the first right singular vector of a group's queries after RoPE, turned so that they
+    point along it on average (Q-Filters, arXiv 2503.02812). `retrieval [L, Hq]` is the attention mass that a head, at
+    the tokens which say an answer, puts on the whole sentence that holds it (CompressKV's semantic retrieval score,
+    arXiv 2508.02401, here with the right answer given instead of generated), over `needles` facts hidden in prose.
+    Raises `BadValue` without a tokenizer, and for sizes that leave nothing to measure.
+    """
+    if params.tokenizer is None:
+        raise BadValue("calibrate needs the model's tokenizer, and these params have none: load them with one")
+    if length <= 4 * SKIP or length > params.config.max_position or windows < 1 or needles < 1:
+        raise BadValue(
+            f"length={length}, windows={windows}, needles={needles}: expected more than {4 * SKIP} tokens, no more "
+            f"than the model's context of {params.config.max_position}, and at least one of each"
+        )
+    sums = None
+    for tokens in _windows(params, length, windows):
+        found = _query_sums(params.weights, tokens[None], config=params.config)
+        sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
+    assert sums is not None
+    masses = [
+        _answer_mass(params.weights, *one, config=params.config) for one in _hidden(params, length, needles, seed)
+    ]
+    return {name: np.asarray(value) for name, value in {**_statistics(sums), "retrieval": sum(masses)}.items()}
+
+
+def _statistics(sums: tuple[dict[str, jax.Array], ...]) -> dict[str, jax.Array]:
+    """Mean, covariance and principal direction per layer from the sums."""
+    means, covariances, directions = [], [], []
+    for layer in sums:
+        many = layer["count"]
+        mean = layer["sum"] / many
+        outer = jnp.einsum("hd,he->hde", mean, mean)
+        covariances.append((layer["outer"] - many * outer) / (many - 1))
+        means.append(mean)
+        _, vectors = jnp.linalg.eigh(layer["turned_outer"])
+        first = vectors[..., -1]
+        along = jnp.einsum("hd,hd->h", first, layer["turned_sum"])
+        directions.append(jnp.where(along < 0, -1.0, 1.0)[:, None] * first)
+    return {
+        "query_mean": jnp.stack(means),
+        "query_covariance": jnp.stack(covariances),
+        "query_direction": jnp.stack(directions),
+    }
+
+
+def _windows(params: Params, length: int, count: int) -> list[np.ndarray]:
+    """`count` stretches of the prose, evenly spread over it and overlapping where it is too short."""
+    ids = np.asarray(params.tokenizer(texts.prose(), add_special_tokens=False)["input_ids"], np.int32)
+    if len(ids) < length:
+        raise BadValue(f"length={length}: the text that jaxkv carries has {len(ids)} tokens; expected no more")
+    starts = np.linspace(0, len(ids) - length, count).astype(int)
+    return [ids[start : start + length] for start in starts]
+
+
+def _hidden(params: Params, length: int, count: int, seed: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Prompts that hide a fact in prose and end with its answer: tokens, which are the fact's, which say the answer."""
+    rng = np.random.default_rng(seed)
+    prose = " ".join(texts.prose().split())
+
+    def ids(text: str) -> list[int]:
+        return params.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    filler, out = ids(prose), []
+    for number in range(count):
+        fact, question = FACTS[number % len(FACTS)]
+        answer = str(rng.integers(10_000, 100_000))
+        needle, asked = ids(" " + fact.format(answer)), ids(f"\n\nQuestion: {question}\nAnswer:")
+        said = ids(f" {answer}")
+        room = length - len(needle) - len(asked) - len(said)
+        if room < 1:
+            raise BadValue(f"length={length}: a fact, its question and answer alone need {length - room}; give more")
+        at, start = int(room * (number + 0.5) / count), int(rng.integers(0, max(1, len(filler) - room)))
+        text = filler[start : start + room]
+        tokens = [*text[:at], *needle, *text[at:], *asked, *said]
+        place = np.arange(len(tokens))
+        inside = (place >= at) & (place < at + len(needle))
+        # a token is said by the query before it, and counts where it stands in the fact
+        says = (place >= len(tokens) - len(said) - 1) & (place < len(tokens) - 1)
+        says &= np.isin(np.append(tokens[1:], -1), needle)
+        out.append((np.asarray(tokens, np.int32), inside, says))
+    return out
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _query_sums(weights, tokens: Int[Array, "B T"], *, config: ModelConfig) -> tuple[dict[str, jax.Array], ...]:
+    """Per layer the sums of the queries and of their outer products, before RoPE by head and after it by group."""
+
+    def look(spec: AttentionSpec, query, turned, weights):
+        query, turned = (x[:, SKIP:].astype(jnp.float32) for x in (query, turned))
+        group = turned.reshape(*turned.shape[:2], spec.num_kv_heads, -1, turned.shape[-1])
+        return {
+            "count": jnp.float32(query.shape[0] * query.shape[1]),
+            "sum": jnp.sum(query, axis=(0, 1)),
+            "outer": jnp.einsum("bthd,bthe->hde", query, query),
+            "turned_sum": jnp.sum(group, axis=(0, 1, 3)),
+            "turned_outer": jnp.einsum("bthgd,bthge->hde", group, group),
+        }
+
+    return _looked(weights, tokens, config, look)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _answer_mass(weights, tokens: Int[Array, "T"], inside, says, *, config: ModelConfig) -> Float[Array, "L Hq"]:
+    """The attention mass of every head from the queries that `say` on the keys `inside`, a mean over the queries."""
+
+    def look(spec: AttentionSpec, query, turned, weights):
+        mass = jnp.sum(jnp.where(inside, weights, 0.0), axis=-1)[0]  # [Hq, T]
+        return jnp.sum(jnp.where(says, mass, 0.0), axis=-1) / jnp.maximum(jnp.sum(says, dtype=jnp.float32), 1.0)
+
+    return jnp.stack(_looked(weights, tokens[None], config, look))
+
+
+def _looked(weights, tokens: Int[Array, "B T"], config: ModelConfig, look: Any) -> tuple:
+    """What `look(spec, query, turned query, attention weights [B, Hq, T, T])` gives in every layer."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+
+    def attend(spec: AttentionSpec, query, key, value, _):
+        turned = rotate(query, positions[..., None], spec.rope)
+        key = jnp.repeat(rotate(key, positions[..., None], spec.rope), query.shape[2] // key.shape[2], axis=2)
+        logits = jnp.einsum("bthd,bshd->bhts", turned, key, preferred_element_type=jnp.float32) * spec.scale
+        seen = visible(positions[:, None], positions[:, None], spec.window)
+        mass, _ = masked_softmax(soft_cap(logits, spec.softcap), seen)
+        value = jnp.repeat(value, query.shape[2] // value.shape[2], axis=2)
+        context = jnp.einsum("bhts,bshd->bthd", mass.astype(value.dtype), value)
+        return context.astype(query.dtype), look(spec, query, turned, mass)
+
+    _, found = model_of(config, weights)(tokens, (None,) * config.num_layers, attend)
+    return found

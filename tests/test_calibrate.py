@@ -1,0 +1,167 @@
+"""`jaxkv.calibrate`: what it measures, where it is kept, and the policies that need it."""
+
+import dataclasses
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import cli
+from jaxkv.calibrate import SKIP, _hidden, _windows
+from jaxkv.errors import BadValue, BadWeights
+from jaxkv.models.rope import rotate
+from jaxkv.policies import catalogue
+from jaxkv.run import model_of
+from jaxkv.speculative import PromptLookup
+from jaxkv.weights import learned
+
+FAMILY = "llama3"
+LENGTH = 160
+
+
+class Characters:
+    """Every character is a token of a small vocabulary."""
+
+    chat_template = None
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [3 + ord(letter) % 90 for letter in text]}
+
+
+@pytest.fixture(scope="module")
+def params(tiny):
+    return dataclasses.replace(tiny(FAMILY), tokenizer=Characters(), learned={})
+
+
+@pytest.fixture(scope="module")
+def found(params):
+    return jaxkv.calibrate(params, length=LENGTH, windows=3, needles=2)
+
+
+def watched(params, tokens):
+    """Every layer's queries before and after RoPE [T, Hq, D], and its attention weights [Hq, T, T], in NumPy."""
+    out, positions = [], jnp.arange(len(tokens))
+
+    def attend(spec, query, key, value, _):
+        turned = np.asarray(rotate(query[0], positions[:, None], spec.rope))
+        keys = np.asarray(rotate(key[0], positions[:, None], spec.rope))
+        group = turned.shape[1] // keys.shape[1]
+        logits = np.einsum("thd,shd->hts", turned, keys.repeat(group, axis=1)) * spec.scale
+        logits = np.where(np.tri(len(tokens), dtype=bool), logits, -np.inf)
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        out.append((np.asarray(query[0]), turned, weights))
+        context = np.einsum("hts,shd->thd", weights, np.asarray(value[0]).repeat(group, axis=1))
+        return jnp.asarray(context[None], query.dtype), None
+
+    model = model_of(params.config, params.weights)
+    model(jnp.asarray(tokens)[None], (None,) * params.config.num_layers, attend)
+    return out
+
+
+def test_query_statistics(params, found):
+    """Mean and covariance by NumPy's own, and the main direction by a singular value decomposition."""
+    seen = [watched(params, tokens) for tokens in _windows(params, LENGTH, 3)]
+    config = params.config
+    for layer in range(config.num_layers):
+        plain = np.concatenate([each[layer][0][SKIP:] for each in seen])  # [N, Hq, D]
+        turned = np.concatenate([each[layer][1][SKIP:] for each in seen])
+        for head in range(config.num_heads):
+            np.testing.assert_allclose(found["query_mean"][layer, head], plain[:, head].mean(0), rtol=1e-3, atol=1e-4)
+            covariance = np.cov(plain[:, head].T)
+            np.testing.assert_allclose(
+                found["query_covariance"][layer, head], covariance, rtol=1e-3, atol=1e-3 * np.abs(covariance).max()
+            )
+        for head in range(config.num_kv_heads):
+            group = np.array_split(turned, config.num_kv_heads, axis=1)[head].reshape(-1, config.head_dim)
+            first = np.linalg.svd(group, full_matrices=False)[2][0]
+            first = first * np.sign((group @ first).sum())
+            np.testing.assert_allclose(found["query_direction"][layer, head], first, atol=1e-2)
+
+
+def test_retrieval_heads(params, found):
+    """The mass on the sentence with the fact, of the tokens that say its answer, summed over the prompts."""
+    prompts = _hidden(params, LENGTH, 2, seed=0)
+    want = np.zeros((params.config.num_layers, params.config.num_heads))
+    for tokens, inside, says in prompts:
+        assert len(tokens) == LENGTH
+        assert inside.sum() > says.sum() >= 5
+        assert np.flatnonzero(says).max() == LENGTH - 2  # the last token says nothing any more
+        for layer, (_, _, weights) in enumerate(watched(params, tokens)):
+            want[layer] += weights[:, says][:, :, inside].sum(-1).mean(-1)
+    np.testing.assert_allclose(found["retrieval"], want, rtol=1e-3)
+
+
+def test_compresskv_asks_the_best_heads(params, found):
+    """What is kept, by the paper's rule in NumPy: four heads' pooled attention of the last queries, one set for all."""
+    params = dataclasses.replace(params, learned=found)
+    tokens = np.random.default_rng(0).integers(3, 100, 64)
+    budget, window, kernel = 24, 4, 5
+    cache = jaxkv.prefill(params, tokens, policy=jaxkv.policy("compresskv", budget=budget, window=window))
+    for layer, (_, _, weights) in enumerate(watched(params, tokens)):
+        best = np.argsort(-found["retrieval"][layer], kind="stable")[:4]
+        mass = weights[best, -window:, :-window].sum(1)  # [4, T - w]
+        pooled = np.stack([np.convolve(row, np.ones(kernel) / kernel, mode="same") for row in mass]).mean(0)
+        want = np.sort(np.argsort(-pooled, kind="stable")[: budget - window])
+        for head in np.asarray(cache.layers[layer].positions[0]):
+            held = np.sort(head[head >= 0])
+            np.testing.assert_array_equal(held[-window:], np.arange(64 - window, 64))
+            np.testing.assert_array_equal(held[:-window], want)
+
+
+@pytest.mark.parametrize("name", [name for name, policy in catalogue().items() if policy.calibrated])
+def test_a_missing_calibration_is_named(params, name):
+    with pytest.raises(BadValue, match=r"jaxkv\s+calibrate"):
+        jaxkv.generate(params, np.arange(3, 43), policy=jaxkv.policy(name, budget=24))
+
+
+def test_drafts_know_no_calibration(tiny):
+    with pytest.raises(BadValue, match="measured on the model"):
+        jaxkv.generate(
+            tiny(FAMILY),
+            np.arange(3, 43),
+            policy=jaxkv.policy("q-filters", budget=24),
+            speculative=PromptLookup(),
+        )
+
+
+def test_the_file_lies_beside_the_model(goldens, tiny, found, tmp_path, monkeypatch, capsys):
+    """The command writes it, `load` finds it, and a broken one is refused."""
+    shutil.copytree(goldens / "tiny" / FAMILY, tmp_path / "model")
+    load = jaxkv.load
+    assert not load(tmp_path / "model").learned
+    monkeypatch.setattr(
+        jaxkv, "load", lambda *given, **more: dataclasses.replace(load(*given, **more), tokenizer=Characters())
+    )
+    sizes = ["--length", str(LENGTH), "--windows", "3", "--needles", "2"]
+    assert cli.main(["calibrate", str(tmp_path / "model"), *sizes]) == 0
+    path = tmp_path / "model" / learned.file_name(tiny(FAMILY).fingerprint)
+    assert capsys.readouterr().out.strip() == str(path)
+    measured = load(tmp_path / "model").learned
+    assert measured.keys() == found.keys()
+    for name, value in measured.items():
+        np.testing.assert_allclose(value, found[name], rtol=2e-3, atol=2e-3 * np.abs(found[name]).max())
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(BadWeights, match="calibrate again"):
+        load(tmp_path / "model")
+
+
+def test_nothing_to_measure(params):
+    with pytest.raises(BadValue, match="length=8"):
+        jaxkv.calibrate(params, length=8)
+    with pytest.raises(BadValue, match="a fact"):
+        jaxkv.calibrate(params, length=64)
+    with pytest.raises(BadValue, match="tokenizer"):
+        jaxkv.calibrate(dataclasses.replace(params, tokenizer=None))
+
+
+@pytest.mark.slow
+def test_the_shipped_calibration_is_what_the_command_makes(smollm2):
+    assert smollm2.learned
+    for name, value in jaxkv.calibrate(smollm2).items():
+        scale = np.abs(value).max()
+        np.testing.assert_allclose(smollm2.learned[name], value, rtol=5e-3, atol=5e-3 * scale, err_msg=name)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(dict(smollm2.learned)))
