@@ -18,6 +18,7 @@ from jaxkv.cache import EMPTY, LayerCache
 from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import rotate
 from jaxkv.policies.policy import Phase, Policy, priority
+from jaxkv.policies.propagate import Propagate
 from jaxkv.policies.score import Sight
 from jaxkv.sharding.attention import decode_attend_score, prefill_attend, prefill_attend_mass
 from jaxkv.sharding.layout import Layout
@@ -29,7 +30,8 @@ class LayerState:
     """One layer's cache, the slots it shall have after the block, each row's budget, and whether anybody looks.
 
     `extra` tokens behind the block's own are pseudo tokens; `out` is the layer's output matrix where a score needs it,
-    and `learned` what was measured on the layer beforehand.
+    and `learned` what was measured on the layer beforehand. `onward` tokens go on to deeper layers (0: all),
+    the `chosen` ones, by their index in the block.
     """
 
     cache: LayerCache
@@ -40,6 +42,8 @@ class LayerState:
     layer: int = 0
     out: Float[Array, "Hq D M"] | None = None
     learned: Mapping[str, Array] = dataclasses.field(default_factory=dict)
+    onward: int = 0
+    chosen: Int[Array, "B N"] | None = None
 
 
 def prefill_layer(
@@ -86,6 +90,9 @@ def prefill_layer(
     softmax = {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap, "implementation": implementation}
     context = prefill_attend(layout, query, read, joined.values, positions, joined.positions, **softmax)
 
+    chosen = None
+    if state.onward and policy.propagate is not None:
+        chosen = _go_on(policy.propagate, layout, query, read, positions, joined.positions, state, softmax)
     mass = None
     if policy.prefill is not None and policy.prefill.score.looks and state.look:
         mass = _prompt_mass(policy.prefill, layout, query, read, positions, joined.positions, now, state, softmax)
@@ -93,7 +100,27 @@ def prefill_layer(
         joined = dataclasses.replace(joined, positions=joined.positions.at[:, :, -state.extra :].set(EMPTY))
     sight = dataclasses.replace(sight, keys=read, values=joined.values, places=places)
     cut = _cut_prompt(policy, joined, mass, now, spec.window, state, sight)
-    return layout.lay("context", jnp.swapaxes(context, 1, 2)), dataclasses.replace(cut, cache=layout.layer(cut.cache))
+    cut = dataclasses.replace(cut, cache=layout.layer(cut.cache), chosen=chosen)
+    return layout.lay("context", jnp.swapaxes(context, 1, 2)), cut
+
+
+def _go_on(
+    propagate: Propagate,
+    layout: Layout,
+    query: Float[Array, "B Hq T D"],
+    keys: Float[Array, "B Hk S D"],
+    query_positions: Int[Array, "B T"],
+    key_positions: Int[Array, "B Hk S"],
+    state: LayerState,
+    softmax: dict,
+) -> Int[Array, "B N"]:
+    """The block's tokens that go on to deeper layers: those that its last queries attend to most."""
+    own = query.shape[2] - state.extra
+    last = slice(max(own - propagate.window, 0), own)
+    looks = query[:, :, last], keys, query_positions[:, last], key_positions
+    mass = prefill_attend_mass(layout, *looks, reduce="sum", **softmax)
+    block = slice(mass.shape[-1] - query.shape[2], mass.shape[-1] - state.extra)
+    return propagate.choose(jnp.mean(mass[:, :, block], axis=1), query_positions[:, :own], state.limits, state.onward)
 
 
 def _prompt_mass(

@@ -218,6 +218,11 @@ def _prefill(
     With `top` also the likeliest tokens after each token of the padded rows, as far as `limit` reaches.
     """
     config, layout, batch = params.config, params.layout, len(rows)
+    if top and policy.propagate is not None:
+        raise BadValue(
+            f"policy {policy.name!r} runs only some of the prompt through the last layers, and these drafts need what "
+            "the model held likely after each token: use PromptLookup, or leave speculative= out"
+        )
     if cache is not None:
         cache = layout.cache(_branched(cache, batch))
         pending = np.asarray(cache.pending)

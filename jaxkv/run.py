@@ -88,15 +88,33 @@ def prefill(
         attend = functools.partial(
             prefill_layer, policy, jnp.concatenate([positions, places], axis=1), now, layout, implementation
         )
+        turn, onward = None, 0
+        if plan.look and policy.propagate is not None:
+            turn = policy.propagate.layer(config.num_layers)
+            onward = policy.propagate.count(tokens.shape[1], max(plan.slots))
+            onward = min(onward + -(onward + behind.shape[1]) % layout.parts, tokens.shape[1])
         states = [
             LayerState(
                 layer, plan.slots[i], limits[i], plan.look, behind.shape[1], i,
                 model.output_matrix(i) if policy.projects else None, _of_layer(learned, i),
+                onward=onward if i == turn else 0,
             )
             for i, layer in enumerate(layers)
         ]  # fmt: skip
+
+        def route(index: int, x, state: LayerState, attend):
+            if index != turn or state.chosen is None:
+                return x, attend
+            own = x.shape[1] - behind.shape[1]
+            going = jnp.take_along_axis(x[:, :own], jnp.maximum(state.chosen, 0)[..., None], axis=1)
+            at = jnp.take_along_axis(positions, jnp.maximum(state.chosen, 0), axis=1)
+            at = jnp.concatenate([jnp.where(state.chosen < 0, EMPTY, at), places], axis=1)
+            x = layout.lay("stream", jnp.concatenate([going, x[:, own:]], axis=1))
+            return x, functools.partial(prefill_layer, policy, at, now, layout, implementation)
+
         everything, last = layout.lay("tokens", jnp.concatenate([tokens, behind], axis=1)), tokens.shape[1] - 1
-        hidden, states = model(everything, states, attend, layout.lay, only=None if top else last)
+        after = None if top else behind.shape[1]
+        hidden, states = model(everything, states, attend, layout.lay, behind=after, route=route)
         expected = _expected(model, hidden[:, tokens.shape[1] - length :], (tokens.shape[0], length), top, wanted)
         return (tuple(state.cache for state in states), hidden[:, last if top else 0]), expected
 

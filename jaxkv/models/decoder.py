@@ -18,12 +18,19 @@ from jaxkv.models.linear import PANEL, lookup, packed_shape, plain, project, une
 S = TypeVar("S")
 Attend = Callable[[AttentionSpec, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 Lay = Callable[[str, jax.Array], jax.Array]
+Route = Callable[[int, jax.Array, Any, Attend], tuple[jax.Array, Attend]]
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": nnx.silu,
     "gelu": lambda x: nnx.gelu(x, approximate=False),
     "gelu_tanh": lambda x: nnx.gelu(x, approximate=True),
 }
+
+
+def _before(x: Float[Array, "B T N"], behind: int) -> Float[Array, "B 1 N"]:
+    """The one token with so many behind it."""
+    at = x.shape[1] - 1 - behind
+    return x[:, at : at + 1]
 
 
 class Init:
@@ -81,11 +88,11 @@ class Layer(nnx.Module):
         state: S,
         attend: Attend,
         lay: Lay,
-        only: int | None = None,
+        behind: int | None = None,
     ) -> tuple[jax.Array, S]:
-        """The stream after this layer (of token `only` alone, if given), and the layer's new state."""
-        mixed, state = self.attention(self._norm(x, self.attention_norm), spec, state, attend, lay, only)
-        x = x if only is None else x[:, only : only + 1]
+        """The stream after this layer (of the token with so many `behind` it alone, if given), and the new state."""
+        mixed, state = self.attention(self._norm(x, self.attention_norm), spec, state, attend, lay, behind)
+        x = x if behind is None else _before(x, behind)
         if self.config.post_norms:
             mixed = self._norm(mixed, self.post_attention_norm)
         x = lay("stream", x + mixed)
@@ -95,7 +102,7 @@ class Layer(nnx.Module):
         return lay("stream", x + mixed), state
 
     def attention(
-        self, x: jax.Array, spec: AttentionSpec, state: S, attend: Attend, lay: Lay, only: int | None = None
+        self, x: jax.Array, spec: AttentionSpec, state: S, attend: Attend, lay: Lay, behind: int | None = None
     ) -> tuple[jax.Array, S]:
         """Query, key and value (biased, normed, not yet rotated) to `attend`, and its context through `out`."""
         batch, length, _ = x.shape
@@ -107,7 +114,7 @@ class Layer(nnx.Module):
             query, key = self._norm(query, self.q_norm), self._norm(key, self.k_norm)
         context, state = attend(spec, query, key, value, state)
         context = context.reshape(batch, length, -1)
-        return project(context if only is None else context[:, only : only + 1], self.out[...]), state
+        return project(context if behind is None else _before(context, behind), self.out[...]), state
 
     def mlp(self, x: jax.Array) -> jax.Array:
         """activation(gate) * up, projected down."""
@@ -136,14 +143,16 @@ class Decoder(nnx.Module):
         states: Sequence[S],
         attend: Attend,
         lay: Lay = lambda name, x: x,
-        only: int | None = None,
+        behind: int | None = None,
+        route: Route | None = None,
     ) -> tuple[Float[Array, "B _ M"], tuple[S, ...]]:
-        """The final-norm hidden states (of token `only` alone, if given: the last layer is cheaper then), and the new
-        per-layer states.
+        """The final-norm hidden states (of the token with so many `behind` it alone, if given: the last layer is
+        cheaper then), and the new per-layer states.
 
         `attend(spec, query [B, T, Hq, D], key [B, T, Hk, D], value [B, T, Hk, D], state) -> (context [B, T, Hq, D],
         state)` gets query and key before RoPE, after bias and q/k-norm. `lay(name, x)` gets the residual "stream" each
         time that something was added to it, and the joined product "qkv", and gives them back laid out over devices.
+        `route(layer, stream, state, attend)` may send only some of the tokens on to the layers after this one.
         """
         x = lay("stream", lookup(self.embed[...], tokens))
         if self.config.embed_scale is not None:
@@ -151,8 +160,10 @@ class Decoder(nnx.Module):
         new = []
         last = self.config.num_layers - 1
         for index, (layer, spec, state) in enumerate(zip(self.layers, self.config.specs, states, strict=True)):
-            x, state = layer(x, spec, state, attend, lay, only if index == last else None)
+            x, state = layer(x, spec, state, attend, lay, behind if index == last else None)
             new.append(state)
+            if route is not None:
+                x, attend = route(index, x, state, attend)
         return rms_norm(x, self.norm[...], self.config.norm_eps), tuple(new)
 
     def logits(self, hidden: Float[Array, "*lead M"]) -> Float[Array, "*lead V"]:

@@ -34,6 +34,7 @@ from jaxkv.policies.patterns import Ladder as Ladder
 from jaxkv.policies.patterns import Neighbours as Neighbours
 from jaxkv.policies.policy import Phase as Phase
 from jaxkv.policies.policy import Policy as Policy
+from jaxkv.policies.propagate import Propagate as Propagate
 from jaxkv.policies.recurrence import Recurrence as Recurrence
 from jaxkv.policies.score import AccumulatedAttention as AccumulatedAttention
 from jaxkv.policies.score import Attention as Attention

@@ -13,6 +13,7 @@ from jaxkv.policies import allocate, observe, scores
 from jaxkv.policies.aggregate import Aggregate
 from jaxkv.policies.allocate import Allocate, Uniform
 from jaxkv.policies.observe import NoQueries, Observe
+from jaxkv.policies.propagate import Propagate
 from jaxkv.policies.score import Entering, Recency, Score, Sight, Stats
 from jaxkv.policies.select import Select
 
@@ -76,7 +77,8 @@ class Policy:
 
     Without `prefill` nothing is ever evicted; without `decode` new tokens are added to what the prompt left.
     `rope="text"` keeps keys at their positions in the text; `rope="cache"` rotates them by their place in the cache,
-    so that a text may go on for ever (StreamingLLM). `block` is the prompt tokens run at a time.
+    so that a text may go on for ever (StreamingLLM). `propagate` sends only some tokens of the prompt on to deeper
+    layers. `block` is the prompt tokens run at a time.
     Raises `BadValue` for parts that do not fit together and for a budget below sinks + recent + 1.
     """
 
@@ -87,6 +89,7 @@ class Policy:
     budget: int | None = None
     ratio: float | None = None
     rope: str = "text"
+    propagate: Propagate | None = None
     block: int = 2048
     title: str = ""
     paper: str = ""
@@ -103,6 +106,10 @@ class Policy:
             raise BadValue("pseudo queries stand in for decode queries: use observe kind 'current-query' at decode")
         if self.decode is not None and self.decode.score.asks:
             raise BadValue(f"score {self.decode.score.kind!r} needs the prompt's queries: it scores at prefill only")
+        if self.propagate is not None and (self.prefill is None or isinstance(self.prefill.observe, observe.Replay)):
+            raise BadValue(
+                f"policy {self.name!r} propagates some tokens of a prompt: expected a prefill phase without replay"
+            )
         if self.decode is not None and self.decode.aggregate.best:
             raise BadValue("aggregate best= picks heads at prefill only: leave it out of the decode phase")
         if self.budget is not None:
@@ -234,7 +241,7 @@ def priority(
 PARTS = {"observe": observe.KINDS, "allocate": allocate.KINDS} | dict.fromkeys(
     ("score", "of", "first", "second"), scores.KINDS
 )
-PLAIN = {"aggregate": Aggregate, "select": Select}
+PLAIN = {"aggregate": Aggregate, "select": Select, "propagate": Propagate}
 
 
 def to_dict(policy: Policy) -> dict[str, Any]:

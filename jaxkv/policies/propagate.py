@@ -1,0 +1,65 @@
+"""propagate: which tokens of the prompt the deeper layers get to see at all."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxkv.cache import EMPTY, NEVER
+from jaxkv.errors import BadValue
+
+
+@dataclasses.dataclass(frozen=True)
+class Propagate:
+    """After one layer, only `keep` of a block's tokens go on: those that its last `window` queries attend to most, in
+    the mean over the layer's query heads, pooled over `kernel` neighbours ("avg"), and the window itself.
+
+    `after` is the layer's number from 0, or a share of the layers between 0 and 1. Source: FastKV (arXiv 2502.01068),
+    where the layer is the 16th of 32 and `keep` 0.2. Ours: the choice is made in each block of a long prompt, and as
+    many as the budget always go on, for deeper layers could not fill it otherwise.
+    """
+
+    after: int | float = 0.5
+    keep: float = 0.2
+    window: int = 8
+    kernel: int = 7
+
+    def __post_init__(self):
+        whole = self.after == int(self.after)
+        if self.after < 0 or (not whole and self.after > 1) or not 0 < self.keep <= 1:
+            raise BadValue(
+                f"after={self.after}, keep={self.keep}: expected a layer's number or a share of the layers, and "
+                "a share of the tokens above 0 and up to 1"
+            )
+        if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
+            raise BadValue(f"window={self.window}, kernel={self.kernel}: expected window >= 1 and an odd kernel")
+
+    def layer(self, layers: int) -> int:
+        """The number of the layer after which fewer tokens go on."""
+        share = 0 < self.after < 1
+        return min(round(self.after * layers) - 1 if share else int(self.after), layers - 1)
+
+    def count(self, tokens: int, budget: int) -> int:
+        """How many of so many tokens go on, at most: never fewer than the window or the budget."""
+        share = int(np.ceil(np.float32(tokens) * np.float32(self.keep)))  # rounded as `choose` does
+        return min(max(share, self.window, budget), tokens)
+
+    def choose(
+        self, mass: Float[Array, "B T"], positions: Int[Array, "B T"], limits: Int[Array, "B"], slots: int
+    ) -> Int[Array, "B N"]:
+        """The indices of the tokens that go on, in time order and padded with -1: of each row as many as it alone
+        would send, whatever its padding (position -1)."""
+        real = positions >= 0
+        tokens = jnp.sum(real, axis=-1, keepdims=True, dtype=jnp.int32)
+        share = jnp.ceil(tokens.astype(jnp.float32) * jnp.float32(self.keep)).astype(jnp.int32)
+        many = jnp.minimum(jnp.maximum(share, jnp.maximum(self.window, limits[:, None])), tokens)
+        half, window = self.kernel // 2, min(self.window, positions.shape[1])
+        inside = jnp.where(real, mass, 0.0).at[:, -window:].set(0.0)
+        pooled = lax.reduce_window(inside, 0.0, lax.add, (1, self.kernel), (1, 1), ((0, 0), (half, half)))
+        worth = jnp.where(real, pooled, NEVER).at[:, -window:].set(jnp.inf)
+        worth = jnp.where(real, worth, NEVER)
+        _, index = lax.top_k(worth, slots)
+        index = jnp.where(jnp.arange(slots) < many, index, EMPTY)
+        return jnp.sort(index, axis=-1).astype(jnp.int32)
