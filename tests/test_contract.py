@@ -19,19 +19,8 @@ from jaxkv import run
 from jaxkv.policies import catalogue
 
 LEAN = (
-    *(
-        "chunkkv-entropy",
-        "compactor",
-        "compresskv",
-        "criticalkv",
-        "expected-attention",
-        "fastkv",
-        "finch",
-        "kvcrush",
-        "kvzip",
-        "lacache",
-    ),
-    *("lagkv", "laq", "lazyeviction", "q-filters", "r-kv", "scope", "treekv"),
+    *("chunkkv-entropy", "compactor", "compresskv", "criticalkv", "expected-attention", "fastkv", "finch"),
+    *("kvcrush", "kvzip", "lacache", "lagkv", "laq", "lazyeviction", "q-filters", "r-kv", "scope", "treekv"),
 )
 OTHERS = [name for name in sorted(catalogue()) if name not in CORE]
 REST = [pytest.param(name, marks=() if name in LEAN else pytest.mark.slow) for name in OTHERS]
