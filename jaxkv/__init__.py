@@ -7,6 +7,8 @@ from jaxkv.cache import LayerCache as LayerCache
 from jaxkv.calibrate import calibrate as calibrate
 from jaxkv.checkpoint import restore as restore
 from jaxkv.checkpoint import save as save
+from jaxkv.episodes import Episodes as Episodes
+from jaxkv.episodes import episodes as episodes
 from jaxkv.errors import JaxkvError as JaxkvError
 from jaxkv.generate import Generation as Generation
 from jaxkv.generate import generate as generate

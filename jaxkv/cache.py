@@ -71,6 +71,18 @@ class KVCache:
         return jnp.stack([jnp.sum(layer.positions >= 0, axis=-1, dtype=jnp.int32) for layer in self.layers])
 
 
+def one_row(cache: KVCache, index: int) -> KVCache:
+    """A row of the cache as a cache of its own."""
+    row = slice(index, index + 1)
+    return dataclasses.replace(
+        cache,
+        layers=jax.tree.map(lambda leaf: leaf[row], cache.layers),
+        lengths=cache.lengths[row],
+        limits=cache.limits[:, row],
+        pending=cache.pending[row],
+    )
+
+
 def empty(batch: int, heads: int, slots: int, head_dim: int, dtype, stats: tuple[str, ...] = ()) -> LayerCache:
     """A layer with `slots` empty slots per KV head and zeroed statistics of the given names."""
     shape = (batch, heads, slots)

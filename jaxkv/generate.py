@@ -171,15 +171,32 @@ def prefill(
     policy: Policy | None = None,
     cache: KVCache | None = None,
     room: int = 0,
+    pseudo: np.ndarray | None = None,
     implementation: str | None = None,
     progress: Progress | None = None,
 ) -> KVCache:
     """The cache that the prompt leaves under the policy, to `generate(..., cache=cache)` from, any number of times.
 
     `room` asks for slots for so many tokens to come, where the policy only adds them (otherwise added when needed).
+    `pseudo [B, count]` are tokens that look instead of those that a policy with pseudo queries makes up. Raises
+    `BadValue` for others.
     """
     rows, _ = rows_of(prompt, params.tokenizer, params.config.vocab_size)
-    return _prefill(params, rows, _policy(params, policy, cache), cache, room, implementation, progress)[0]
+    chosen = _policy(params, policy, cache)
+    if pseudo is not None:
+        pseudo = _checked(np.asarray(pseudo), len(rows), chosen, params.config.vocab_size)
+    return _prefill(params, rows, chosen, cache, room, implementation, progress, pseudo=pseudo)[0]
+
+
+def _checked(pseudo: np.ndarray, rows: int, policy: Policy, vocab_size: int) -> np.ndarray:
+    """The pseudo tokens as int32. Raises `BadValue` where they don't fit the rows, the policy or the vocabulary."""
+    looking = policy.prefill is not None and isinstance(policy.prefill.observe, PseudoQueries)
+    if not looking or pseudo.shape != (rows, policy.extra) or not np.issubdtype(pseudo.dtype, np.integer):
+        want = f"integers of shape {(rows, policy.extra)}" if looking else "none, for its queries are others"
+        raise BadValue(f"pseudo of {pseudo.dtype} {pseudo.shape} under policy {policy.name!r}: expected {want}")
+    if pseudo.min() < 0 or pseudo.max() >= vocab_size:
+        raise BadValue(f"pseudo token {pseudo.min()} or {pseudo.max()}: expected ids from 0 to {vocab_size - 1}")
+    return pseudo.astype(np.int32)
 
 
 def _policy(params: Params, policy: Policy | None, cache: KVCache | None) -> Policy:
@@ -212,6 +229,7 @@ def _prefill(
     progress: Progress | None,
     top: int = 0,
     limit: int = 0,
+    pseudo: np.ndarray | None = None,
 ) -> tuple[KVCache, jax.Array, run.Expected]:
     """Run the rows, on top of the cache if there is one; the new cache and the logits `[B, V]` of the last tokens.
 
@@ -230,8 +248,9 @@ def _prefill(
     shapes, limits = plan(policy, config, cache, np.array([len(row) for row in rows]), room, parts=layout.parts)
     lengths = np.zeros(batch, np.int32) if cache is None else np.asarray(cache.lengths)
     tokens, positions = left_padded(rows, shapes.length, lengths)
-    pseudo = np.zeros((batch, 0), np.int32)
-    if policy.prefill is not None and shapes.look:
+    if policy.prefill is None or not shapes.look:
+        pseudo = np.zeros((batch, 0), np.int32)
+    elif pseudo is None:
         pseudo = _pseudo_tokens(params, rows, policy, policy.prefill.observe, cache, implementation)
     if cache is None:
         layers = layout.layers(run.empty_layers(config, policy, batch, params.dtype))

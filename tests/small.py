@@ -15,6 +15,7 @@ SMALL = {  # published windows are longer than the tiny prompts
     "criticalkv": {"window": 4},
     "cur": {"every": 4, "local": 4},
     "ems": {"question": 4, "prefill_recent": 4, "decode_recent": 4},
+    "epicache": {"count": 6, "sinks": 2},
     "fastkv": {"window": 4},
     "finch": {"question": 4, "recent": 4},
     "graphkv": {"window": 6},

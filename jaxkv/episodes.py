@@ -1,0 +1,113 @@
+"""Long conversations in several bounded caches: one per topic, and the question picks one (EpiCache)."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.cache import KVCache, one_row
+from jaxkv.errors import BadValue
+from jaxkv.generate import Generation, generate, prefill
+from jaxkv.models.linear import lookup
+from jaxkv.policies.policy import Policy
+from jaxkv.prompts import Prompt, rows_of
+from jaxkv.weights.params import Params
+
+ROUNDS = 50  # of k-means, at most
+
+
+@dataclasses.dataclass(frozen=True)
+class Episodes:
+    """A history in E caches of one budget each. `centres [E, M]` are the topics' directions, `mean [M]` what all of the
+    history has in common, `medoids [E]` the segment that stands for each, `members [S]` every segment's topic.
+    """
+
+    params: Params
+    cache: KVCache
+    centres: np.ndarray
+    mean: np.ndarray
+    medoids: np.ndarray
+    members: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all caches."""
+        return self.cache.nbytes
+
+    def nearest(self, question: Prompt) -> int:
+        """The topic whose direction is nearest to the question's, by cosine."""
+        rows, _ = rows_of(question, self.params.tokenizer, self.params.config.vocab_size)
+        return int(np.argmax(self.centres @ _directions(_means(self.params, rows[:1]), self.mean)[0]))
+
+    def ask(self, question: Prompt, **options: Any) -> Generation:
+        """`jaxkv.generate` on the cache of the nearest topic, under its own policy unless `policy=` says "full"."""
+        return generate(self.params, question, cache=one_row(self.cache, self.nearest(question)), **options)
+
+
+def episodes(params: Params, history: Prompt, *, policy: Policy, count: int = 4, seed: int = 0) -> Episodes:
+    """The history (text, messages or ids) in `count` caches under a policy with pseudo queries, such as "epicache".
+
+    Its segments, as long as the policy's pseudo queries, are put in `count` topics by k-means over the directions of
+    their mean token embeddings. Each topic's cache is filled block by block with the history, and what its medoid
+    segment, as pseudo queries, attends to stays. Memory is `count` budgets, whatever the history's length. Raises
+    `BadValue` for several histories, another kind of policy, and for fewer segments than topics.
+    Source: EpiCache (arXiv 2509.17396); the embedding is ours (the paper's is a sentence encoder), and layers share the
+    budget equally.
+    """
+    rows, _ = rows_of(history, params.tokenizer, params.config.vocab_size)
+    if len(rows) != 1:
+        raise BadValue(f"{len(rows)} histories: expected one")
+    size = policy.extra
+    segments = [rows[0][at : at + size] for at in range(0, len(rows[0]) - size + 1, size)] if size else []
+    if count < 1 or len(segments) < count:
+        raise BadValue(
+            f"count={count} topics of a history of {len(rows[0])} tokens under policy {policy.name!r}: expected at "
+            f"least 1, no more than the history has segments of {size} tokens, and a policy with pseudo queries"
+        )
+    means = _means(params, segments)
+    mean = means.mean(axis=0)
+    directions = _directions(means, mean)
+    centres, members = k_means(directions, count, seed)
+    near = directions @ centres.T
+    medoids = np.argmax(near, axis=0)  # a topic's own, wherever the topic has members
+    pseudo = np.stack([segments[medoid] for medoid in medoids])
+    cache = prefill(params, [rows[0]] * count, policy=policy, pseudo=pseudo)
+    return Episodes(params, cache, centres, mean, medoids, members)
+
+
+def k_means(directions: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Unit centres [E, M] and the nearest one of every direction [S].
+
+    Begins with directions that are far from each other (the first at random), and stops when nothing moves; a topic
+    that has lost all of its members keeps its centre.
+    """
+    chosen = [int(np.random.default_rng(seed).integers(len(directions)))]
+    while len(chosen) < count:
+        nearness = (directions @ directions[chosen].T).max(axis=1)
+        nearness[chosen] = np.inf
+        chosen.append(int(np.argmin(nearness)))
+    centres, members = directions[chosen], np.full(len(directions), -1)
+    for _ in range(ROUNDS):
+        nearest = np.argmax(directions @ centres.T, axis=1)
+        if (nearest == members).all():
+            break
+        members = nearest
+        for topic in set(members):
+            centres[topic] = _unit(directions[members == topic].mean(axis=0))
+    return centres, members
+
+
+def _means(params: Params, rows: list[np.ndarray]) -> np.ndarray:
+    """The mean embedding of each row's tokens, float32 [S, M]."""
+    embed = params.weights["embed"][...]
+    return np.stack([np.asarray(lookup(embed, jnp.asarray(row)).astype(jnp.float32).mean(axis=0)) for row in rows])
+
+
+def _directions(means: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    """What sets each row apart from the whole history, as unit vectors."""
+    return _unit(means - mean)
+
+
+def _unit(x: np.ndarray) -> np.ndarray:
+    return x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
