@@ -18,5 +18,6 @@ from jaxkv.policies import Policy as Policy
 from jaxkv.policies import policy as policy
 from jaxkv.sharding import mesh as mesh
 from jaxkv.weights import load as load
+from jaxkv.weights.orbax_folder import save_weights as save_weights
 
 __version__ = "0.1.0"

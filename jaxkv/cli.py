@@ -139,6 +139,8 @@ class Chat:
     cut: Cut = Cut()
     draw: Draw = Draw(max_new_tokens=256)
     drafting: Drafting = Drafting()
+    mesh: str | None = None
+    """This host's devices share the work: axes such as data=1,model=4, or a name of configs/meshes."""
     system: str | None = None
     """A system message in front."""
     json: bool = False
@@ -278,11 +280,15 @@ def _generate(command: Generate) -> int:
 
 
 def _chat(command: Chat) -> int:
+    import jax
+
     import jaxkv
     from jaxkv.chat import next_turn
 
     chosen, method = command.cut.build(), command.drafting.build()
-    params = jaxkv.load(command.model, dtype=command.dtype)
+    params = jaxkv.load(command.model, dtype=command.dtype, mesh=Spread(mesh=command.mesh).build())
+    if jax.process_count() > 1:
+        raise BadValue("chat on many hosts, of which only one hears the person: use jaxkv generate there")
     if not getattr(params.tokenizer, "chat_template", None):
         raise BadValue(f"model {command.model!r} has no chat template: use jaxkv generate")
     messages = [{"role": "system", "content": command.system}] if command.system else []

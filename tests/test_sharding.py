@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -316,3 +317,23 @@ def test_the_command_line_on_a_mesh(goldens, monkeypatch, capsys):
     assert "needs 3 devices, but there are 8" in capsys.readouterr().err
     assert cli.main([*command, "--coordinator", "a:1"]) == 2
     assert "--coordinator without --mesh" in capsys.readouterr().err
+
+
+def test_chat_on_a_mesh(goldens, monkeypatch, capsys):
+    load = jaxkv.load
+    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(isatty=lambda: False))
+    monkeypatch.setattr(
+        jaxkv,
+        "load",
+        lambda *_, mesh=None, **__: dataclasses.replace(
+            load(goldens / "tiny" / "llama3", mesh=mesh), tokenizer=Letters()
+        ),
+    )
+    answers = []
+    for spread in ([], ["--mesh", "model=2,context=2"]):
+        lines = iter(["hello there", "and again"])
+        monkeypatch.setattr("builtins.input", lambda _, lines=lines: next(lines, ""))
+        command = ["chat", "--policy", "tova", "--budget", "16", "--max-new-tokens", "8", "--json", *spread]
+        assert cli.main(command) == 0
+        answers.append([json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()])
+    assert answers[0] == answers[1] and len(answers[0]) == 2

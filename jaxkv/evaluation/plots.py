@@ -13,6 +13,7 @@ from jaxkv.evaluation.summary import Record, answers, grouped, name_of, quality,
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#8C6D31", "#B2182B", "#4D4D4D")
 MARKERS = "osD^vPX*<>"
 SHADES = "viridis"
+INK = {False: ("black", "white"), True: ("#B34700", "#FFC08A")}  # of a prompt's and of a new word, on light and on dark
 
 
 def _figure(width: float, height: float) -> Any:
@@ -258,7 +259,7 @@ def text_figure(picture: Retention, title: str, limit: int = 420) -> Any:
             axes.text(
                 column, line + 0.5, word, family="monospace", fontsize=9.4, ha="left", va="center",
                 parse_math=False,
-                color="white" if value > 0.6 else ("#D55E00" if at >= picture.prompt else "black"),
+                color=INK[at >= picture.prompt][value > 0.6],
             )  # fmt: skip
         axes.set_xlim(0, columns)
         axes.set_ylim(height, 0)

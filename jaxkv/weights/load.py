@@ -15,9 +15,10 @@ from jaxkv.errors import BadValue, BadWeights, JaxkvError, MissingModel
 from jaxkv.models import ModelConfig
 from jaxkv.models.linear import prefers_panels
 from jaxkv.sharding.layout import Layout
-from jaxkv.weights import learned
+from jaxkv.weights import learned, orbax_folder
 from jaxkv.weights.fill import Tensor, check_dtype, fill
 from jaxkv.weights.gguf_file import read_gguf
+from jaxkv.weights.orbax_folder import is_orbax
 from jaxkv.weights.params import Params
 from jaxkv.weights.safetensors_files import read_safetensors
 from jaxkv.weights.source import locate
@@ -26,7 +27,8 @@ from jaxkv.weights.tokenizer import from_folder, from_gguf
 
 
 def load(source: str | os.PathLike, *, dtype: Any = None, mesh: Mesh | None = None) -> Params:
-    """The model of a name ("smollm2-135m"), a Hugging Face folder, a .gguf file, or a hub name ("org/name").
+    """The model of a name ("smollm2-135m"), a folder (Hugging Face's, or `save_weights`'), a .gguf file, or a hub name
+    ("org/name").
 
     `dtype` of the matrices and the cache: float32, bfloat16 or float16; by default float32 on CPU and bfloat16 on
     accelerators, whatever the file holds. With a `mesh` (`jaxkv.mesh`) the weights are divided over it, every host
@@ -64,6 +66,11 @@ def _filled(
 
 
 def _load_folder(folder: Path, dtype: Any, mesh: Mesh | None) -> Params:
+    if is_orbax(folder):
+        config = orbax_folder.config_of(folder)
+        layout = Layout.of(mesh, config)
+        weights = orbax_folder.read_weights(folder, config, dtype, layout, prefers_panels() and mesh is None)
+        return Params(weights, config, from_folder(folder), layout)
     config = config_of(folder)
     tensors = {_without_wrapper(name): tensor for name, tensor in read_safetensors(folder).items()}
     weights, layout = _filled(tensors, HF[config.family], config, dtype, mesh, folder)
@@ -71,7 +78,9 @@ def _load_folder(folder: Path, dtype: Any, mesh: Mesh | None) -> Params:
 
 
 def config_of(folder: Path) -> ModelConfig:
-    """The config of a Hugging Face folder, with the stop tokens that its generation config adds."""
+    """The config of a Hugging Face folder, with the stop tokens of its generation config, or of saved weights."""
+    if is_orbax(folder):
+        return orbax_folder.config_of(folder)
     facts = _json(folder / "config.json")
     if facts is None:
         raise MissingModel(f"{folder} has no config.json: expected a Hugging Face folder")

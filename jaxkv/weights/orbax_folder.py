@@ -1,0 +1,141 @@
+"""Weights as an orbax checkpoint: every host writes and reads only the parts that its devices hold."""
+
+import dataclasses
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from flax import nnx
+from jax.experimental.multihost_utils import sync_global_devices
+
+from jaxkv.errors import BadCheckpoint, BadWeights
+from jaxkv.models import ModelConfig, abstract_weights
+from jaxkv.models.linear import packed, packed_table, plain
+from jaxkv.models.rope import Rope
+from jaxkv.sharding.layout import Layout
+from jaxkv.weights.params import Params
+
+FORMAT = 1
+INSIDE = "jaxkv-weights"  # the checkpoint, beside the tokenizer's files
+
+
+def save_weights(params: Params, path: str | os.PathLike) -> Path:
+    """Write weights, config and tokenizer to a new folder that `load` reads, all of it or nothing.
+
+    On many hosts each calls this, with a path that all of them see. Raises `BadCheckpoint` where something stands
+    already.
+    """
+    path = Path(path).absolute()
+    if path.exists():
+        raise BadCheckpoint(f"{path} exists already: expected a new path; remove it or save elsewhere")
+    making = path.with_name(path.name + ".part")
+    first = jax.process_index() == 0
+    if first:
+        shutil.rmtree(making, ignore_errors=True)  # of a run that was interrupted
+    _together("jaxkv.save_weights: begun")
+    weights: dict[str, Any] = {}
+    for where, leaf in nnx.to_flat_state(params.weights):
+        place = weights
+        for name in map(str, where[:-1]):
+            place = place.setdefault(name, {})
+        place[str(where[-1])] = _plain(str(where[-1]), leaf[...])
+    facts = {"format": FORMAT, "config": dataclasses.asdict(params.config)}
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        checkpointer.save(
+            making / INSIDE,
+            ocp.args.Composite(weights=ocp.args.StandardSave(weights), facts=ocp.args.JsonSave(facts)),
+        )
+    if first and params.tokenizer is not None:
+        params.tokenizer.save_pretrained(making)
+    _together("jaxkv.save_weights: written")
+    if first:
+        os.replace(making, path)
+    _together("jaxkv.save_weights: named")
+    return path
+
+
+def is_orbax(folder: Path) -> bool:
+    """Whether `save_weights` wrote the folder."""
+    return (folder / INSIDE).is_dir()
+
+
+def config_of(folder: Path) -> ModelConfig:
+    """The config beside the weights. Raises `BadWeights`."""
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        try:
+            facts = checkpointer.restore(folder / INSIDE, ocp.args.Composite(facts=ocp.args.JsonRestore()))["facts"]
+            if facts["format"] != FORMAT:
+                raise BadWeights(f"{folder}: format {facts['format']}, expected {FORMAT}; save the weights again")
+            return _config(facts["config"])
+        except BadWeights:
+            raise
+        except Exception as error:
+            raise BadWeights(_unreadable(folder, error)) from error
+
+
+def read_weights(folder: Path, config: ModelConfig, dtype: Any, layout: Layout, panels: bool) -> Any:
+    """The weights (an `nnx.State`) in `dtype` on the layout's devices. Raises `BadWeights` for a damaged checkpoint."""
+    wanted = nnx.to_flat_state(abstract_weights(config, dtype, panels=False))
+    template: dict[str, Any] = {}
+    for where, leaf in wanted:
+        place = template
+        for name in map(str, where[:-1]):
+            place = place.setdefault(name, {})
+        sharding = layout.sharding(leaf.shape, layout.rule("/".join(map(str, where))))
+        place[str(where[-1])] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        try:
+            found = checkpointer.restore(
+                folder / INSIDE, ocp.args.Composite(weights=ocp.args.StandardRestore(template))
+            )["weights"]
+        except Exception as error:
+            raise BadWeights(_unreadable(folder, error)) from error
+    filled = []
+    for where, leaf in wanted:
+        value = found
+        for name in map(str, where):
+            value = value[name]
+        if not bool(jnp.isfinite(value).all()):
+            raise BadWeights(f"{folder}: {'/'.join(map(str, where))} holds NaN or infinity: the checkpoint is damaged")
+        filled.append((where, leaf.replace(_packed(str(where[-1]), value, config) if panels else value)))
+    return nnx.from_flat_state(filled)
+
+
+def _together(name: str) -> None:
+    if jax.process_count() > 1:
+        sync_global_devices(name)
+
+
+def _plain(name: str, value: jax.Array) -> jax.Array:
+    """The stored form as `[in, out]`, an embedding table as `[V, M]`."""
+    if value.ndim < 3:
+        return value
+    return plain(value).T if name == "embed" else plain(value)
+
+
+def _packed(name: str, value: jax.Array, config: ModelConfig) -> jax.Array:
+    """The form that this machine's matrix products like best."""
+    if value.ndim < 2:
+        return value
+    whole = np.asarray(value)
+    return jnp.asarray(packed_table(whole, config.tie_embeddings) if name == "embed" else packed(whole.T, True))
+
+
+def _config(facts: dict[str, Any]) -> ModelConfig:
+    """The config from its fields as JSON has them."""
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()}
+    for name in ("rope", "local_rope"):
+        if fields[name] is not None:
+            turning: dict[str, Any] = dict(fields[name])
+            fields[name] = Rope(**{**turning, "factors": tuple(turning["factors"])})
+    return ModelConfig(**fields)
+
+
+def _unreadable(folder: Path, error: Exception) -> str:
+    first = next(iter(str(error).splitlines()), "")
+    return f"{folder}: not a readable checkpoint of weights ({type(error).__name__}: {first}); save them again"
