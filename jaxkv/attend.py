@@ -60,6 +60,7 @@ def prefill_layer(
 ) -> tuple[Float[Array, "B T Hq D"], LayerState]:
     """Attend from a block over cache + block, score every entry, and cut the cache back to its slots.
 
+    The cache's slots stand in time order, and so do those of cache + block: nothing need be sorted.
     The last `state.extra` of the T tokens are pseudo tokens, which look, and whose keys and values are not kept.
     Padding has position -1. `now [B]` is the position after the block's last prompt token.
     """
@@ -81,7 +82,7 @@ def prefill_layer(
 
     read, places = joined.keys, joined.positions
     if policy.rope == "cache":
-        places = slots_of.ranks(joined.positions)
+        places = slots_of.counted(joined.positions >= 0)
         read = rotate(joined.keys, places, spec.rope)
         mine = places[:, :, -positions.shape[1] :]
         query = rotate(query, jnp.repeat(mine, query.shape[1] // key.shape[1], axis=1), spec.rope)
@@ -338,8 +339,11 @@ def _cut_when_full(
     def cut(layer: LayerCache) -> LayerCache:
         seen = _decoding(policy, layer, sight)
         worth = priority(phase, before, layer.positions, mass, now, state.limits, seen)
-        layer = dataclasses.replace(layer, positions=jnp.where(live, layer.positions, EMPTY))
-        kept = slots_of.keep(layer, worth, layer.slots, jnp.where(full, state.limits, layer.slots))
+        positions, stats = jnp.where(live, layer.positions, EMPTY), {**layer.stats, "worth": worth}
+        ordered = slots_of.in_time_order(dataclasses.replace(layer, positions=positions, stats=stats))
+        limits = jnp.where(full, state.limits, layer.slots)
+        kept = slots_of.keep(ordered, ordered.stats["worth"], layer.slots, limits)
+        kept = dataclasses.replace(kept, stats={name: kept.stats[name] for name in layer.stats})
         return _aim(policy, kept, None, now, window, state.limits, sight)
 
     return jax.lax.cond(jnp.any(full), cut, lambda layer: layer, layer)

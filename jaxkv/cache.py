@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 EMPTY = -1
 NEVER = -jnp.inf  # priority of an empty slot: below every entry
@@ -121,41 +121,75 @@ def resize(layer: LayerCache, slots: int) -> LayerCache:
     return append(layer, more.keys, more.values, more.positions, more.stats)
 
 
-def time_order(positions: Int[Array, "B Hk S"]) -> Int[Array, "B Hk S"]:
-    """Indices that put the slots in time order, the empty ones first."""
-    return jnp.argsort(positions, axis=-1, stable=True)
+def in_time_order(layer: LayerCache) -> LayerCache:
+    """The layer with its slots in time order, the empty ones first."""
+    order = jnp.argsort(layer.positions, axis=-1, stable=True)
+    return _taken(layer, order, jnp.take_along_axis(layer.positions, order, axis=-1))
 
 
 def ranks(positions: Int[Array, "B Hk S"]) -> Int[Array, "B Hk S"]:
     """Each entry's place among the entries held, counted from 0 in time order; -1 for an empty slot."""
-    order = jnp.argsort(time_order(positions), axis=-1)
+    order = jnp.argsort(jnp.argsort(positions, axis=-1, stable=True), axis=-1)
     empties = jnp.sum(positions < 0, axis=-1, keepdims=True, dtype=order.dtype)
     return jnp.where(positions < 0, EMPTY, order - empties).astype(jnp.int32)
+
+
+def counted(filled: Bool[Array, "B H S"]) -> Int[Array, "B H S"]:
+    """`ranks` of slots that stand in time order, with empty ones anywhere between: each filled one's number, from 0."""
+    return jnp.where(filled, jnp.cumsum(filled, axis=-1, dtype=jnp.int32) - 1, EMPTY)
+
+
+def packed(chosen: Bool[Array, "B H S"], slots: int) -> Int[Array, "B H C"]:
+    """The indices of the chosen slots, at most `slots` of them, in order at the end of C places; -1 before them."""
+    upto = jnp.cumsum(chosen, axis=-1, dtype=jnp.int32)
+    number = jnp.arange(slots, dtype=jnp.int32) - (slots - upto[..., -1:])  # of the chosen, from 0
+    at = jax.vmap(jax.vmap(jnp.searchsorted))(upto, number + 1)
+    return jnp.where(number < 0, EMPTY, at.astype(jnp.int32))
+
+
+def highest(priority: Float[Array, "B H S"], count: Int[Array, "B"]) -> Bool[Array, "B H S"]:
+    """True for the `count[b]` highest of each row and head; of equals the first stay.
+
+    Without a sort, which TPU compilers take long to build: the lowest value that stays is found bit by bit.
+    """
+    priority = jnp.where(priority == 0, 0.0, priority)  # -0.0 is no less than 0.0
+    bits = lax.bitcast_convert_type(priority, jnp.uint32)
+    top = jnp.uint32(1 << 31)
+    bits = jnp.where(bits < top, bits | top, ~bits)  # in the order of the numbers
+    count = count[:, None, None]
+
+    def step(turn, least):
+        higher = least | lax.shift_right_logical(top, turn.astype(jnp.uint32))
+        enough = jnp.sum(bits >= higher, axis=-1, keepdims=True, dtype=jnp.int32) >= count
+        return jnp.where(enough, higher, least)
+
+    least = lax.fori_loop(0, 32, step, jnp.zeros((*bits.shape[:-1], 1), jnp.uint32))
+    above, equal = bits > least, bits == least
+    room = count - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
+    return above | (equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= room))
 
 
 def keep(layer: LayerCache, priority: Float[Array, "B Hk S"], slots: int, limits: Int[Array, "B"]) -> LayerCache:
     """The `limits[b]` entries of highest priority of each head in `slots` slots, in time order behind the empty ones.
 
-    Ties go to the older token. Empty slots are never kept, whatever their priority; every entry counts as at least
-    the lowest finite float, so that an entry always beats an empty slot.
+    The layer's slots stand in time order, with empty ones anywhere between (else `in_time_order` first). Ties go to
+    the older token. Empty slots are never kept, whatever their priority; every entry counts as at least the lowest
+    finite float, so that an entry always beats an empty slot.
     """
-    order = time_order(layer.positions)
-    positions = jnp.take_along_axis(layer.positions, order, axis=-1)
-    priority = jnp.take_along_axis(priority.astype(jnp.float32), order, axis=-1)
-    priority = jnp.where(positions < 0, NEVER, jnp.maximum(priority, jnp.finfo(jnp.float32).min))
+    filled = layer.positions >= 0
+    priority = jnp.maximum(priority.astype(jnp.float32), jnp.finfo(jnp.float32).min)
+    chosen = highest(jnp.where(filled, priority, NEVER), jnp.minimum(limits, slots)) & filled
+    index = packed(chosen, slots)
+    source = jnp.maximum(index, 0)
+    return _taken(layer, source, jnp.where(index < 0, EMPTY, jnp.take_along_axis(layer.positions, source, axis=-1)))
 
-    chosen = min(slots, layer.slots)
-    best, index = lax.top_k(priority, chosen)  # stable: the lower index, so the older token, wins a tie
-    kept = (best > NEVER) & (jnp.arange(chosen) < limits[:, None, None])
-    index = jnp.pad(jnp.where(kept, index, EMPTY), ((0, 0), (0, 0), (slots - chosen, 0)), constant_values=EMPTY)
-    index = jnp.sort(index, axis=-1)
-    at = jnp.maximum(index, 0)
 
-    source = jnp.take_along_axis(order, at, axis=-1)
+def _taken(layer: LayerCache, source: Int[Array, "B Hk C"], positions: Int[Array, "B Hk C"]) -> LayerCache:
+    """The layer's entries out of the `source` slots, at `positions`."""
     return LayerCache(
         keys=jnp.take_along_axis(layer.keys, source[..., None], axis=2),
         values=jnp.take_along_axis(layer.values, source[..., None], axis=2),
-        positions=jnp.where(index < 0, EMPTY, jnp.take_along_axis(positions, at, axis=-1)),
+        positions=positions,
         next_slot=layer.next_slot,
         stats={name: jnp.take_along_axis(stat, source, axis=-1) for name, stat in layer.stats.items()},
     )

@@ -75,6 +75,8 @@ def prefill(
     `top` also the likeliest tokens after each prompt token, for at least the last `limit` of them.
     """
     model = model_of(config, weights)
+    # the slots of a cache to go on from lie as decoding left them; from here on they stay in time order
+    layers = tuple(slots_of.in_time_order(layout.gathered(layer)) if layer.slots else layer for layer in layers)
     replays = plan.look and policy.prefill is not None and isinstance(policy.prefill.observe, Replay)
     end = lengths + jnp.sum(positions >= 0, axis=-1, dtype=jnp.int32)
     ahead = end[:, None] + jnp.arange(pseudo.shape[1], dtype=jnp.int32)

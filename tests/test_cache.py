@@ -44,10 +44,19 @@ def best(positions, scores, count):
     return sorted(p for _, p in entries[:count])
 
 
+def sorted_between(positions: np.ndarray) -> np.ndarray:
+    """The entries in time order, the empty slots staying where they are."""
+    ordered = positions.copy()
+    for row in ordered.reshape(-1, positions.shape[-1]):
+        row[row >= 0] = np.sort(row[row >= 0])
+    return ordered
+
+
 @given(layers(), st.integers(1, 15), st.integers(1, 15))
 @settings(max_examples=60, deadline=None)
 def test_keep_is_a_stable_top_k_in_time_order(case, slots, limit):
     positions, scores = case
+    positions = sorted_between(positions)
     layer = layer_with(positions)
     limits = jnp.full(positions.shape[0], limit, jnp.int32)
     kept = slots_of.keep(layer, jnp.asarray(scores), slots, limits)
@@ -59,6 +68,31 @@ def test_keep_is_a_stable_top_k_in_time_order(case, slots, limit):
         assert np.array_equal(np.asarray(kept.keys[b, h])[at], np.stack([held[at], -held[at]], axis=-1))
         assert np.array_equal(np.asarray(kept.values[b, h])[at], np.stack([held[at] + 0.5, held[at]], axis=-1))
         assert np.array_equal(np.asarray(kept.stats["mark"][b, h])[at], held[at])
+
+
+ANY = st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0, 1.0, 1e-45, -3e38, 3e38, np.inf, -np.inf])
+
+
+@given(st.lists(ANY, min_size=1, max_size=40), st.integers(0, 45))
+@settings(max_examples=150, deadline=None)
+def test_highest_is_exact_over_all_floats(scores, count):
+    """Signs, zeros, subnormals and infinities: as a stable sort has it."""
+    scores = np.array(scores, np.float32)
+    chosen = slots_of.highest(jnp.asarray(scores)[None, None], jnp.array([count], jnp.int32))[0, 0]
+    expected = sorted(sorted(range(scores.size), key=lambda i: -scores[i])[:count])
+    assert np.flatnonzero(np.asarray(chosen)).tolist() == expected
+
+
+@given(layers())
+@settings(max_examples=40, deadline=None)
+def test_in_time_order_moves_everything_along(case):
+    positions, _ = case
+    ordered = slots_of.in_time_order(layer_with(positions))
+    held = np.asarray(ordered.positions)
+    assert np.array_equal(held, np.sort(positions, axis=-1))
+    assert np.array_equal(np.asarray(ordered.keys)[held >= 0], np.stack([held, -held], axis=-1)[held >= 0])
+    assert np.array_equal(np.asarray(ordered.values)[..., 0][held >= 0], held[held >= 0] + 0.5)
+    assert np.array_equal(np.asarray(ordered.stats["mark"])[held >= 0], held[held >= 0])
 
 
 @given(layers(), st.integers(1, 12))
@@ -85,6 +119,8 @@ def test_ranks_count_the_entries_before(case):
         held = positions[b, h]
         expected = [int(((held >= 0) & (held < p)).sum()) if p >= 0 else -1 for p in held]
         assert ranks[b, h].tolist() == expected
+    ordered = jnp.asarray(sorted_between(positions), jnp.int32)
+    assert np.array_equal(slots_of.counted(ordered >= 0), slots_of.ranks(ordered))
 
 
 def test_resize_only_adds_empty_slots():

@@ -78,14 +78,22 @@ def test_recent_as_a_share_of_the_budget():
 
 
 def test_pool_follows_the_text_and_not_the_slots():
+    """Entries in time order with empty slots anywhere between are neighbours all the same."""
     rng = np.random.default_rng(0)
     mass = rng.random((1, 1, 9)).astype(np.float32)
-    pooled = np.convolve(mass[0, 0], np.ones(5) / 5, mode="same")
-    order = rng.permutation(9)
-    aggregate = Aggregate(pool="avg", kernel=5)
-    apart = jnp.zeros((1, 1, 9), bool)
-    got = aggregate.along_text(jnp.asarray(mass[..., order]), jnp.asarray(order[None, None], jnp.int32), apart)
-    np.testing.assert_allclose(np.asarray(got[0, 0]), pooled[order], rtol=1e-5)
+    apart = jnp.zeros((1, 2, 13), bool)
+    at = np.array([[0, 1, 2, 5, 6, 7, 8, 9, 12], [1, 2, 3, 4, 5, 6, 10, 11, 12]])  # the slots of two KV heads
+    wide, positions = np.zeros((1, 4, 13), np.float32), np.full((1, 2, 13), -1, np.int32)
+    for head in range(4):  # of two query heads each
+        wide[0, head, at[head // 2]] = mass[0, 0]
+        positions[0, head // 2, at[head // 2]] = 10 * np.arange(9)
+    for pool, expected in (
+        ("avg", np.convolve(mass[0, 0], np.ones(5) / 5, mode="same")),
+        ("max", np.max([np.pad(mass[0, 0], 2)[i : i + 9] for i in range(5)], axis=0)),
+    ):
+        got = Aggregate(pool=pool, kernel=5).along_text(jnp.asarray(wide), jnp.asarray(positions), apart)
+        for head in range(4):
+            np.testing.assert_allclose(np.asarray(got)[0, head, at[head // 2]], expected, rtol=1e-5)
 
 
 def test_a_policy_by_hand():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.cache import time_order
+from jaxkv.cache import counted, packed
 from jaxkv.errors import BadValue
 from pallas_kernels.decode_attend_score.victim import over_heads
 
@@ -69,14 +69,16 @@ class Aggregate:
     ) -> Float[Array, "B Hq S"]:
         """Pool each entry with its neighbours in time; entries set `apart` neither give nor count (as 0).
 
+        The slots stand in time order, with empty ones anywhere between, as they do while a prompt is prefilled.
         The divisor of "avg" is always `kernel`, so the edges shrink, as in SnapKV's and kvpress' pooling.
         """
         if self.pool == "none":
             return mass
-        group = mass.shape[1] // positions.shape[1]
-        order = jnp.repeat(time_order(positions), group, axis=1)
-        apart = jnp.repeat(apart, group, axis=1)
-        line = jnp.take_along_axis(jnp.where(apart, 0.0, mass), order, axis=-1)
+        group, slots = mass.shape[1] // positions.shape[1], positions.shape[-1]
+        filled, apart = (jnp.repeat(x, group, axis=1) for x in (positions >= 0, apart))
+        order = packed(filled, slots)
+        line = jnp.take_along_axis(jnp.where(apart | ~filled, 0.0, mass), jnp.maximum(order, 0), axis=-1)
+        line = jnp.where(order < 0, 0.0, line)
         reduce, start = (lax.add, 0.0) if self.pool == "avg" else (lax.max, -jnp.inf)
         half = self.kernel // 2
         line = lax.reduce_window(
@@ -84,4 +86,5 @@ class Aggregate:
         )
         if self.pool == "avg":
             line = line / self.kernel
-        return jnp.take_along_axis(line, jnp.argsort(order, axis=-1), axis=-1)
+        place = counted(filled) + slots - jnp.sum(filled, axis=-1, keepdims=True, dtype=jnp.int32)
+        return jnp.where(filled, jnp.take_along_axis(line, jnp.maximum(place, 0), axis=-1), 0.0)
