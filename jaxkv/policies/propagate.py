@@ -7,7 +7,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv.cache import EMPTY, NEVER
+from jaxkv.cache import NEVER, highest, packed
 from jaxkv.errors import BadValue
 
 
@@ -59,7 +59,5 @@ class Propagate:
         inside = jnp.where(real, mass, 0.0).at[:, -window:].set(0.0)
         pooled = lax.reduce_window(inside, 0.0, lax.add, (1, self.kernel), (1, 1), ((0, 0), (half, half)))
         worth = jnp.where(real, pooled, NEVER).at[:, -window:].set(jnp.inf)
-        worth = jnp.where(real, worth, NEVER)
-        _, index = lax.top_k(worth, slots)
-        index = jnp.where(jnp.arange(slots) < many, index, EMPTY)
-        return jnp.sort(index, axis=-1).astype(jnp.int32)
+        worth = jnp.where(real, worth, NEVER)[:, None]
+        return packed(highest(worth, many[:, 0]) & real[:, None], slots)[:, 0]
