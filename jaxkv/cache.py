@@ -158,12 +158,13 @@ def highest(priority: Float[Array, "B H S"], count: Int[Array, "B"]) -> Bool[Arr
     bits = jnp.where(bits < top, bits | top, ~bits)  # in the order of the numbers
     count = count[:, None, None]
 
-    def step(turn, least):
-        higher = least | lax.shift_right_logical(top, turn.astype(jnp.uint32))
+    def step(least, bit):
+        higher = least | bit
         enough = jnp.sum(bits >= higher, axis=-1, keepdims=True, dtype=jnp.int32) >= count
-        return jnp.where(enough, higher, least)
+        return jnp.where(enough, higher, least), None
 
-    least = lax.fori_loop(0, 32, step, jnp.zeros((*bits.shape[:-1], 1), jnp.uint32))
+    start = jnp.zeros((*bits.shape[:-1], 1), jnp.uint32)
+    least, _ = lax.scan(step, start, lax.shift_right_logical(top, jnp.arange(32, dtype=jnp.uint32)))
     above, equal = bits > least, bits == least
     room = count - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
     return above | (equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= room))
