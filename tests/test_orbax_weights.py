@@ -40,7 +40,7 @@ def test_on_a_mesh_every_device_has_its_part(tiny, saved):
 
 
 def test_saved_from_a_mesh_and_in_another_dtype(tiny, tmp_path, goldens):
-    meshed = jaxkv.load(goldens / "tiny" / "llama3", mesh=jaxkv.mesh(model=4))
+    meshed = jaxkv.load(goldens / "tiny" / "llama3", mesh=jaxkv.mesh(data=2, model=4))
     path = jaxkv.save_weights(meshed, tmp_path / "from-mesh")
     back = jaxkv.load(path, dtype=jnp.bfloat16)
     assert back.dtype == jnp.bfloat16 and back.weights["norm"][...].dtype == jnp.float32

@@ -330,7 +330,7 @@ def test_chat_on_a_mesh(goldens, monkeypatch, capsys):
         ),
     )
     answers = []
-    for spread in ([], ["--mesh", "model=2,context=2"]):
+    for spread in ([], ["--mesh", "model=2,context=4"]):
         lines = iter(["hello there", "and again"])
         monkeypatch.setattr("builtins.input", lambda _, lines=lines: next(lines, ""))
         command = ["chat", "--policy", "tova", "--budget", "16", "--max-new-tokens", "8", "--json", *spread]
