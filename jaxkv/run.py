@@ -5,6 +5,7 @@ Everything here is pure and jitted with static config, policy and plan; `generat
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxkv import cache as slots_of
 from jaxkv.attend import LayerState, decode_layer, prefill_layer
-from jaxkv.cache import EMPTY, KVCache, LayerCache
+from jaxkv.cache import EMPTY, KVCache
 from jaxkv.models import Decoder, ModelConfig, graphdef
 from jaxkv.plan import Plan
 from jaxkv.policies.observe import Replay
@@ -22,7 +23,7 @@ from jaxkv.policies.policy import Policy
 from jaxkv.sampling import Sampler
 from jaxkv.sharding.layout import ONE_DEVICE, Layout
 
-Layers = tuple[LayerCache, ...]
+Layers = tuple[Any, ...]  # of LayerCache or Pool
 Expected = tuple[Int[Array, "B T K"], Float[Array, "B T K"]]  # the likeliest next tokens and their probabilities
 HEAD_ROWS = 128  # hidden states whose logits are computed together, where every position's are asked for
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv.errors import BadValue, unknown
 from jaxkv.policies import allocate, observe, scores
 from jaxkv.policies.aggregate import Aggregate
-from jaxkv.policies.allocate import Allocate, Uniform
+from jaxkv.policies.allocate import Adaptive, Allocate, Uniform
 from jaxkv.policies.observe import NoQueries, Observe
 from jaxkv.policies.score import Entering, Recency, Score, Sight, Stats
 from jaxkv.policies.select import Select
@@ -98,6 +98,8 @@ class Policy:
             raise BadValue("pseudo queries stand in for decode queries: use observe kind 'current-query' at decode")
         if self.decode is not None and self.decode.score.asks:
             raise BadValue(f"score {self.decode.score.kind!r} needs the prompt's queries: it scores at prefill only")
+        if isinstance(self.allocate, Adaptive):
+            self._check_competition(self.allocate)
         if self.budget is not None:
             if isinstance(self.budget, bool) or int(self.budget) != self.budget:
                 raise BadValue(f"budget={self.budget!r}: expected a whole number of tokens per KV head")
@@ -108,6 +110,32 @@ class Policy:
                 )
         if self.ratio is not None and not 0 <= self.ratio < 1:
             raise BadValue(f"ratio={self.ratio}: expected a fraction removed, from 0 up to but not including 1")
+
+    def _check_competition(self, share: Adaptive) -> None:
+        where = f"policy {self.name!r}, whose heads compete for a layer's budget"
+        if self.prefill is None:
+            raise BadValue(f"{where}, evicts nothing: give it a prefill phase, or allocate kind 'uniform'")
+        if self.rope != "text":
+            raise BadValue(f"{where}: expected rope='text'; a place in the cache is no position that heads share")
+        for phase in self.phases:
+            together = [leaf.kind for leaf in phase.score.leaves() if leaf.together]
+            if phase.aggregate.heads != "each" or together:
+                raise BadValue(
+                    f"{where}, lets them decide as one (aggregate heads={phase.aggregate.heads!r}, score "
+                    f"{phase.score.kind!r}): set heads='each' and another score, or allocate kind 'uniform'"
+                )
+        if share.of is not None:
+            own = self.prefill.score
+            lacks = [fact for fact in ("looks", "projects") if getattr(share.of, fact) and not getattr(own, fact)]
+            lacks += sorted(set(share.of.stats) - set(own.stats))
+            if lacks:
+                raise BadValue(
+                    f"allocate of={share.of.kind!r} needs what the prefill score has not: {', '.join(lacks)}"
+                )
+        if share.interval and self.decode is None:
+            raise BadValue(f"{where}: interval={share.interval} moves borders at decode, and there is no decode phase")
+        if share.interval and self.budget is not None and share.shift >= self.budget:
+            raise BadValue(f"shift={share.shift}: expected fewer entries than the budget of {self.budget}")
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -197,7 +225,7 @@ def priority(
     now: Int[Array, "B"],
     limits: Int[Array, "B"],
     sight: Sight | None = None,
-    kept: Int[Array, "B"] | None = None,
+    kept: Int[Array, "B *Hk"] | None = None,
 ) -> Float[Array, "B Hk S"]:
     """The phase's score over the heads, from the statistics before this mass; +inf for what it protects.
 
@@ -219,7 +247,7 @@ def priority(
     return jnp.where(protected, jnp.inf, value)
 
 
-PARTS = {"observe": observe.KINDS, "allocate": allocate.KINDS} | dict.fromkeys(
+PARTS = {"observe": observe.KINDS, "allocate": allocate.KINDS, "layers": allocate.LAYERS} | dict.fromkeys(
     ("score", "of", "first", "second"), scores.KINDS
 )
 PLAIN = {"aggregate": Aggregate, "select": Select}
