@@ -119,7 +119,7 @@ def _prompt_mass(
     mass = prefill_attend_mass(layout, query, keys, at, key_positions, reduce=aggregate.queries, **softmax)
     apart = phase.protects.recent_entries(key_positions, now, state.limits)
     mass = aggregate.along_text(mass, key_positions, apart)
-    return aggregate.over_group(mass, keys.shape[1])
+    return aggregate.raised(aggregate.over_group(mass, keys.shape[1]), key_positions, apart)
 
 
 def _cut_prompt(
@@ -160,8 +160,9 @@ def _cut_prompt(
     kept = dataclasses.replace(kept, stats={name: kept.stats[name] for name in policy.stats})
     if isinstance(kept, Pool):
         aimed = attend_pool.aim(policy, kept, mass, now, state.limits, sight)
-    else:
-        aimed = _aim(policy, kept, mass, now, window, state.limits, sight)
+        stats = attend_pool.observe(policy, policy.prefill, kept.stats, mass, now)
+        return dataclasses.replace(state, cache=dataclasses.replace(aimed, stats=stats))
+    aimed = _aim(policy, kept, mass, now, window, state.limits, sight)
     stats = policy.observe(policy.prefill, kept.stats, mass, now)
     return dataclasses.replace(state, cache=dataclasses.replace(aimed, stats=stats))
 

@@ -20,7 +20,7 @@ from jaxkv.policies.score import Sight
 from jaxkv.pool import Pool
 from pallas_kernels.decode_attend_score.victim import Rule
 from pallas_kernels.ragged_decode import ragged_decode
-from pallas_kernels.ragged_decode.reference import lowest
+from pallas_kernels.ragged_decode.reference import first_empty, lowest
 from pallas_kernels.ragged_decode.segments import per_head
 
 Worth = Callable[[Phase | None, Int[Array, "B *Hk"]], Float[Array, "B Hk S"]]
@@ -89,7 +89,7 @@ def aim(
 ) -> Pool:
     """The pool with every head's next slot: its first empty one, else the one that the decode phase values least."""
     if policy.decode is None or policy.decode.every > 1:  # there always is an empty one
-        return dataclasses.replace(pool, next_slot=slots_of.first_empty(pool))
+        return dataclasses.replace(pool, next_slot=first_empty(pool.positions, pool.offsets))
     worth = worth_at_decode(policy.decode, pool, pool.stats, mass, now, limits, sight)
     return dataclasses.replace(pool, next_slot=lowest(worth, pool.positions, pool.offsets))
 
@@ -115,6 +115,14 @@ def worth_at_decode(
     )  # fmt: skip
     stats = {name: wide.stats[name] for name in stats}
     return slots_of.from_rectangle(pool, priority(phase, stats, wide.positions, wide.stats["mass"], now, limits, sight))
+
+
+def observe(
+    policy: Policy, phase: Phase, stats: dict, mass: Float[Array, "B P"] | None, now: Int[Array, "B"]
+) -> dict[str, Float[Array, "B P"]]:
+    """The statistics after the phase's queries gave each entry this mass."""
+    line = policy.observe(phase, _line(stats), None if mass is None else mass[:, None], now)
+    return {name: stat[:, 0] for name, stat in line.items()}
 
 
 def decode_pool(
@@ -149,7 +157,7 @@ def decode_pool(
     )  # fmt: skip
     before = stats
     if phase is not None:
-        stats = {k: v[:, 0] for k, v in policy.observe(phase, _line(stats), result.mass[:, None], now).items()}
+        stats = observe(policy, phase, stats, result.mass, now)
     stats = {name: jnp.where(active[:, None], stat, pool.stats[name]) for name, stat in stats.items()}
     pool = Pool(result.keys, result.values, result.positions, pool.offsets, result.next_slot, stats)
     if phase is None:
@@ -185,7 +193,7 @@ def _moved(
         guard = jnp.minimum(guarded(policy, limits), each)
         kept, _ = slots_of.compete(worth(), pool.positions, pool.owner, pool.heads, pool.heads * each, guard)
         new = slots_of.build(pool, kept, pool.total, pool.heads * (limits + _over(policy)))
-        new = dataclasses.replace(new, next_slot=slots_of.first_empty(new))
+        new = dataclasses.replace(new, next_slot=first_empty(new.positions, new.offsets))
         return jax.tree.map(lambda a, b: jnp.where(due.reshape(-1, *(1,) * (a.ndim - 1)), a, b), new, pool)
 
     return jax.lax.cond(jnp.any(due), move, lambda pool: pool, pool)

@@ -13,10 +13,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.cache import EMPTY, LayerCache
+from pallas_kernels.ragged_decode.reference import first_empty
 from pallas_kernels.ragged_decode.segments import per_head, per_slot, segments
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
-LAST = jnp.iinfo(jnp.int32).max
 
 
 @jax.tree_util.register_dataclass
@@ -76,7 +76,7 @@ def build(cache: LayerCache | Pool, kept: Bool[Array, "B N"], slots: int, room: 
     line = lax.sort((group, flat.positions, _places(owner)), dimension=1, num_keys=2)[2]  # by head, then in time
     held = per_head(kept, owner, heads)
     spare = jnp.maximum(room - jnp.sum(held, axis=-1), 0)[:, None]
-    offsets = _borders(held + spare // heads + (jnp.arange(heads) < spare % heads))
+    offsets = _borders(held + spare // heads + (jnp.arange(heads) < spare % heads).astype(jnp.int32))
 
     of = segments(offsets, slots)
     before = _borders(held)[:, :-1]
@@ -172,15 +172,7 @@ def widened(pool: Pool, more: int) -> Pool:
     back = jnp.arange(of.shape[1]) - per_slot(offsets[:, :-1], of)
     old = (of < pool.heads) & (back < per_slot(pool.sizes, of))
     wide = _taken(pool, jnp.where(old, per_slot(pool.offsets[:, :-1], of) + back, EMPTY), offsets)
-    return dataclasses.replace(wide, next_slot=first_empty(wide))
-
-
-def first_empty(pool: Pool) -> Int[Array, "B Hk"]:
-    """The first empty slot of every head; its first slot where none is empty."""
-    place = jnp.arange(pool.total)
-    empty = (pool.positions < 0)[:, None] & (pool.owner[:, None] == _row(pool.heads))
-    first = jnp.min(jnp.where(empty, place, LAST), axis=-1)
-    return jnp.where(first < LAST, first, pool.offsets[:, :-1]).astype(jnp.int32)
+    return dataclasses.replace(wide, next_slot=first_empty(wide.positions, wide.offsets))
 
 
 def owners(cache: LayerCache | Pool) -> Int[Array, "B N"]:

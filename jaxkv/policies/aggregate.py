@@ -17,6 +17,9 @@ REDUCE = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}
 class Aggregate:
     """`queries` (sum, mean, max), `pool` along the text (none, avg, max; odd `kernel`), `group` (sum, mean, max) and
     `heads`: "each" KV head decides for itself, or all decide as one by their "sum" or "mean".
+
+    `floor="mean"` raises every entry of a prompt to the mean of its head's: what few queries of the window asked for
+    may still be wanted later (DefensiveKV's correction, arXiv 2510.13334).
     """
 
     queries: str = "mean"
@@ -24,6 +27,7 @@ class Aggregate:
     kernel: int = 5
     group: str = "mean"
     heads: str = "each"
+    floor: str = "none"
 
     def __post_init__(self):
         for field, allowed in (
@@ -31,6 +35,7 @@ class Aggregate:
             ("pool", ("none", "avg", "max")),
             ("group", ("sum", "mean", "max")),
             ("heads", ("each", "sum", "mean")),
+            ("floor", ("none", "mean")),
         ):
             if getattr(self, field) not in allowed:
                 raise BadValue(f"aggregate {field}={getattr(self, field)!r}: expected one of {', '.join(allowed)}")
@@ -41,6 +46,17 @@ class Aggregate:
         """Over the G query heads that share a KV head."""
         batch, heads, slots = mass.shape
         return REDUCE[self.group](mass.reshape(batch, kv_heads, heads // kv_heads, slots), axis=2)
+
+    def raised(
+        self, mass: Float[Array, "B Hk S"], positions: Int[Array, "B Hk S"], apart: Bool[Array, "B Hk S"]
+    ) -> Float[Array, "B Hk S"]:
+        """At least the floor: the mean over the head's entries that are not set `apart`."""
+        if self.floor == "none":
+            return mass
+        counts = (positions >= 0) & ~apart
+        total = jnp.sum(jnp.where(counts, mass, 0.0), axis=-1, keepdims=True)
+        mean = total / jnp.maximum(jnp.sum(counts, axis=-1, keepdims=True, dtype=jnp.float32), 1.0)
+        return jnp.maximum(mass, mean)
 
     def over_heads(self, score: Float[Array, "B Hk S"]) -> Float[Array, "B Hk S"]:
         """The same score for every KV head of the layer, unless each decides for itself."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.decode_attend_score.reference import GROUP, Attended
-from pallas_kernels.decode_attend_score.victim import Rule, line
+from pallas_kernels.decode_attend_score.victim import Rule
 from pallas_kernels.masking import masked_softmax, soft_cap
 from pallas_kernels.ragged_decode.segments import mine, over_slots, per_slot, segments
 
@@ -41,7 +41,7 @@ def ragged_decode(
     `mass [B, P]` is each slot's softmax weight, reduced over the G query heads of its own KV head by `group`, float32.
     `next_slot` is each head's first empty slot, else the lowest weight * mass + bias of its segment under the `rule`,
     which spares sinks and the last `recents [B]` tokens; ties go to the older token. With no rule, the first empty
-    one. A row whose position is -1 changes nothing. Every segment has at least one slot.
+    one (or the segment's first). A row whose position is -1 changes nothing. Every segment has at least one slot.
     """
     batch, total, dim = keys.shape
     kv_heads, heads = key.shape[1], query.shape[1]
@@ -100,11 +100,19 @@ def aim(
 ) -> Int[Array, "B Hk"]:
     """The slot of every head for the token after `position`: `lowest` of weight * mass + bias, under the rule."""
     if rule is None:
-        return lowest(jnp.zeros_like(mass), positions, offsets)
-    score = line(mass, weight, bias)
+        return first_empty(positions, offsets)
+    score = jnp.add(jnp.multiply(mass, weight), bias)
     now = (position + 1)[:, None]
     safe = (positions < rule.sinks) | (positions >= now - recents[:, None])
     return lowest(jnp.where(safe, jnp.inf, score), positions, offsets)
+
+
+def first_empty(positions: Int[Array, "B P"], offsets: Int[Array, "B Hk_1"]) -> Int[Array, "B Hk"]:
+    """Each head's first empty slot; its first slot where none is empty."""
+    total, heads = positions.shape[1], offsets.shape[1] - 1
+    own = (positions < 0)[:, None] & mine(segments(offsets, total), heads)
+    first = jnp.min(jnp.where(own, jnp.arange(total, dtype=jnp.int32), LAST), axis=-1)
+    return jnp.where(first < LAST, first, offsets[:, :-1])
 
 
 def lowest(
