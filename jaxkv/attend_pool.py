@@ -163,23 +163,25 @@ def decode_pool(
     if phase is None:
         return result.output, pool
 
-    worth = lambda: worth_at_decode(phase, pool, before, result.mass, now, limits, sight)  # noqa: E731
+    worth = lambda pool: worth_at_decode(phase, pool, before, result.mass, now, limits, sight)  # noqa: E731
     if not at_once:
         full = jnp.min(pool.sizes - pool.held(), axis=-1) <= 0
         return result.output, _moved(policy, pool, worth, active & full, limits, limits)
     if not phase.straight:
-        aimed = lowest(worth(), pool.positions, pool.offsets)
+        aimed = lowest(worth(pool), pool.positions, pool.offsets)
         pool = dataclasses.replace(pool, next_slot=jnp.where(active[:, None], aimed, pool.next_slot))
     share = competition(policy)
     if share.interval:
-        pool = _moved(policy, pool, worth, active & (now % share.interval == 0), limits, limits - share.shift)
+        each = jnp.maximum(limits - share.shift, guarded(policy, limits))
+        full = jnp.sum(pool.held(), axis=-1) >= jnp.sum(pool.sizes, axis=-1)
+        pool = _moved(policy, pool, worth, active & full & (now % share.interval == 0), limits, each)
     return result.output, pool
 
 
 def _moved(
     policy: Policy,
     pool: Pool,
-    worth: Callable[[], Float[Array, "B P"]],
+    worth: Callable[[Pool], Float[Array, "B P"]],
     due: Bool[Array, "B"],
     limits: Int[Array, "B"],
     each: Int[Array, "B"],
@@ -189,14 +191,15 @@ def _moved(
     What that frees is shared evenly, and the next tokens go there.
     """
 
-    def move(pool: Pool) -> Pool:
+    def move(_, pool: Pool) -> Pool:
         guard = jnp.minimum(guarded(policy, limits), each)
-        kept, _ = slots_of.compete(worth(), pool.positions, pool.owner, pool.heads, pool.heads * each, guard)
+        kept, _ = slots_of.compete(worth(pool), pool.positions, pool.owner, pool.heads, pool.heads * each, guard)
         new = slots_of.build(pool, kept, pool.total, pool.heads * (limits + _over(policy)))
         new = dataclasses.replace(new, next_slot=first_empty(new.positions, new.offsets))
         return jax.tree.map(lambda a, b: jnp.where(due.reshape(-1, *(1,) * (a.ndim - 1)), a, b), new, pool)
 
-    return jax.lax.cond(jnp.any(due), move, lambda pool: pool, pool)
+    # A loop of no or one turn: its carry stays where it is; the branches of a cond would copy the pool at every step
+    return jax.lax.fori_loop(0, jnp.any(due).astype(jnp.int32), move, pool)
 
 
 def _line(stats: dict) -> dict:

@@ -391,7 +391,7 @@ def test_a_pool_goes_on_with_more_text_and_with_everything(tiny):
         (lambda: jaxkv.policy("adakv", budget=99, heads="sum"), "decide as one"),
         (lambda: jaxkv.policy("adakv", budget=99, rope="cache"), "rope='text'"),
         (lambda: jaxkv.policy("adakv", budget=99, safeguard=1.5), "safeguard=1.5"),
-        (lambda: jaxkv.policy("adakv", budget=99, interval=8), "no decode phase"),
+        (lambda: jaxkv.policy("adakv", budget=99, interval=8), "without a decode phase none move"),
         (lambda: jaxkv.policy("adakv-h2o", budget=8, interval=8, shift=8), "shift=8"),
         (lambda: jaxkv.policy("adakv-h2o", budget=8, shift=0), "shift=0"),
         (

@@ -132,8 +132,11 @@ class Policy:
                 raise BadValue(
                     f"allocate of={share.of.kind!r} needs what the prefill score has not: {', '.join(lacks)}"
                 )
-        if share.interval and self.decode is None:
-            raise BadValue(f"{where}: interval={share.interval} moves borders at decode, and there is no decode phase")
+        if share.interval and (self.decode is None or self.decode.every > 1):
+            raise BadValue(
+                f"{where}: interval={share.interval} moves borders between decode steps that overwrite one slot each; "
+                "without a decode phase none move, and one with every > 1 moves them at its cuts: leave interval= out"
+            )
         if share.interval and self.budget is not None and share.shift >= self.budget:
             raise BadValue(f"shift={share.shift}: expected fewer entries than the budget of {self.budget}")
 
