@@ -7,19 +7,23 @@ cache, and give back the context and the new cache.
 import dataclasses
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv import attend_pool
 from jaxkv import cache as slots_of
+from jaxkv import pool as pools
 from jaxkv.cache import EMPTY, LayerCache
 from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import rotate
 from jaxkv.policies.policy import Phase, Policy, priority
 from jaxkv.policies.propagate import Propagate
 from jaxkv.policies.score import Sight
+from jaxkv.pool import Pool
 from jaxkv.sharding.attention import decode_attend_score, prefill_attend, prefill_attend_mass
 from jaxkv.sharding.layout import Layout
 from pallas_kernels.decode_attend_score.victim import Rule, alive, victim
@@ -34,7 +38,7 @@ class LayerState:
     the `chosen` ones, by their index in the block.
     """
 
-    cache: LayerCache
+    cache: Any  # LayerCache or Pool
     slots: int
     limits: Int[Array, "B"]
     look: bool = True
@@ -78,7 +82,9 @@ def prefill_layer(
     if policy.rope == "text":
         query = rotate(query, positions[:, None, :], spec.rope)
         key = rotate(key, positions[:, None, :], spec.rope)
-    joined = layout.gathered(slots_of.append(layout.gathered(state.cache), key, value, each_head, entered))
+    joined = layout.gathered(
+        slots_of.append(layout.gathered(pools.by_head(state.cache)), key, value, each_head, entered)
+    )
 
     read, places = joined.keys, joined.positions
     if policy.rope == "cache":
@@ -144,7 +150,8 @@ def _prompt_mass(
     mass = prefill_attend_mass(layout, query, keys, at, key_positions, reduce=aggregate.queries, **softmax)
     apart = phase.protects.recent_entries(key_positions, now, state.limits)
     mass = aggregate.along_text(mass, key_positions, apart)
-    return aggregate.over_group(mass, keys.shape[1], state.learned)
+    mass = aggregate.over_group(mass, keys.shape[1], state.learned)
+    return aggregate.raised(mass, key_positions, apart)
 
 
 def _cut_prompt(
@@ -159,17 +166,34 @@ def _cut_prompt(
     """The cache cut back to its slots, with the slot of the next token chosen."""
     live = alive(joined.positions, now, window)
     joined = dataclasses.replace(joined, positions=jnp.where(live, joined.positions, EMPTY))
+    pooled = window is None and (policy.allocate.pooled or isinstance(state.cache, Pool))
     if policy.prefill is None or not state.look:
         rank = joined.positions.astype(jnp.float32)
+        if pooled:
+            pool = attend_pool.cut(
+                policy, joined, state.slots, state.limits, jnp.zeros_like(state.limits), lambda *_: rank
+            )
+            return dataclasses.replace(state, cache=attend_pool.aim(policy, pool, None, now, state.limits, sight))
         kept = slots_of.keep(joined, rank, state.slots, state.limits)
         return dataclasses.replace(state, cache=_aim(policy, kept, None, now, window, state.limits, sight))
 
-    room = state.limits - policy.prefill.reserved(state.limits)
-    worth = priority(policy.prefill, joined.stats, joined.positions, mass, now, state.limits, sight, room)
+    reserved = jnp.broadcast_to(policy.prefill.reserved(state.limits), state.limits.shape)
+    room = state.limits - reserved
+    worth_of = lambda phase, kept: priority(  # noqa: E731
+        phase, joined.stats, joined.positions, mass, now, state.limits, sight, kept
+    )
     carried = joined.stats if mass is None else {**joined.stats, "mass": mass}  # moves with its entries, then goes
-    kept = slots_of.keep(dataclasses.replace(joined, stats=carried), worth, state.slots, room)
+    carrying = dataclasses.replace(joined, stats=carried)
+    if pooled:
+        kept = attend_pool.cut(policy, carrying, state.slots, state.limits, reserved, worth_of)
+    else:
+        kept = slots_of.keep(carrying, worth_of(policy.prefill, room), state.slots, room)
     mass = kept.stats.get("mass")
     kept = dataclasses.replace(kept, stats={name: kept.stats[name] for name in policy.stats})
+    if isinstance(kept, Pool):
+        aimed = attend_pool.aim(policy, kept, mass, now, state.limits, sight)
+        stats = attend_pool.observe(policy, policy.prefill, kept.stats, mass, now)
+        return dataclasses.replace(state, cache=dataclasses.replace(aimed, stats=stats))
     aimed = _aim(policy, kept, mass, now, window, state.limits, sight)
     stats = policy.observe(policy.prefill, kept.stats, mass, now)
     return dataclasses.replace(state, cache=dataclasses.replace(aimed, stats=stats))
@@ -240,6 +264,12 @@ def decode_layer(
         key[:, :, None], value[:, :, None], positions=position[:, None], rotate=rotation, prompt=False,
         learned=state.learned,
     )  # fmt: skip
+    if isinstance(layer, Pool):
+        query, key = (rotate(x, position[:, None], spec.rope) for x in (query, key))
+        output, pool = attend_pool.decode_pool(
+            policy, position, query, key, value, entered, layer, limits, sight, scale=spec.scale, softcap=spec.softcap
+        )
+        return output[:, None], dataclasses.replace(state, cache=pool)
     stats = _write_stats(layer, entered, active)
 
     turn = None

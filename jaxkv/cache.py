@@ -37,19 +37,24 @@ class LayerCache:
         """C, the number of slots per KV head."""
         return self.positions.shape[-1]
 
+    def held(self) -> Int[Array, "B Hk"]:
+        """Entries held by each KV head."""
+        return jnp.sum(self.positions >= 0, axis=-1, dtype=jnp.int32)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """The bounded cache of a batch: one `LayerCache` per layer, and where each row stands in its text.
+    """The bounded cache of a batch, and where each row stands in its text.
 
+    One `LayerCache` per layer, or one `pool.Pool` where the layer's heads share a budget.
     `lengths [B]` counts the tokens seen, so it is the position of the next token; `limits [L, B]` is each row's
     budget per layer; `pending [B]` is a token already sampled but not yet run through the model (-1: none).
     `policy` and `model` say under what the cache was made: another policy's statistics or another model's keys would
     be meaningless here.
     """
 
-    layers: tuple[LayerCache, ...]
+    layers: tuple[Any, ...]
     lengths: Int[Array, "B"]
     limits: Int[Array, "L B"]
     pending: Int[Array, "B"]
@@ -68,7 +73,7 @@ class KVCache:
 
     def held(self) -> Int[Array, "L B Hk"]:
         """Entries held per layer, row and KV head."""
-        return jnp.stack([jnp.sum(layer.positions >= 0, axis=-1, dtype=jnp.int32) for layer in self.layers])
+        return jnp.stack([layer.held() for layer in self.layers])
 
 
 def one_row(cache: KVCache, index: int) -> KVCache:

@@ -13,6 +13,7 @@ from jax.experimental.multihost_utils import sync_global_devices
 from jaxkv.cache import KVCache, LayerCache
 from jaxkv.errors import BadCheckpoint
 from jaxkv.policies.policy import from_dict, to_dict
+from jaxkv.pool import Pool
 from jaxkv.sharding.layout import ONE_DEVICE, Layout
 
 FORMAT = 1
@@ -69,7 +70,7 @@ def restore(path: str | os.PathLike, params: Any = None) -> KVCache:
             f"{path}: made by model {facts['model']}, but these params are {params.fingerprint}; load that model"
         )
     cache = KVCache(
-        layers=tuple(LayerCache(**layer) for layer in arrays["layers"]),
+        layers=tuple((Pool if "offsets" in layer else LayerCache)(**layer) for layer in arrays["layers"]),
         lengths=arrays["lengths"],
         limits=arrays["limits"],
         pending=arrays["pending"],
@@ -84,8 +85,9 @@ def _arrays(cache: KVCache) -> dict[str, Any]:
     return {"layers": layers, "lengths": cache.lengths, "limits": cache.limits, "pending": cache.pending}
 
 
-def _shape_of(layer: LayerCache) -> dict[str, Any]:
-    return {"shape": list(layer.keys.shape), "dtype": str(layer.keys.dtype), "stats": sorted(layer.stats)}
+def _shape_of(layer: LayerCache | Pool) -> dict[str, Any]:
+    fact = {"shape": list(layer.keys.shape), "dtype": str(layer.keys.dtype), "stats": sorted(layer.stats)}
+    return {**fact, "heads": layer.heads} if isinstance(layer, Pool) else fact
 
 
 def _template(facts: dict[str, Any], layout: Layout) -> dict[str, Any]:
@@ -97,12 +99,14 @@ def _template(facts: dict[str, Any], layout: Layout) -> dict[str, Any]:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=layout.sharding(shape, axes))
 
     def layer(fact):
-        shape, flat = tuple(fact["shape"]), tuple(fact["shape"][:3])
-        return {
+        shape, flat = tuple(fact["shape"]), tuple(fact["shape"][:-1])
+        heads = (batch, fact.get("heads", flat[1]))
+        more = {"offsets": array((batch, heads[1] + 1), jnp.int32, divided=False)} if "heads" in fact else {}
+        return more | {
             "keys": array(shape, fact["dtype"]),
             "values": array(shape, fact["dtype"]),
             "positions": array(flat, jnp.int32),
-            "next_slot": array(flat[:2], jnp.int32),
+            "next_slot": array(heads, jnp.int32),
             "stats": {name: array(flat, jnp.float32) for name in fact["stats"]},
         }
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import cache as slots_of
+from jaxkv import pool as pools
 from jaxkv import run
 from jaxkv.cache import KVCache, LayerCache
 from jaxkv.errors import BadCheckpoint, BadValue
@@ -21,6 +22,7 @@ from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.catalogue import policy as by_name
 from jaxkv.policies.observe import Lookahead, Observe, PseudoQueries, Replay
 from jaxkv.policies.policy import Policy
+from jaxkv.pool import Pool
 from jaxkv.prompts import Prompt, left_padded, rows_of
 from jaxkv.sampling import Sampler
 from jaxkv.sharding.layout import on_host
@@ -241,6 +243,7 @@ def _prefill(
             f"policy {policy.name!r} runs only some of the prompt through the last layers, and these drafts need what "
             "the model held likely after each token: use PromptLookup, or leave speculative= out"
         )
+    _check_pools(params, policy, cache)
     if cache is not None:
         cache = layout.cache(_branched(cache, batch))
         pending = np.asarray(cache.pending)
@@ -272,6 +275,18 @@ def _prefill(
         model=params.fingerprint,
     )
     return cache, logits, expected
+
+
+def _check_pools(params: Params, policy: Policy, cache: KVCache | None, speculative: Speculative | None = None) -> None:
+    """Raises `BadValue` for a pool on a mesh or under drafts, which know only layers whose heads hold equally many."""
+    if not policy.allocate.pooled and not any(isinstance(layer, Pool) for layer in (cache.layers if cache else ())):
+        return
+    asked = "a mesh" if params.layout.mesh is not None else "speculative=" if speculative is not None else None
+    if asked is not None:
+        raise BadValue(
+            f"policy {policy.name!r} with {asked}: its heads share a pool, which {asked} does not know so far; leave "
+            "one of the two out, or set allocate kind 'uniform'"
+        )
 
 
 def _pseudo_tokens(
@@ -375,6 +390,7 @@ def _begin(
     chosen = _policy(params, policy, cache)
     if speculative is not None and params.layout.mesh is not None:
         raise BadValue("speculative= on a mesh: drafts are verified on one device so far; leave one of the two out")
+    _check_pools(params, chosen, cache, speculative)
     session = None if speculative is None else Session(speculative, params, chosen)
     went_on = cache is not None
     started = time.perf_counter()
@@ -441,7 +457,9 @@ def with_room(policy: Policy, config: Any, cache: KVCache, room: int) -> KVCache
     if policy.decode is None:
         held = on_host(cache.held()).max(axis=(1, 2))
         layers = tuple(
-            _grown(layer, int(held[index]) + room, config.attention_spec(index).window)
+            _widened(layer, room)
+            if isinstance(layer, Pool)
+            else _grown(layer, int(held[index]) + room, config.attention_spec(index).window)
             for index, layer in enumerate(layers)
         )
     layers = tuple(dataclasses.replace(layer, stats={k: layer.stats[k] for k in policy.stats}) for layer in layers)
@@ -457,6 +475,12 @@ def _grown(layer: LayerCache, tokens: int, window: int | None) -> LayerCache:
     return dataclasses.replace(
         slots_of.resize(layer, slots), next_slot=jnp.full(layer.next_slot.shape, layer.slots, jnp.int32)
     )
+
+
+def _widened(pool: Pool, tokens: int) -> Pool:
+    """The pool with slots for so many tokens more in every head."""
+    lacking = tokens - int(np.min(np.asarray(pool.sizes - pool.held())))
+    return pools.widened(pool, -(-lacking // GROW) * GROW) if lacking > 0 else pool
 
 
 def _row_keys(seed: int, rows: list[np.ndarray] | None, cache: KVCache, samples: int) -> jax.Array:

@@ -8,6 +8,7 @@ from jaxkv.cache import KVCache
 from jaxkv.errors import BadValue
 from jaxkv.models import ModelConfig
 from jaxkv.policies.policy import Policy
+from jaxkv.pool import Pool
 from jaxkv.sharding.layout import on_host
 
 ROUND = 16  # the first block is padded to a multiple of this, so that near lengths share a compilation
@@ -58,7 +59,7 @@ def plan(
                 f"budget {limits.max()} fills the model's context of {config.max_position}: lower budget= to leave "
                 "room for the tokens that come"
             )
-    held = np.zeros(config.num_layers, np.int64) if cache is None else on_host(cache.held()).max(axis=(1, 2))
+    held = np.zeros(config.num_layers, np.int64) if cache is None else _held(cache)
 
     slots = []
     for layer in range(config.num_layers):
@@ -78,6 +79,13 @@ def plan(
     return Plan(
         tuple(slots), min(-(-first // ROUND) * ROUND, block), blocks, block, _looks(policy, total, limits)
     ), limits
+
+
+def _held(cache: KVCache) -> np.ndarray:
+    """Slots per KV head that hold what each layer holds; in a pool, on average over the heads."""
+    held = on_host(cache.held())
+    most = [np.ceil(layer.mean(axis=1)).max() for layer in held]
+    return np.array([most[i] if isinstance(cache.layers[i], Pool) else held[i].max() for i in range(len(held))], int)
 
 
 def _looks(policy: Policy, total: np.ndarray, limits: np.ndarray) -> bool:

@@ -6,6 +6,7 @@ Everything here is pure and jitted with static config, policy and plan; `generat
 import dataclasses
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +15,18 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxkv import cache as slots_of
+from jaxkv import pool
 from jaxkv.attend import LayerState, decode_layer, prefill_layer
-from jaxkv.cache import EMPTY, KVCache, LayerCache
+from jaxkv.cache import EMPTY, KVCache
 from jaxkv.models import Decoder, ModelConfig, graphdef
 from jaxkv.plan import Plan
 from jaxkv.policies.observe import Replay
 from jaxkv.policies.policy import Policy
+from jaxkv.pool import Pool
 from jaxkv.sampling import Sampler
 from jaxkv.sharding.layout import ONE_DEVICE, Layout
 
-Layers = tuple[LayerCache, ...]
+Layers = tuple[Any, ...]  # of LayerCache or Pool
 Expected = tuple[Int[Array, "B T K"], Float[Array, "B T K"]]  # the likeliest next tokens and their probabilities
 Learned = Mapping[str, Array]  # name -> [L, ...], what was measured beforehand
 NOTHING: Learned = {}
@@ -37,6 +40,10 @@ def model_of(config: ModelConfig, weights) -> Decoder:
 
 def _of_layer(learned: Learned, layer: int) -> dict[str, Array]:
     return {name: value[layer] for name, value in learned.items()}
+
+
+def _in_time_order(layer: Any, layout: Layout) -> Any:
+    return pool.in_time_order(layer) if isinstance(layer, Pool) else slots_of.in_time_order(layout.gathered(layer))
 
 
 def empty_layers(config: ModelConfig, policy: Policy, batch: int, dtype) -> Layers:
@@ -76,7 +83,7 @@ def prefill(
     """
     model = model_of(config, weights)
     # the slots of a cache to go on from lie as decoding left them; from here on they stay in time order
-    layers = tuple(slots_of.in_time_order(layout.gathered(layer)) if layer.slots else layer for layer in layers)
+    layers = tuple(_in_time_order(layer, layout) if layer.slots else layer for layer in layers)
     replays = plan.look and policy.prefill is not None and isinstance(policy.prefill.observe, Replay)
     end = lengths + jnp.sum(positions >= 0, axis=-1, dtype=jnp.int32)
     ahead = end[:, None] + jnp.arange(pseudo.shape[1], dtype=jnp.int32)

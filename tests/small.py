@@ -1,11 +1,14 @@
 """The policies that every suite runs by default, and the options that fit policies to tiny prompts."""
 
-CORE = ("full", "streaming-llm", "snapkv", "h2o", "tova", "knorm", "dapq", "longflow", "dapq-longflow")
+CORE = ("full", "streaming-llm", "snapkv", "h2o", "tova", "knorm", "dapq", "longflow", "dapq-longflow", "adakv-h2o")
 SMALL = {  # published windows are longer than the tiny prompts
     "snapkv": {"window": 6},
     "longflow": {"window": 6},
     "dapq": {"count": 6},
     "dapq-longflow": {"count": 6},
+    "adakv-h2o": {"interval": 4, "shift": 2},
+    "ada-pyramidkv": {"window": 6},
+    "adakv": {"window": 6},
     "a2sf": {"window": 6},
     "chunk-topk": {"chunk": 8},
     "chunkkv": {"window": 4, "chunk": 4},
@@ -13,12 +16,14 @@ SMALL = {  # published windows are longer than the tiny prompts
     "compresskv": {"window": 4},
     "compactor": {"sinks": 2, "recent": 2, "chunk": 8},
     "criticalkv": {"window": 4},
+    "critical-adakv": {"window": 4},
     "cur": {"every": 4, "local": 4},
     "ems": {"question": 4, "prefill_recent": 4, "decode_recent": 4},
     "epicache": {"count": 6, "sinks": 2},
     "fastkv": {"window": 4},
     "finch": {"question": 4, "recent": 4},
     "graphkv": {"window": 6},
+    "defensivekv": {"window": 4},
     "keydiff": {"every": 4},
     "kvcrush": {"window": 6},
     "lacache": {"every": 4},
@@ -27,6 +32,7 @@ SMALL = {  # published windows are longer than the tiny prompts
     "lazyeviction": {"window": 4, "decode_recent": 4, "every": 4},
     "leverage": {"every": 4},
     "non-causal": {"chunk": 8},
+    "pyramidkv": {"window": 6},
     "r-kv": {"window": 4, "decode_recent": 4, "every": 4},
     "scope": {"window": 3, "reserve": 0.5},
     "vatp": {"sinks": 2},

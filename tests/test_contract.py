@@ -1,5 +1,6 @@
 """The cache rules of the design, for every registered policy.
 
+Heads that share a pool keep as many entries together as equal heads, and each at least its safeguard.
 By default the first policies run the whole suite (`CORE`), and one of each other way through the code the lean
 `test_rules_of_the_family`, which compiles twice (`LEAN`); the whole suite on every policy is marked slow.
 """
@@ -12,15 +13,20 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ordered import heads_of
 from small import CORE, SMALL
 
 import jaxkv
 from jaxkv import run
+from jaxkv.attend_pool import guarded
+from jaxkv.cache import LayerCache
 from jaxkv.policies import catalogue
+from jaxkv.pool import Pool
 
 LEAN = (
     *("chunkkv-entropy", "compactor", "compresskv", "criticalkv", "expected-attention", "fastkv", "finch"),
     *("kvcrush", "kvzip", "lacache", "lagkv", "laq", "lazyeviction", "q-filters", "r-kv", "scope", "treekv"),
+    *("adakv", "critical-adakv"),
 )
 OTHERS = [name for name in sorted(catalogue()) if name not in CORE]
 REST = [pytest.param(name, marks=() if name in LEAN else pytest.mark.slow) for name in OTHERS]
@@ -46,7 +52,27 @@ def generated(params, prompt, chosen, steps=20, **options):
 
 def entries(layer, row=0):
     """The positions held per head, in time order."""
-    return [sorted(int(p) for p in head if p >= 0) for head in np.asarray(layer.positions[row])]
+    return [sorted(int(p) for p in head if p >= 0) for head in heads_of(layer, row)]
+
+
+def guard(chosen, limit):
+    """Entries that each head keeps where heads compete; all of its budget where they don't."""
+    return int(guarded(chosen, jnp.array([limit]))[0]) if chosen.allocate.pooled else limit
+
+
+def freed(chosen):
+    """Entries per head that the last move of borders may have made room for."""
+    return getattr(chosen.allocate, "shift", 0) if getattr(chosen.allocate, "interval", 0) else 0
+
+
+def even(layer):
+    """A pool whose heads got equally many slots as the layer that it would be without competition."""
+    if not isinstance(layer, Pool):
+        return layer
+    assert (np.asarray(layer.sizes) == layer.slots).all()
+    split = lambda x: x.reshape(x.shape[0], layer.heads, layer.slots, *x.shape[2:])  # noqa: E731
+    each = {name: split(getattr(layer, name)) for name in ("keys", "values", "positions")}
+    return LayerCache(**each, next_slot=layer.next_slot, stats={})
 
 
 def poisoned(layer):
@@ -65,11 +91,20 @@ def assert_rules(cache, chosen, row=0):
     seen = int(cache.lengths[row])
     for index, layer in enumerate(cache.layers):
         limit = int(cache.limits[index][row])
-        for held in entries(layer, row):
-            assert len(held) == len(set(held)) <= layer.slots
+        over = chosen.decode.every if chosen.decode is not None and chosen.decode.every > 1 else 0
+        each = entries(layer, row)
+        if isinstance(layer, Pool):
+            total = sum(map(len, each))
+            assert chosen.decode is None or total <= layer.heads * (limit + over)
+            if seen >= limit:
+                reserved = chosen.prefill.reserved(np.int32(limit))
+                assert total >= layer.heads * (limit - reserved - freed(chosen))
+                assert min(map(len, each)) >= min(guard(chosen, limit), limit - reserved - freed(chosen))
+        for head, held in enumerate(each):
+            assert len(held) == len(set(held)) <= len(heads_of(layer, row)[head])
             assert all(0 <= p < seen for p in held)
-            if chosen.decode is not None:
-                assert len(held) <= limit + (chosen.decode.every if chosen.decode.every > 1 else 0)
+            if chosen.decode is not None and not isinstance(layer, Pool):
+                assert len(held) <= limit + over
                 if seen >= limit:
                     assert len(held) >= limit - chosen.prefill.reserved(np.int32(limit))
             for phase in chosen.phases:
@@ -82,10 +117,11 @@ def test_budget_holds_at_prefill_and_decode(tiny, name, block):
     params, chosen = tiny(FAMILY), policy(name, block=block)
     cache = jaxkv.prefill(params, ids(50), policy=chosen)
     for layer in cache.layers:
-        positions = np.asarray(layer.positions[0])
-        for head in positions:
+        kept = 16 - chosen.prefill.reserved(np.int32(16))
+        assert int(layer.held().sum()) == kept * layer.held().shape[1], "the prompt fills its budget"
+        for head in heads_of(layer):
             held = head[head >= 0]
-            assert len(held) == 16 - chosen.prefill.reserved(np.int32(16)), "the prompt fills its budget"
+            assert len(held) == kept or isinstance(layer, Pool), "each head its own"
             assert (np.diff(held) > 0).all(), "kept entries are in time order"
             assert (head[: len(head) - len(held)] < 0).all(), "behind the empty slots"
     assert_rules(cache, chosen)
@@ -111,10 +147,12 @@ def test_enough_budget_is_the_full_cache(tiny, name):
     chosen = dataclasses.replace(chosen, prefill=dataclasses.replace(chosen.prefill, reserve=0))
     ours = generated(params, prompt, chosen, steps)
     assert ours.tokens.tolist() == full.tokens.tolist()
-    for mine, theirs in zip(ours.cache.layers, full.cache.layers, strict=True):
+    for mine, theirs in zip(map(even, ours.cache.layers), full.cache.layers, strict=True):
         assert mine.slots == theirs.slots
         assert np.array_equal(np.asarray(mine.positions), np.asarray(theirs.positions))
-        if chosen.rope == "text":  # bit for bit, hidden states and all
+        if chosen.allocate.pooled:  # attention reads another shape
+            np.testing.assert_allclose(np.asarray(mine.keys), np.asarray(theirs.keys), atol=2e-5)
+        elif chosen.rope == "text":  # bit for bit, hidden states and all
             held = np.asarray(mine.positions)[..., None] >= 0
             assert np.array_equal(np.where(held, mine.keys, 0), np.where(held, theirs.keys, 0))
         np.testing.assert_allclose(np.asarray(mine.values), np.asarray(theirs.values), atol=2e-5)
@@ -207,10 +245,14 @@ def test_rules_of_the_family(tiny, name):
         assert_rules(cache, chosen, row)
     kept = 16 - chosen.prefill.reserved(np.int32(16))
     for layer in cache.layers:
+        pooled = isinstance(layer, Pool)
+        new = 0 if chosen.decode is not None else 8
+        if pooled:
+            assert int(layer.held()[0].sum()) >= (kept + new - freed(chosen)) * layer.heads
         for held, few in zip(entries(layer), entries(layer, 1), strict=True):
-            assert few == list(range(11)) and len(held) >= kept
+            assert few == list(range(11)) and (pooled or len(held) >= kept)
             if chosen.decode is None:
-                assert len(held) == kept + 8 and held[-8:] == list(range(45, 53))
+                assert (pooled or len(held) == kept + 8) and held[-8:] == list(range(45, 53))
             else:
                 recents = int(chosen.decode.protects.recents(jnp.array([16]))[0])
                 assert set(range(53 - recents, 53)) <= set(held)

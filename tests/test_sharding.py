@@ -24,7 +24,7 @@ from jaxkv.sharding import Layout, on_host
 from jaxkv.sharding.mesh import parsed
 from jaxkv.sharding.traffic import collectives
 
-NAMES = sorted(catalogue())
+NAMES = [name for name in sorted(catalogue()) if not catalogue()[name].allocate.pooled]  # a pool is refused
 MESHES = {"8,1,1": (8, 1, 1), "1,8,1": (1, 8, 1), "1,1,8": (1, 1, 8), "2,2,2": (2, 2, 2)}
 ALWAYS = ("dapq-longflow",)  # on every mesh; CORE on 2,2,2; the rest are slow
 CASES = [

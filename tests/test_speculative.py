@@ -653,4 +653,5 @@ def test_every_policy_speculates_or_says_why_not():
             assert f"policy {name!r}" in str(error) and "leave speculative= out" in str(error)
     slow = {name for name, known in catalogue().items() if known.decode and known.decode.every > 1}
     bent = {name for name, known in catalogue().items() if known.decode and not known.decode.straight}
-    assert refused == slow | bent and bent
+    pooled = {name for name, known in catalogue().items() if known.allocate.pooled}
+    assert refused == slow | bent | pooled and bent

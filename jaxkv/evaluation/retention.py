@@ -10,6 +10,7 @@ from jaxkv.cache import KVCache
 from jaxkv.errors import BadValue
 from jaxkv.generate import generate
 from jaxkv.policies.policy import Policy
+from jaxkv.pool import by_head
 from jaxkv.weights.params import Params
 
 
@@ -66,9 +67,9 @@ def retained(params: Params, prompt: Any, policy: Policy, *, steps: int = 64, ev
 
 def _held(cache: KVCache, tokens: int) -> np.ndarray:
     """bool `[L, Hk, tokens]` of row 0."""
-    out = np.zeros((len(cache.layers), cache.layers[0].positions.shape[1], tokens), bool)
+    out = np.zeros((len(cache.layers), cache.layers[0].next_slot.shape[1], tokens), bool)
     for index, layer in enumerate(cache.layers):
-        positions = np.asarray(layer.positions[0])
+        positions = np.asarray(by_head(layer).positions[0])
         head, slot = np.nonzero(positions >= 0)
         out[index, head, positions[head, slot]] = True
     return out

@@ -1,6 +1,7 @@
 """Policies: the parts, and the catalogue of named methods made of them."""
 
 from jaxkv.policies.aggregate import Aggregate as Aggregate
+from jaxkv.policies.allocate import Adaptive as Adaptive
 from jaxkv.policies.allocate import Pyramid as Pyramid
 from jaxkv.policies.allocate import Uniform as Uniform
 from jaxkv.policies.by_keys import Cur as Cur

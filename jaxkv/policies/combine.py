@@ -152,12 +152,12 @@ class Then(Combined):
         self._join(self.first, self.second)
 
     def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        assert sight.limits is not None and sight.protected is not None
+        assert sight.protected is not None
         first = jnp.where(sight.protected, jnp.inf, self.first.score(stats, sight))
-        chosen = jnp.floor(sight.limits.astype(jnp.float32) * self.share).astype(jnp.int32)
+        chosen = jnp.floor(sight.goal.astype(jnp.float32) * self.share).astype(jnp.int32)
         if self.share > 0:
             chosen = jnp.maximum(chosen, 1)
-        leads = best_first(first, sight.at) < chosen[:, None, None]
+        leads = best_first(first, sight.at) < chosen
         return jnp.where(leads, BIG, self.second.score(stats, sight))
 
 
@@ -211,9 +211,8 @@ def _weight(weight: float | str, sight: Sight) -> Float[Array, "..."]:
     """The number, or the fraction of each row's entries that has to go `[B, 1, 1]`."""
     if not isinstance(weight, str):
         return jnp.float32(weight)
-    assert sight.limits is not None
-    held = jnp.max(count(sight.live, -1), axis=-1)
-    return jnp.maximum(1 - sight.limits.astype(jnp.float32) / held, 0.0)[:, None, None]
+    held = jnp.max(count(sight.live, -1), axis=-1)[:, None, None]
+    return jnp.maximum(1 - sight.goal.astype(jnp.float32) / held, 0.0)
 
 
 def _scaled(score: Float[Array, "B Hk S"], sight: Sight, scale: str) -> Float[Array, "B Hk S"]:

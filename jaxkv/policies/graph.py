@@ -41,9 +41,9 @@ class Propagated(Combined):
         self._join(self.of)
 
     def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        assert sight.limits is not None and sight.protected is not None
+        assert sight.protected is not None
         score, keys = self.of.score(stats, sight), unit(sight.k)
-        count = jnp.maximum(sight.limits.astype(jnp.float32) * self.share, 1.0).astype(jnp.int32)[:, None, None]
+        count = jnp.maximum(sight.goal.astype(jnp.float32) * self.share, 1.0).astype(jnp.int32)
         rows = jnp.moveaxis(in_chunks(keys, 256), 2, 0)  # at a time: there is never an S x S array
         for _ in range(self.rounds):
             source = sight.live & (best_first(jnp.where(sight.protected, jnp.inf, score), sight.at) < count)

@@ -79,6 +79,7 @@ class Crush(Score):
 
     share: float = 0.5
     kind: ClassVar[str] = "crush"
+    together: ClassVar[bool] = True
     looks: ClassVar[bool] = True
     straight: ClassVar[bool] = False
 
@@ -87,17 +88,17 @@ class Crush(Score):
             raise BadValue(f"share={self.share}: expected a fraction of the budget")
 
     def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        assert sight.mass is not None and sight.limits is not None and sight.protected is not None
+        assert sight.mass is not None and sight.protected is not None
         at, live = sight.at, sight.live
         mean = jnp.sum(jnp.where(live, sight.mass, 0.0), axis=-1, keepdims=True) / count(live, -1, keepdims=True)
         anchor = jnp.arange(at.shape[1])[:, None] % 2 == 1
         distance = jnp.sum((sight.mass > mean) != anchor, axis=1, keepdims=True).astype(jnp.float32)
         total = jnp.where(sight.protected, BIG, jnp.sum(sight.mass, axis=1, keepdims=True))
-        chosen = jnp.floor(sight.limits.astype(jnp.float32) * self.share).astype(jnp.int32)[:, None, None]
+        chosen = jnp.floor(sight.goal.astype(jnp.float32) * self.share).astype(jnp.int32)
         leads = best_first(total, at) < chosen
         rest = live & ~leads
         place = best_first(jnp.where(rest, -distance, -BIG), jnp.where(rest, at, -1))
         many = jnp.sum(rest, axis=-1, keepdims=True)
-        wanted = jnp.clip(sight.limits[:, None, None] - chosen, 0, many)
+        wanted = jnp.clip(sight.goal - chosen, 0, many)
         sampled = (place + 1) * wanted // jnp.maximum(many, 1) > place * wanted // jnp.maximum(many, 1)
         return jnp.where(leads, BIG, jnp.where(rest & sampled, 1.0, 0.0))

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv.errors import BadValue, unknown
 from jaxkv.policies import allocate, observe, scores
 from jaxkv.policies.aggregate import Aggregate
-from jaxkv.policies.allocate import Allocate, Uniform
+from jaxkv.policies.allocate import Adaptive, Allocate, Uniform
 from jaxkv.policies.observe import NoQueries, Observe
 from jaxkv.policies.propagate import Propagate
 from jaxkv.policies.score import Entering, Recency, Score, Sight, Stats
@@ -112,6 +112,8 @@ class Policy:
             )
         if self.decode is not None and self.decode.aggregate.best:
             raise BadValue("aggregate best= picks heads at prefill only: leave it out of the decode phase")
+        if isinstance(self.allocate, Adaptive):
+            self._check_competition(self.allocate)
         if self.budget is not None:
             if isinstance(self.budget, bool) or int(self.budget) != self.budget:
                 raise BadValue(f"budget={self.budget!r}: expected a whole number of tokens per KV head")
@@ -122,6 +124,35 @@ class Policy:
                 )
         if self.ratio is not None and not 0 <= self.ratio < 1:
             raise BadValue(f"ratio={self.ratio}: expected a fraction removed, from 0 up to but not including 1")
+
+    def _check_competition(self, share: Adaptive) -> None:
+        where = f"policy {self.name!r}, whose heads compete for a layer's budget"
+        if self.prefill is None:
+            raise BadValue(f"{where}, evicts nothing: give it a prefill phase, or allocate kind 'uniform'")
+        if self.rope != "text":
+            raise BadValue(f"{where}: expected rope='text'; a place in the cache is no position that heads share")
+        for phase in self.phases:
+            together = [leaf.kind for leaf in phase.score.leaves() if leaf.together]
+            if phase.aggregate.heads != "each" or together:
+                raise BadValue(
+                    f"{where}, lets them decide as one (aggregate heads={phase.aggregate.heads!r}, score "
+                    f"{phase.score.kind!r}): set heads='each' and another score, or allocate kind 'uniform'"
+                )
+        if share.of is not None:
+            own = self.prefill.score
+            lacks = [fact for fact in ("looks", "projects") if getattr(share.of, fact) and not getattr(own, fact)]
+            lacks += sorted(set(share.of.stats) - set(own.stats))
+            if lacks:
+                raise BadValue(
+                    f"allocate of={share.of.kind!r} needs what the prefill score has not: {', '.join(lacks)}"
+                )
+        if share.interval and (self.decode is None or self.decode.every > 1):
+            raise BadValue(
+                f"{where}: interval={share.interval} moves borders between decode steps that overwrite one slot each; "
+                "without a decode phase none move, and one with every > 1 moves them at its cuts: leave interval= out"
+            )
+        if share.interval and self.budget is not None and share.shift >= self.budget:
+            raise BadValue(f"shift={share.shift}: expected fewer entries than the budget of {self.budget}")
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -216,7 +247,7 @@ def priority(
     now: Int[Array, "B"],
     limits: Int[Array, "B"],
     sight: Sight | None = None,
-    kept: Int[Array, "B"] | None = None,
+    kept: Int[Array, "B *Hk"] | None = None,
 ) -> Float[Array, "B Hk S"]:
     """The phase's score over the heads, from the statistics before this mass; +inf for what it protects.
 
@@ -238,7 +269,7 @@ def priority(
     return jnp.where(protected, jnp.inf, value)
 
 
-PARTS = {"observe": observe.KINDS, "allocate": allocate.KINDS} | dict.fromkeys(
+PARTS = {"observe": observe.KINDS, "allocate": allocate.KINDS, "layers": allocate.LAYERS} | dict.fromkeys(
     ("score", "of", "first", "second"), scores.KINDS
 )
 PLAIN = {"aggregate": Aggregate, "select": Select, "propagate": Propagate}

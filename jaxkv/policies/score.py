@@ -44,9 +44,9 @@ class Sight:
     """What a score that is no straight line may look at: a layer's entries, and at prefill the block's queries.
 
     `keys` are turned to `places` (text or cache positions, by the policy's rope), `queries` are before RoPE.
-    `limits` is the number of entries to keep, `protected` marks those that stay whatever their score. `out` is the
-    layer's output matrix by query heads, for scores that say `projects`; `learned` is what was measured on the layer
-    beforehand, for scores that say what they `learn`.
+    `limits` is the number of entries to keep, per row or per head; `protected` marks those that stay whatever their
+    score. `out` is the layer's output matrix by query heads, for scores that say `projects`; `learned` is what was
+    measured on the layer beforehand, for scores that say what they `learn`.
     """
 
     keys: Float[Array, "B Hk S D"] | None = None
@@ -62,7 +62,7 @@ class Sight:
     positions: Int[Array, "B Hk S"] | None = None
     mass: Float[Array, "B Hk S"] | None = None
     now: Int[Array, "B"] | None = None
-    limits: Int[Array, "B"] | None = None
+    limits: Int[Array, "B *Hk"] | None = None
     protected: Bool[Array, "B Hk S"] | None = None
     sinks: int = 0
     learned: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
@@ -77,6 +77,12 @@ class Sight:
         """The entries' positions in the text, -1 for an empty slot."""
         assert self.positions is not None
         return self.positions
+
+    @property
+    def goal(self) -> Int[Array, "B Hk_or_1 1"]:
+        """The number of entries to keep, to compare with places in a head."""
+        assert self.limits is not None
+        return self.limits.reshape(self.limits.shape[0], -1, 1)
 
     @property
     def next(self) -> Int[Array, "B"]:
@@ -114,6 +120,7 @@ class Score:
     projects: ClassVar[bool] = False  # needs the output matrix
     signed: ClassVar[bool] = False  # may be negative
     aware: ClassVar[bool] = False  # the prompt's last tokens decide, whoever observes
+    together: ClassVar[bool] = False  # sums over the KV heads, which must hold the same tokens
     learns: ClassVar[tuple[str, ...]] = ()  # what it needs of `jaxkv calibrate`
     parts: ClassVar[tuple["Score", ...]] = ()  # the scores it is made of
 

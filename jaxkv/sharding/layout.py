@@ -116,7 +116,7 @@ class Layout:
 
     # ---- the cache
 
-    def layer(self, layer: LayerCache) -> LayerCache:
+    def layer(self, layer: Any) -> Any:
         """The layer's arrays, divided by rows, heads and slots, inside a compiled program."""
         return jax.tree.map(lambda leaf: self.constrain(leaf, *self.slot_axes(leaf.ndim)), layer)
 
@@ -146,7 +146,7 @@ class Layout:
         small = {name: self.put(getattr(cache, name)) for name in ("lengths", "limits", "pending")}
         return dataclasses.replace(cache, layers=self.layers(layers), **small)
 
-    def layers(self, layers: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
+    def layers(self, layers: tuple[Any, ...]) -> tuple[Any, ...]:
         """The layers' arrays on this layout's devices, divided by rows, heads and slots."""
         return jax.tree.map(lambda leaf: self.put(leaf, *self.slot_axes(leaf.ndim)), layers)
 

@@ -42,6 +42,11 @@ class Branches:
 
 def check(policy: Policy) -> None:
     """Raises `BadValue` for a policy under which a tree cannot equal plain decoding."""
+    if policy.allocate.pooled:
+        raise BadValue(
+            f"policy {policy.name!r} lets heads share a pool, which a tree of drafts cannot read so far: use allocate "
+            "kind 'uniform', or leave speculative= out"
+        )
     if policy.decode is not None and policy.decode.every > 1:
         raise BadValue(
             f"policy {policy.name!r} cuts its cache every {policy.decode.every} tokens, which cannot be done inside a "

@@ -3,7 +3,7 @@
     python tests/oracle/make_kvpress.py [path/to/SmolLM2-135M-Instruct.Q4_1.gguf]
 
 `kvpress/<model>.npz` holds the methods that jaxkv has first, `kvpress/<model>-more.npz` those that follow, and
-`kvpress/<model>-family.npz` and `-calibrated.npz` (tiny models) the last ones. The keys:
+`kvpress/<model>-family.npz`, `-calibrated.npz` and `-pools.npz` (tiny models) the last ones. The keys:
 `ids` int32 [1, S]; `<method>/r<ratio>/layer<i>/scores` float32 [Hk, S], higher = keep; `.../kept` int16 [Hk, n],
 sorted; `.../margin` float32 [Hk]: the lowest kept score less the highest dropped one, relative to the larger of the two
 (0: a tie, where any choice is right).
@@ -149,6 +149,20 @@ LAST = {
     "qwen2": PLAIN_FAMILY | {"finch-w8": FAMILY["finch-w8"]},  # CriticalKV wants a head_dim in the configuration
 }
 
+# Heads that compete. CriticalKV wants a head_dim in the configuration, which Qwen2's has not; Gemma as above.
+COMPETING = {
+    "adakv-knorm": (lambda r: kvpress.AdaKVPress(kvpress.KnormPress(r)), "sdpa"),
+    "adakv-keydiff-a0.5": (lambda r: kvpress.AdaKVPress(kvpress.KeyDiffPress(r), alpha_safeguard=0.5), "sdpa"),
+}
+POOLS = COMPETING | {
+    "criticaladakv-snapkv-w8-k5": (lambda r: kvpress.CriticalAdaKVPress(kvpress.SnapKVPress(r, window_size=8)), "sdpa"),
+    "adakv-expected-n512-e0.01": (
+        lambda r: kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(r, epsilon=1e-2)),
+        "sdpa",
+    ),
+}
+LAST_POOLS = {"gemma3_text": COMPETING, "qwen2": COMPETING}
+
 # family -> (configuration file, methods, more methods)
 TINY = {
     "llama2": ("config.json", SMALL, SMALL_MORE),
@@ -190,6 +204,17 @@ def gate_margin(scores: np.ndarray, press) -> float:
     return smallest
 
 
+def critical_margin(scores: np.ndarray, safe: np.ndarray, mask: np.ndarray, press, values, module) -> np.ndarray:
+    """The smaller of the margins of CriticalAdaKV's two choices inside each head [Hk]."""
+    norms = kvpress.CriticalKVPress.vwl1norm(values, module)[0].float().numpy()
+    sure = np.where(safe, np.float32(3e38), scores)
+    first = np.zeros(mask.shape, bool)
+    for head, kept in enumerate(mask.sum(-1)):
+        first[head, np.argsort(-sure[head])[: int(kept * press.first_stage_ratio)]] = True
+    second = np.where(first | safe, np.float32(3e38), (scores + press.epsilon) * norms)
+    return np.minimum(margins(sure, first | safe), margins(second, mask))
+
+
 def watch(press, seen: dict[int, dict[str, np.ndarray]]):
     """The press, telling `seen` per layer what it scored and kept."""
     scorer = getattr(press, "press", press)
@@ -210,16 +235,22 @@ def watch(press, seen: dict[int, dict[str, np.ndarray]]):
         out = compress(module, hidden_states, keys, values, attentions, kwargs)
         entry = seen[module.layer_idx]
         scores = entry["scores"]
-        if isinstance(press, kvpress.AdaKVPress):
+        if isinstance(press, kvpress.AdaKVPress | kvpress.CriticalAdaKVPress):
             _, heads, slots = (x.numpy() for x in module.masked_key_indices)
             mask = np.ones(scores.shape, bool)
             mask[heads, slots] = False
             entry["kept_mask"] = mask
             safe = np.sort(scores, axis=-1)[:, -max(1, int(mask.sum() // len(mask) * press.alpha_safeguard)), None]
             free = np.where(scores >= safe, np.inf, scores)  # the safeguard's entries are kept whatever the others
-            entry["margin"] = margins(
-                np.where(np.isinf(free), np.float32(3e38), free).reshape(1, -1), mask.reshape(1, -1)
-            )
+            free = np.where(np.isinf(free), np.float32(3e38), free)
+            chosen = mask
+            if isinstance(press, kvpress.CriticalAdaKVPress):  # the shares are those that AdaKV would have given
+                chosen = free >= np.sort(free, axis=None)[-mask.sum()]
+                assert (chosen.sum(-1) == mask.sum(-1)).all()
+                inside = critical_margin(scores, scores >= safe, mask, press, values, module).min()
+            entry["margin"] = margins(free.reshape(1, -1), chosen.reshape(1, -1))
+            if chosen is not mask:
+                entry["margin"] = np.minimum(entry["margin"], inside)
         else:
             kept = positions_of(keys[0], out[0][0])
             mask = np.zeros(scores.shape, bool)
@@ -318,15 +349,15 @@ def tiny(family: str, config_file: str) -> dict:
     return models
 
 
-def last_methods(family: str, models: dict, methods: dict, name: str) -> None:
-    """`kvpress/<family>-<name>.npz`: these methods, on ids of their own."""
+def last_methods(family: str, models: dict, name: str, methods: dict, first: int) -> None:
+    """`kvpress/<family>-<name>.npz`: the methods on ids of their own, from a `first` seed on."""
     vocabulary = models["sdpa"].config.get_text_config().vocab_size
-    for seed in range(500):
-        ids = 3 + torch.randperm(vocabulary - 3, generator=torch.Generator().manual_seed(1000 + seed))[None, :120]
+    for seed in range(first, first + 500):
+        ids = 3 + torch.randperm(vocabulary - 3, generator=torch.Generator().manual_seed(seed))[None, :120]
         try:
             arrays = run(models, ids, methods, (0.3, 0.5, 0.75), need=MARGIN)
         except NearTie as tie:
-            print(f"  seed {1000 + seed}: {tie}: trying the next")
+            print(f"  seed {seed}: {tie}: trying the next")
         else:
             break
     else:
@@ -355,12 +386,13 @@ def main() -> None:
             agree(models, ids)
         for name, arrays in zip((family, f"{family}-more"), results, strict=True):
             save(GOLDENS / "kvpress" / f"{name}.npz", arrays)
-        last_methods(family, models, LAST.get(family, FAMILY), "family")
+        last_methods(family, models, "family", LAST.get(family, FAMILY), 1000)
+        last_methods(family, models, "pools", LAST_POOLS.get(family, POOLS), 2000)
         if family in CALIBRATED:
             config = models["sdpa"].config
             heads = config.num_attention_heads, config.num_key_value_heads
             sizes = (config.num_hidden_layers, *heads, models["sdpa"].model.layers[0].self_attn.head_dim)
-            last_methods(family, models, calibrated(sizes), "calibrated")
+            last_methods(family, models, "calibrated", calibrated(sizes), 1000)
     if len(sys.argv) == 2:
         print("smollm2")
         path = Path(sys.argv[1])

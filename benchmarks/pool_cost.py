@@ -1,0 +1,86 @@
+"""What a pool costs against a uniform cache of the same total, and what each method holds of the full cache.
+
+Decode steps of the same model and parts, once with heads that compete and once with equal heads, in turns in one
+process; then bytes held over the full cache's, read from the arrays, for every method whose heads compete.
+
+    python -m benchmarks.pool_cost
+"""
+
+import argparse
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+import jaxkv
+from benchmarks.family_cost import decoded, prefilled
+from benchmarks.flat_cost import in_turns
+from benchmarks.report import prose_rows, table, write
+from jaxkv.policies.catalogue import catalogue
+
+
+def uniform(policy: jaxkv.Policy) -> jaxkv.Policy:
+    """The same parts with equal heads."""
+    return dataclasses.replace(policy, allocate=policy.allocate.layers)
+
+
+def costs(params: Any, policy: jaxkv.Policy, batch: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of a decode step and of the prefill, pool and uniform in turns, and the median of the rounds' ratios."""
+    rows = prose_rows(params.tokenizer, batch, options.tokens)
+    pair = {"pool": policy, "uniform": uniform(policy)}
+    step = in_turns(
+        {name: decoded(params, each, rows, options.new_tokens) for name, each in pair.items()}, options.rounds
+    )
+    prefill = in_turns({name: prefilled(params, each, rows) for name, each in pair.items()}, options.rounds)
+    ratio = {
+        name: float(np.median(np.array(took["pool"]) / np.array(took["uniform"])))
+        for name, took in (("step", step), ("prefill", prefill))
+    }
+    return {"policy": policy.name, "batch": batch, "step": step, "prefill": prefill, "ratio": ratio}
+
+
+def held(params: Any, policy: jaxkv.Policy, full: int, rows: list[list[int]]) -> dict[str, Any]:
+    """Bytes of keys and values held after the prompt, over the full cache's, beside the fraction asked for."""
+    cache = jaxkv.prefill(params, rows, policy=policy)
+    mine = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    spread = np.asarray(cache.held())[:, 0]
+    return {
+        "policy": policy.name, "asked": policy.budget / len(rows[0]), "held": mine / full,
+        "least": int(spread.min()), "most": int(spread.max()),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measure, print the tables, store the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--policies", nargs="+", default=["adakv-h2o"], help="for the times")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--budget", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--name", default="pool_cost", help="of the JSON file in benchmarks/results")
+    options = parser.parse_args()
+    params = jaxkv.load(options.model)
+    pooled = [name for name, policy in catalogue().items() if policy.allocate.pooled]
+    rows = prose_rows(params.tokenizer, 1, options.tokens)
+    full = sum(layer.keys.nbytes + layer.values.nbytes for layer in jaxkv.prefill(params, rows).layers)
+    bytes_held = [held(params, jaxkv.policy(name, budget=options.budget), full, rows) for name in pooled]
+    names = ("policy", "asked", "held", "least", "most")
+    print(
+        table("bytes held over the full cache's; entries of a head", names, [[r[n] for n in names] for r in bytes_held])
+    )
+
+    times = []
+    for name in options.policies:
+        for batch in options.batch:
+            times.append(costs(params, jaxkv.policy(name, budget=options.budget), batch, options))
+            print(name, batch, times[-1]["ratio"], flush=True)
+    shown = [(row["policy"], row["batch"], row["ratio"]["step"], row["ratio"]["prefill"]) for row in times]
+    print(table("pool over uniform, median of the rounds", ("policy", "batch", "step", "prefill"), shown))
+    print("written to", write(options.name, {**vars(options), "times": times, "held": bytes_held}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""attend.py for layers whose heads share a pool: the cut of a prompt, and a decode step.
+
+What looks at one entry at a time reads the pool as one long head, `[B, 1, P]`. What compares a head's entries with each
+other reads its rectangle, Hk times as large, for as long as that takes.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from jaxkv import pool as slots_of
+from jaxkv.cache import LayerCache
+from jaxkv.policies.allocate import Adaptive
+from jaxkv.policies.policy import Phase, Policy, priority
+from jaxkv.policies.score import Sight
+from jaxkv.pool import Pool
+from pallas_kernels.decode_attend_score.victim import Rule
+from pallas_kernels.ragged_decode import ragged_decode
+from pallas_kernels.ragged_decode.reference import first_empty, lowest
+from pallas_kernels.ragged_decode.segments import per_head
+
+Worth = Callable[[Phase | None, Int[Array, "B *Hk"]], Float[Array, "B Hk S"]]
+
+
+def cut(
+    policy: Policy,
+    joined: LayerCache,
+    slots: int,
+    limits: Int[Array, "B"],
+    reserved: Int[Array, "B"],
+    worth_of: Worth,
+) -> Pool:
+    """The entries that stay when the heads of the layer compete, in a pool of `slots` per head.
+
+    `worth_of(phase, kept)` scores every entry, given how many are to stay per head (`[B]`, or `[B, Hk]`). A layer that
+    became a pool under another policy stays one, each head keeping as much as any other would.
+    """
+    heads, share = joined.next_slot.shape[-1], policy.allocate
+    split = share.of if isinstance(share, Adaptive) else None
+    limits = jnp.minimum(limits, slots)
+    each = limits - reserved
+    total = slots * heads
+    room = jnp.full_like(limits, total) if policy.decode is None else heads * (limits + _over(policy))
+    owner, positions = slots_of.owners(joined), slots_of.flattened(joined).positions
+    flat = lambda worth: worth.reshape(positions.shape)  # noqa: E731
+    guard = jnp.minimum(guarded(policy, limits), each) if share.pooled else each
+    first = policy.prefill
+    if split is not None and first is not None:
+        first = dataclasses.replace(first, score=split)
+    kept, safe = slots_of.compete(flat(worth_of(first, each)), positions, owner, heads, heads * each, guard)
+    if split is not None:  # the shares are settled: inside each head the policy's own score decides
+        quota = per_head(kept, owner, heads)
+        worth = jnp.where(safe, jnp.inf, flat(worth_of(policy.prefill, quota)))
+        kept = slots_of.best(worth, positions, owner, quota)
+    return slots_of.build(joined, kept, total, room)
+
+
+def competition(policy: Policy) -> Adaptive:
+    """How the heads compete."""
+    assert isinstance(policy.allocate, Adaptive)
+    return policy.allocate
+
+
+def guarded(policy: Policy, limits: Int[Array, "B"]) -> Int[Array, "B"]:
+    """Entries that every head keeps: the safeguard, and at decode what is protected and one that can go."""
+    guard = jnp.maximum(jnp.floor(limits.astype(jnp.float32) * competition(policy).safeguard).astype(jnp.int32), 1)
+    if policy.decode is not None:
+        protects = policy.decode.protects
+        guard = jnp.maximum(guard, protects.recents(limits) + protects.sinks + 1)
+    return jnp.minimum(guard, limits)
+
+
+def _over(policy: Policy) -> int:
+    """Tokens per head that decode runs over the budget before it cuts."""
+    return policy.decode.every if policy.decode is not None and policy.decode.every > 1 else 0
+
+
+def aim(
+    policy: Policy,
+    pool: Pool,
+    mass: Float[Array, "B P"] | None,
+    now: Int[Array, "B"],
+    limits: Int[Array, "B"],
+    sight: Sight,
+) -> Pool:
+    """The pool with every head's next slot: its first empty one, else the one that the decode phase values least."""
+    if policy.decode is None or policy.decode.every > 1:  # there always is an empty one
+        return dataclasses.replace(pool, next_slot=first_empty(pool.positions, pool.offsets))
+    worth = worth_at_decode(policy.decode, pool, pool.stats, mass, now, limits, sight)
+    return dataclasses.replace(pool, next_slot=lowest(worth, pool.positions, pool.offsets))
+
+
+def worth_at_decode(
+    phase: Phase,
+    pool: Pool,
+    stats: dict,
+    mass: Float[Array, "B P"] | None,
+    now: Int[Array, "B"],
+    limits: Int[Array, "B"],
+    sight: Sight,
+) -> Float[Array, "B P"]:
+    """What the decode phase values each entry at, from the statistics before this mass; +inf for what it protects."""
+    if mass is None:
+        mass = jnp.zeros(pool.positions.shape, jnp.float32)
+    if phase.straight:
+        return priority(phase, _line(stats), pool.positions[:, None], mass[:, None], now, limits)[:, 0]
+    wide = slots_of.rectangle(dataclasses.replace(pool, stats={**stats, "mass": mass}))
+    sight = dataclasses.replace(
+        sight, keys=wide.keys, values=wide.values, places=wide.positions, queries=None, query_positions=None,
+        query_places=None,
+    )  # fmt: skip
+    stats = {name: wide.stats[name] for name in stats}
+    return slots_of.from_rectangle(pool, priority(phase, stats, wide.positions, wide.stats["mass"], now, limits, sight))
+
+
+def observe(
+    policy: Policy, phase: Phase, stats: dict, mass: Float[Array, "B P"] | None, now: Int[Array, "B"]
+) -> dict[str, Float[Array, "B P"]]:
+    """The statistics after the phase's queries gave each entry this mass."""
+    line = policy.observe(phase, _line(stats), None if mass is None else mass[:, None], now)
+    return {name: stat[:, 0] for name, stat in line.items()}
+
+
+def decode_pool(
+    policy: Policy,
+    position: Int[Array, "B"],
+    query: Float[Array, "B Hq D"],
+    key: Float[Array, "B Hk D"],
+    value: Float[Array, "B Hk D"],
+    entered: dict[str, Float[Array, "B Hk 1"]],
+    pool: Pool,
+    limits: Int[Array, "B"],
+    sight: Sight,
+    **softmax: Any,
+) -> tuple[Float[Array, "B Hq D"], Pool]:
+    """Write one token into every head's next slot, attend over the heads' segments, and choose the slots after them.
+
+    `query` and `key` are turned already. A row whose position is -1 has finished: its pool stays as it is.
+    """
+    phase, active, now = policy.decode, position >= 0, position + 1
+    at_once = phase is not None and phase.every == 1
+    stats = {name: _put(pool, stat, entered[name][..., 0], active) for name, stat in pool.stats.items()}
+    rule, recents, line = None, jnp.zeros_like(limits), ()
+    if phase is not None and at_once and phase.straight:
+        rule, recents = Rule("each", phase.protects.sinks), phase.protects.recents(limits)
+        places = _put(pool, pool.positions, position[:, None], active)
+        factors = phase.score.line(_line(stats), places[:, None], now)
+        line = tuple(x[:, 0] if isinstance(x, jax.Array) else x for x in factors)
+
+    result = ragged_decode(
+        query, key, value, position, pool.next_slot, pool.keys, pool.values, pool.positions, pool.offsets, recents,
+        *line, group=phase.aggregate.group if phase else "sum", rule=rule, **softmax,
+    )  # fmt: skip
+    before = stats
+    if phase is not None:
+        stats = observe(policy, phase, stats, result.mass, now)
+    stats = {name: jnp.where(active[:, None], stat, pool.stats[name]) for name, stat in stats.items()}
+    pool = Pool(result.keys, result.values, result.positions, pool.offsets, result.next_slot, stats)
+    if phase is None:
+        return result.output, pool
+
+    worth = lambda pool: worth_at_decode(phase, pool, before, result.mass, now, limits, sight)  # noqa: E731
+    if not at_once:
+        full = jnp.min(pool.sizes - pool.held(), axis=-1) <= 0
+        return result.output, _moved(policy, pool, worth, active & full, limits, limits)
+    if not phase.straight:
+        aimed = lowest(worth(pool), pool.positions, pool.offsets)
+        pool = dataclasses.replace(pool, next_slot=jnp.where(active[:, None], aimed, pool.next_slot))
+    share = competition(policy)
+    if share.interval:
+        each = jnp.maximum(limits - share.shift, guarded(policy, limits))
+        full = jnp.sum(pool.held(), axis=-1) >= jnp.sum(pool.sizes, axis=-1)
+        pool = _moved(policy, pool, worth, active & full & (now % share.interval == 0), limits, each)
+    return result.output, pool
+
+
+def _moved(
+    policy: Policy,
+    pool: Pool,
+    worth: Callable[[Pool], Float[Array, "B P"]],
+    due: Bool[Array, "B"],
+    limits: Int[Array, "B"],
+    each: Int[Array, "B"],
+) -> Pool:
+    """The rows that are due keep `each [B]` entries per head on average, the best of all heads; so the borders move.
+
+    What that frees is shared evenly, and the next tokens go there.
+    """
+
+    def move(_, pool: Pool) -> Pool:
+        guard = jnp.minimum(guarded(policy, limits), each)
+        kept, _ = slots_of.compete(worth(pool), pool.positions, pool.owner, pool.heads, pool.heads * each, guard)
+        new = slots_of.build(pool, kept, pool.total, pool.heads * (limits + _over(policy)))
+        new = dataclasses.replace(new, next_slot=first_empty(new.positions, new.offsets))
+        return jax.tree.map(lambda a, b: jnp.where(due.reshape(-1, *(1,) * (a.ndim - 1)), a, b), new, pool)
+
+    # A loop of no or one turn: its carry stays where it is; the branches of a cond would copy the pool at every step
+    return jax.lax.fori_loop(0, jnp.any(due).astype(jnp.int32), move, pool)
+
+
+def _line(stats: dict) -> dict:
+    """The statistics of a pool, as of one long head."""
+    return {name: stat[:, None] for name, stat in stats.items()}
+
+
+def _put(
+    pool: Pool, x: Shaped[Array, "B P"], new: Shaped[Array, "B Hk_or_1"], active: Bool[Array, "B"]
+) -> Shaped[Array, "B P"]:
+    """`x` with the new token's in every head's next slot, in rows that run."""
+    at = (jnp.arange(active.shape[0])[:, None], jnp.where(active[:, None], pool.next_slot, pool.total))  # out of range
+    return x.at[at].set(jnp.broadcast_to(new, pool.next_slot.shape), mode="drop")

@@ -1,0 +1,418 @@
+"""Heads that share a pool: what they keep against kvpress, the pool's own operations, and what it costs in bytes."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ordered import heads_of
+from small import SMALL
+
+import jaxkv
+from jaxkv import pool as pools
+from jaxkv.cache import EMPTY, LayerCache
+from jaxkv.errors import BadValue
+from jaxkv.models import ModelConfig
+from jaxkv.policies import Adaptive, Aggregate, Attention, Pyramid, catalogue
+from jaxkv.pool import Pool
+from pallas_kernels.decode_attend_score.reference import decode_attend_score
+from pallas_kernels.decode_attend_score.victim import Rule
+from pallas_kernels.ragged_decode import ragged_decode
+from pallas_kernels.ragged_decode.reference import first_empty, lowest
+
+FAMILY = "llama3"
+POOLED = [name for name, policy in sorted(catalogue().items()) if policy.allocate.pooled]
+
+
+def ids(length, seed=0):
+    return np.random.default_rng(seed).integers(0, 100, length).astype(np.int32)
+
+
+# ---- kept entries against kvpress
+
+# kvpress' method -> the golden's file, our policy, and its options
+KVPRESS = {
+    "adakv-snapkv-w8-k5": ("more", "adakv", {"window": 8}),
+    "adakv-knorm": ("pools", "knorm", {}),
+    "adakv-keydiff-a0.5": ("pools", "keydiff", {"safeguard": 0.5}),
+    "adakv-expected-n512-e0.01": ("pools", "expected-attention", {"epsilon": 0.01}),
+    "criticaladakv-snapkv-w8-k5": ("pools", "critical-adakv", {"window": 8}),
+}
+ANYWHERE = ("adakv-knorm", "adakv-keydiff-a0.5")  # the goldens of every family have these
+CASES = [
+    pytest.param(family, method, ratio, marks=() if (family, ratio) == ("llama3", "0.5") else pytest.mark.slow)
+    for family in ("llama3", "llama2", "qwen2", "qwen3", "mistral", "gemma3_text")
+    for method in (ANYWHERE if family == "gemma3_text" else KVPRESS)
+    if family != "qwen2" or method in (*ANYWHERE, "adakv-snapkv-w8-k5")
+    for ratio in ("0.3", "0.5", "0.75")
+]
+
+
+def twin(method, budget):
+    """Our policy of a kvpress method; scorers of the catalogue get competing heads."""
+    _, name, options = KVPRESS[method]
+    if name in POOLED:
+        return jaxkv.policy(name, budget=budget, **options)
+    policy = jaxkv.policy(name, budget=budget)
+    prefill = policy.prefill
+    if "epsilon" in options:
+        of = dataclasses.replace(prefill.score.of, epsilon=options["epsilon"])
+        prefill = dataclasses.replace(prefill, score=dataclasses.replace(prefill.score, of=of))
+    share = Adaptive(options.get("safeguard", 0.2))
+    return dataclasses.replace(policy, prefill=prefill, decode=None, rope="text", allocate=share)
+
+
+@pytest.mark.parametrize(("family", "method", "ratio"), CASES)
+def test_kept_as_in_kvpress(goldens, tiny, family, method, ratio):
+    """The same entries of every head, in every layer that kvpress compresses, and no slot more than they need."""
+    golden = np.load(goldens / "kvpress" / f"{family}-{KVPRESS[method][0]}.npz")
+    params, tokens = tiny(family), golden["ids"][0]
+    if family == "mistral":  # as kvpress saw it, without its window
+        facts = json.loads((goldens / "tiny" / family / "config-full.json").read_text())
+        params = dataclasses.replace(params, config=ModelConfig.from_hf(facts))
+    case = f"{method}/r{ratio}"
+    layers = sorted({int(key.split("/")[2][5:]) for key in golden.files if key.startswith(case + "/")})
+    budget = int(len(tokens) * (1 - float(ratio)))
+    cache = jaxkv.prefill(params, tokens, policy=twin(method, budget))
+    for index in layers:
+        theirs, layer = golden[f"{case}/layer{index}/kept_mask"], cache.layers[index]
+        ours = np.zeros_like(theirs)
+        for head, held in enumerate(heads_of(layer)):
+            ours[head, held[held >= 0]] = True
+        assert theirs.sum() == budget * len(theirs) == layer.total
+        np.testing.assert_array_equal(ours, theirs, err_msg=f"{case} layer {index}")
+    if family == "gemma3_text":  # sliding layers stay as they are
+        assert [isinstance(layer, Pool) for layer in cache.layers] == [i in layers for i in range(len(cache.layers))]
+
+
+def test_a_pyramid_of_layers_whose_heads_compete(tiny):
+    """Layer budgets as PyramidKV's, shares of the heads as AdaKV's."""
+    params, budget = tiny(FAMILY), 24
+    policy = jaxkv.policy("ada-pyramidkv", budget=budget, window=4, beta=4.0)
+    cache = jaxkv.prefill(params, ids(90), policy=policy)
+    wanted = Pyramid(4.0).budgets(budget, params.config.num_layers, 90, 4)
+    assert wanted[0] > wanted[-1]
+    heads = params.config.num_kv_heads
+    assert [layer.total for layer in cache.layers] == [heads * each for each in wanted]
+    assert np.asarray(cache.held()).sum(axis=(1, 2)).tolist() == [heads * each for each in wanted]
+
+
+def test_defensive_aggregation():
+    """The largest mass over queries and group, at least the head's mean outside the window (NumPy, one head)."""
+    rng = np.random.default_rng(0)
+    mass = rng.random((1, 2, 3, 12)).astype(np.float32)  # B, G, queries, S
+    positions, apart = np.arange(12)[None, None], np.arange(12)[None, None] >= 9
+    worst = mass.max(axis=(1, 2))
+    expected = np.maximum(worst, worst[:, :9].mean())
+    aggregate = Aggregate(queries="max", group="max", floor="mean")
+    over_queries = jnp.asarray(mass.max(axis=2))
+    ours = aggregate.raised(aggregate.over_group(over_queries, 1), jnp.asarray(positions), jnp.asarray(apart))
+    np.testing.assert_allclose(np.asarray(ours)[0], expected, rtol=1e-6)
+    plain = dataclasses.replace(aggregate, floor="none")
+    assert plain.raised(ours, jnp.asarray(positions), jnp.asarray(apart)) is ours
+
+
+# ---- the pool's operations
+
+SHAPES = ((1, 2, 5), (2, 3, 8))
+compete, best = (jax.jit(f, static_argnums=n) for f, n in ((pools.compete, 3), (pools.best, ())))
+build = jax.jit(pools.build, static_argnums=2)
+
+
+def layer_of(positions: np.ndarray) -> LayerCache:
+    """A layer whose keys and values name their position and head, NaN in the empty slots."""
+    content = np.where(positions < 0, np.nan, positions + 100.0 * np.arange(positions.shape[1])[:, None])
+    keys = jnp.asarray(np.stack([content, -content], axis=-1), jnp.float32)
+    return LayerCache(
+        keys, keys + 0.5, jnp.asarray(positions, jnp.int32), jnp.zeros(positions.shape[:2], jnp.int32),
+        {"mark": jnp.asarray(content, jnp.float32)},
+    )  # fmt: skip
+
+
+@st.composite
+def layers(draw):
+    """Positions and worth [B, Hk, S] with ties and empty slots, what to keep per head on average, and a guard."""
+    batch, heads, slots = draw(st.sampled_from(SHAPES))
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    positions = np.stack([rng.permutation(20)[:slots] for _ in range(batch * heads)]).reshape(batch, heads, slots)
+    positions = np.where(rng.random(positions.shape) < draw(st.sampled_from([0.0, 0.3, 0.9])), EMPTY, positions)
+    worth = rng.integers(-2, 3, positions.shape).astype(np.float32)
+    worth[rng.random(positions.shape) < 0.2] = np.inf
+    each = rng.integers(1, slots + 1, batch)
+    return positions, worth, each, np.array([rng.integers(0, n + 1) for n in each])
+
+
+def by_hand(positions, worth, keep, guard):
+    """(position, head) of what stays of one row, by plain sorting: each head's guard first, then the best of all."""
+    entries = [
+        (-worth[head, slot], positions[head, slot], head)
+        for head in range(len(positions))
+        for slot in range(positions.shape[1])
+        if positions[head, slot] >= 0
+    ]
+    safe = {e for head in range(len(positions)) for e in sorted(e for e in entries if e[2] == head)[:guard]}
+    rest = sorted(e for e in entries if e not in safe)[: max(keep - len(safe), 0)]
+    return sorted((p, head) for _, p, head in (*safe, *rest))
+
+
+def check_pool(pool: Pool, room):
+    """Borders in order, no slot shared or lost, positions once per head, contents with their positions."""
+    offsets = np.asarray(pool.offsets)
+    assert (offsets[:, 0] == 0).all() and (np.diff(offsets) >= 0).all()
+    np.testing.assert_array_equal(offsets[:, -1], room)
+    for row in range(len(offsets)):
+        for head, positions in enumerate(heads_of(pool, row)):
+            filled = positions >= 0
+            assert len(set(positions[filled])) == filled.sum()
+            inside = slice(offsets[row, head], offsets[row, head + 1])
+            expected = positions[filled] + 100.0 * head
+            np.testing.assert_array_equal(np.asarray(pool.keys)[row, inside, 0][filled], expected)
+            np.testing.assert_array_equal(np.asarray(pool.values)[row, inside, 1][filled], 0.5 - expected)
+            np.testing.assert_array_equal(np.asarray(pool.stats["mark"])[row, inside][filled], expected)
+        assert (np.asarray(pool.positions)[row, offsets[row, -1] :] == EMPTY).all()
+
+
+@given(layers())
+@settings(max_examples=40, deadline=None)
+def test_heads_compete_and_a_pool_is_built(case):
+    positions, worth, each, guard = case
+    batch, heads, slots = positions.shape
+    layer = layer_of(positions)
+    flat, owner = pools.flattened(layer).positions, pools.owners(layer)
+    value = jnp.asarray(worth.reshape(batch, -1))
+    kept, safe = compete(value, flat, owner, heads, jnp.asarray(heads * each), jnp.asarray(guard))
+    pool = build(layer, kept, heads * slots, jnp.asarray(heads * each))
+    check_pool(pool, heads * each)
+    assert not (np.asarray(safe) & ~np.asarray(kept)).any()
+    held = np.asarray(pool.held())
+    for row in range(batch):
+        ours = sorted((p, h) for h, line in enumerate(heads_of(pool, row)) for p in line[line >= 0])
+        assert ours == by_hand(positions[row], worth[row], heads * each[row], guard[row])
+        for head, line in enumerate(heads_of(pool, row)):
+            there = np.sum(positions[row, head] >= 0)
+            assert held[row, head] >= min(guard[row], there), "the safeguard"
+            empties = len(line) - held[row, head]
+            assert (line[:empties] == EMPTY).all() and (np.diff(line[empties:]) > 0).all(), "time order, empty first"
+            spare = heads * each[row] - held[row].sum()
+            assert spare // heads <= empties <= -(-spare // heads), "what is left is shared evenly"
+
+    again = np.asarray(best(value, flat, owner, pool.held()))
+    if (guard == 0).all():
+        np.testing.assert_array_equal(again, np.asarray(kept), err_msg="the same shares, the same entries")
+    wide = pools.rectangle(pool)
+    for row in range(batch):
+        for mine, line in zip(np.asarray(wide.positions[row]), heads_of(pool, row), strict=True):
+            np.testing.assert_array_equal(mine[: len(line)], line)
+            assert (mine[len(line) :] == EMPTY).all()
+    back = pools.from_rectangle(pool, wide.positions.astype(jnp.float32))
+    mine = np.asarray(pool.owner) < heads
+    np.testing.assert_array_equal(np.asarray(back)[mine], np.asarray(pool.positions)[mine])
+
+
+@functools.partial(jax.jit, static_argnames=("shift", "guard"))
+def step(pool: Pool, key, now, each, shift, guard):
+    """A token into every head's next slot, random worth, and a move of the borders where it is due."""
+    heads = pool.heads
+    worth = jax.random.normal(key, pool.positions.shape) * (
+        1.0 + pool.owner.astype(jnp.float32)
+    )  # some heads are worth more
+    rows = jnp.arange(pool.positions.shape[0])[:, None]
+    content = now.astype(jnp.float32) + 100.0 * jnp.arange(heads, dtype=jnp.float32)
+    at = (rows, pool.next_slot)
+    put = lambda x, new: x.at[at].set(jnp.broadcast_to(new, x[at].shape))  # noqa: E731
+    pair = jnp.stack([content, -content], axis=-1)
+    pool = dataclasses.replace(
+        pool, keys=put(pool.keys, pair), values=put(pool.values, pair + 0.5), positions=put(pool.positions, now),
+        stats={"mark": put(pool.stats["mark"], content)},
+    )  # fmt: skip
+    keep, room = heads * (each - shift), heads * each
+    kept, _ = pools.compete(worth, pool.positions, pool.owner, heads, keep, jnp.minimum(guard, each - shift))
+    moved = pools.build(pool, kept, pool.total, room)
+    pool = jax.tree.map(lambda a, b: jnp.where(now % 7 == 0, a, b), moved, pool)
+    return dataclasses.replace(pool, next_slot=lowest(worth, pool.positions, pool.offsets))
+
+
+@given(st.integers(0, 2**16), st.sampled_from([1, 3]), st.sampled_from([1, 4]))
+@settings(max_examples=4, deadline=None)
+def test_borders_move_over_a_long_decode(seed, shift, guard):
+    """Total constant, no slot lost or shared, the safeguard kept, over 200 tokens; and the borders do move."""
+    heads, slots, each = 3, 8, np.array([8, 6])
+    layer = layer_of(np.broadcast_to(np.arange(slots), (2, heads, slots)))
+    pool = build(layer, jnp.ones((2, heads * slots), bool) & (pools.flattened(layer).positions < 6), heads * slots,
+                 jnp.asarray(heads * each))  # fmt: skip
+    pool = dataclasses.replace(pool, next_slot=first_empty(pool.positions, pool.offsets))
+    borders = set()
+    for now in range(slots, slots + 200):
+        pool = step(pool, jax.random.key(seed * 1000 + now), jnp.int32(now), jnp.asarray(each), shift, guard)
+        if now % 7 == 0 or now % 50 == 0:
+            check_pool(pool, heads * each)
+            held = np.asarray(pool.held())
+            assert (held >= np.minimum(guard, each - shift)[:, None]).all()
+            assert (held.sum(axis=1) >= heads * (each - shift)).all() and (held.sum(axis=1) <= heads * each).all()
+            borders.add(tuple(np.asarray(pool.offsets[0])))
+        nexts, offsets = np.asarray(pool.next_slot), np.asarray(pool.offsets)
+        assert (nexts >= offsets[:, :-1]).all() and (nexts < offsets[:, 1:]).all(), "each head's own slot"
+    assert len(borders) > 3
+
+
+def test_more_slots_for_every_head():
+    positions = np.where(np.arange(5) < [[[3], [5]]], np.arange(5), EMPTY)
+    layer = layer_of(positions)
+    pool = build(layer, pools.flattened(layer).positions >= 0, 10, jnp.array([10]))
+    wide = pools.widened(pool, 3)
+    check_pool(wide, [16])
+    for line, more in zip(heads_of(pool), heads_of(wide), strict=True):
+        assert more[: len(line)].tolist() == line.tolist() and more[len(line) :].tolist() == [EMPTY] * 3
+    assert all(wide.positions[0, slot] == EMPTY for slot in wide.next_slot[0])
+
+
+# ---- one decode step
+
+
+@pytest.mark.parametrize("group", ["sum", "mean", "max"])
+@pytest.mark.parametrize("rule", [None, Rule("each", 2)], ids=["append", "victim"])
+def test_ragged_decode_is_each_head_by_itself(group, rule):
+    """Every head of a pool gets what decode_attend_score gives on its segment alone; the softcap as well."""
+    rng = np.random.default_rng(3)
+    heads, groups, dim, total = 3, 2, 8, 20
+    sizes = np.array([[9, 4, 7], [5, 6, 3]])  # the second row leaves slots that are nobody's
+    offsets = np.concatenate([np.zeros((2, 1), int), np.cumsum(sizes, axis=1)], axis=1)
+    positions = np.full((2, total), EMPTY)
+    for row in range(2):
+        for head in range(heads):
+            filled = sizes[row, head] - (head == 1)  # one head still has an empty slot
+            positions[row, offsets[row, head] : offsets[row, head] + filled] = rng.permutation(20)[:filled]
+    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    query, key, value = normal(2, heads * groups, dim), normal(2, heads, dim), normal(2, heads, dim)
+    keys, values, weight, bias = normal(2, total, dim), normal(2, total, dim), normal(2, total), normal(2, total)
+    keys[positions < 0] = np.nan
+    values[positions < 0] = np.nan
+    position, slot, recents = np.array([20, 20]), offsets[:, :-1] + 1, np.array([2, 3])
+    options = {"scale": 0.3, "softcap": 5.0, "group": group, "rule": rule}
+    call = (query, key, value, position, slot, keys, values, positions, offsets, recents, weight, bias)
+    out = ragged_decode(*(jnp.asarray(x, jnp.int32 if x.dtype == int else None) for x in call), **options)
+    for row in range(2):
+        for head in range(heads):
+            own = slice(offsets[row, head], offsets[row, head + 1])
+            one = lambda x, own=own, row=row: jnp.asarray(x[row, own])[None, None]  # noqa: E731
+            mine = slice(head * groups, (head + 1) * groups)
+            lone = decode_attend_score(
+                jnp.asarray(query[row, mine])[None], *(jnp.asarray(x[row, head])[None, None] for x in (key, value)),
+                jnp.array([20], jnp.int32), jnp.array([[1]], jnp.int32), one(keys), one(values),
+                one(positions.astype(np.int32)), jnp.array([int(sizes[row, head])], jnp.int32),
+                jnp.asarray(recents[row : row + 1], jnp.int32), one(weight), one(bias), **options,
+            )  # fmt: skip
+            np.testing.assert_allclose(out.output[row, mine], lone.output[0], rtol=2e-5, atol=1e-6)
+            np.testing.assert_allclose(out.lse[row, mine], lone.lse[0], rtol=2e-5)
+            np.testing.assert_allclose(out.mass[row, own], lone.mass[0, 0], rtol=2e-5, atol=1e-7)
+            np.testing.assert_array_equal(out.positions[row, own], lone.positions[0, 0])
+            np.testing.assert_array_equal(out.keys[row, own], lone.keys[0, 0])
+            np.testing.assert_array_equal(out.values[row, own], lone.values[0, 0])
+            assert int(out.next_slot[row, head]) - offsets[row, head] == int(lone.next_slot[0, 0])
+        assert (np.asarray(out.mass)[row, offsets[row, -1] :] == 0).all()
+    still = ragged_decode(
+        *(jnp.asarray(x, jnp.int32 if x.dtype == int else None) for x in (*call[:3], np.array([-1, 20]), *call[4:])),
+        **options,
+    )
+    np.testing.assert_array_equal(np.asarray(still.positions)[0], positions[0])
+    np.testing.assert_array_equal(np.asarray(still.next_slot)[0], slot[0])
+
+
+# ---- whole runs
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_bytes_are_the_budget(tiny, name):
+    """Keys and values held over the full cache's: the fraction asked for, however the heads differ."""
+    params, tokens = tiny(FAMILY), 96
+    size = lambda cache: sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)  # noqa: E731
+    full = size(jaxkv.prefill(params, ids(tokens)))
+    cache = jaxkv.prefill(params, ids(tokens), policy=jaxkv.policy(name, ratio=0.75, **SMALL[name]))
+    assert size(cache) == full // 4
+    assert all(isinstance(layer, Pool) for layer in cache.layers)
+    held = np.asarray(cache.held())
+    assert held.sum() == 24 * held[:, 0].size and np.ptp(held, axis=-1).max() > 0, "and heads do differ"
+
+
+def test_borders_move_while_decoding(tiny):
+    """adakv-h2o: the same bytes and safeguard after 60 tokens, between other borders."""
+    params = tiny(FAMILY)
+    policy = jaxkv.policy("adakv-h2o", budget=16, interval=5, shift=3)
+    still = dataclasses.replace(policy, allocate=dataclasses.replace(policy.allocate, interval=0))
+    run = functools.partial(jaxkv.generate, params, ids(50), stop_tokens=())
+    begun, moved, fixed = (run(policy=p, max_new_tokens=n) for p, n in ((policy, 1), (policy, 60), (still, 60)))
+    assert begun.cache.nbytes == moved.cache.nbytes
+    borders = [np.stack([np.asarray(layer.offsets) for layer in out.cache.layers]) for out in (begun, moved, fixed)]
+    assert (borders[0] == borders[2]).all() and (borders[0] != borders[1]).any()
+    for layer in moved.cache.layers:
+        assert (np.asarray(layer.held()) >= 5).all(), "a quarter is recent, and one entry can go"
+        assert int(np.asarray(layer.offsets)[0, -1]) == layer.total
+
+
+def test_cuts_every_few_tokens_move_borders(tiny):
+    """A decode phase that cuts every 4 tokens lets the heads compete at each cut, also with a score that compares."""
+    params = tiny(FAMILY)
+    policy = dataclasses.replace(jaxkv.policy("keydiff", budget=16, every=4), allocate=Adaptive(), rope="text")
+    out = jaxkv.generate(params, [ids(50), ids(6, 1)], policy=policy, max_new_tokens=40, stop_tokens=())
+    for layer in out.cache.layers:
+        assert isinstance(layer, Pool) and layer.slots == 20
+        held = np.asarray(layer.held()).sum(axis=1)
+        assert (held >= 16 * layer.heads).all() and (held <= 20 * layer.heads).all()
+        assert np.ptp(np.asarray(layer.held()), axis=1).max() > 0
+
+
+def test_a_pool_goes_on_with_more_text_and_with_everything(tiny):
+    """A second prompt competes with what is there; under "full" a pool grows, and nothing more is lost."""
+    params = tiny(FAMILY)
+    policy = jaxkv.policy("adakv", budget=20, window=4, block=16)
+    cache = jaxkv.prefill(params, ids(60), policy=policy)
+    second = jaxkv.prefill(params, ids(30, 1), cache=cache)
+    for layer in second.layers:
+        assert int(layer.held().sum()) == 20 * layer.heads
+        assert all(set(range(86, 90)) <= set(line) for line in heads_of(layer)), "the window of the last prompt"
+    full = catalogue()["full"]
+    before = np.asarray(cache.held())
+    out = jaxkv.generate(params, ids(10, 2), cache=cache, policy=full, max_new_tokens=9, stop_tokens=())
+    assert (np.asarray(out.cache.held()) == before + 18).all()
+    on = jaxkv.generate(params, cache=out.cache, max_new_tokens=80, stop_tokens=())
+    assert (np.asarray(on.cache.held()) == before + 98).all()
+    whole = jaxkv.generate(params, ids(10, 2), cache=cache, policy=full, max_new_tokens=89, stop_tokens=())
+    assert [*out.tokens[0], *on.tokens[0]] == whole.tokens[0].tolist()
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: jaxkv.policy("adakv", budget=99, heads="sum"), "decide as one"),
+        (lambda: jaxkv.policy("adakv", budget=99, rope="cache"), "rope='text'"),
+        (lambda: jaxkv.policy("adakv", budget=99, safeguard=1.5), "safeguard=1.5"),
+        (lambda: jaxkv.policy("adakv", budget=99, interval=8), "without a decode phase none move"),
+        (lambda: jaxkv.policy("adakv-h2o", budget=8, interval=8, shift=8), "shift=8"),
+        (lambda: jaxkv.policy("adakv-h2o", budget=8, shift=0), "shift=0"),
+        (
+            lambda: dataclasses.replace(catalogue()["knorm"], rope="text", allocate=Adaptive(of=Attention())),
+            "'attention' needs what the prefill score has not: looks",
+        ),
+        (lambda: dataclasses.replace(catalogue()["full"], allocate=Adaptive()), "evicts nothing"),
+        (lambda: dataclasses.replace(catalogue()["kvcrush"], allocate=Adaptive()), "decide as one"),
+    ],
+)
+def test_what_cannot_compete_is_refused(make, words):
+    with pytest.raises(BadValue, match=words):
+        make()
+
+
+def test_pools_on_a_mesh_and_under_drafts_are_refused(goldens, tiny):
+    policy = jaxkv.policy("adakv", budget=20, window=4)
+    params = jaxkv.load(goldens / "tiny" / FAMILY, mesh=jaxkv.mesh(data=1, model=2, context=1))
+    with pytest.raises(BadValue, match="a mesh"):
+        jaxkv.prefill(params, ids(30), policy=policy)
+    cache = jaxkv.prefill(tiny(FAMILY), ids(30), policy=policy)
+    for options in ({"policy": policy}, {"cache": cache, "policy": catalogue()["full"]}):
+        with pytest.raises(BadValue, match="share a pool"):
+            jaxkv.generate(tiny(FAMILY), ids(9), speculative=jaxkv.speculative.AASD(), **options)
