@@ -157,10 +157,8 @@ def highest(priority: Float[Array, "B H S"], count: Int[Array, "B"]) -> Bool[Arr
 
     Without a sort, which TPU compilers take long to build: the lowest value that stays is found bit by bit.
     """
-    bits = lax.bitcast_convert_type(priority, jnp.uint32)
-    top = jnp.uint32(1 << 31)
-    bits = jnp.where(bits == top, jnp.uint32(0), bits)  # -0.0 is no less than 0.0
-    bits = jnp.where(bits < top, bits | top, ~bits)  # in the order of the numbers
+    bits, top = lax.bitcast_convert_type(priority, jnp.uint32), jnp.uint32(1 << 31)
+    bits = jnp.where(bits <= top, bits | top, ~bits)  # in the order of the numbers; -0.0, which is `top`, as 0.0
     count = count[:, None, None]
 
     def step(least, bit):

@@ -12,6 +12,7 @@ if not any(Path("/dev").glob("accel*")) and not any(Path("/dev").glob("vfio/*"))
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # test workers side by side
 
 import jax
+import jaxtyping
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -32,6 +33,15 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "large" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture
+def unchecked():
+    """Lowering makes caches of shapes, and of jax's own descriptions: no arrays, which the shape check would refuse."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jaxtyping
 import pytest
 from small import CORE
 
@@ -10,6 +9,7 @@ import jaxkv
 from jaxkv.lowering import held, lower
 from jaxkv.policies import catalogue
 
+pytestmark = pytest.mark.usefixtures("unchecked")
 BUDGET, BLOCK = 256, 512
 BOUNDED = [
     pytest.param(name, marks=() if name in CORE else pytest.mark.slow)
@@ -26,15 +26,6 @@ def bytes_needed(config, policy, tokens):
         memory = program.compile().memory_analysis()
         found.append(memory.temp_size_in_bytes + memory.argument_size_in_bytes - held(programs.weights))
     return found
-
-
-@pytest.fixture(autouse=True)
-def unchecked():
-    """Lowering makes caches of shapes, and of jax's own descriptions: no arrays, which the shape check would refuse."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @pytest.fixture(scope="module")

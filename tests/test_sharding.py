@@ -8,7 +8,6 @@ import types
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
@@ -202,15 +201,6 @@ def test_a_cache_goes_on_on_another_mesh(goldens, tmp_path):
         assert_same_cache(out.cache, whole.cache)
         moved = jaxkv.generate(params, cache=first.cache, **going)
         assert moved.tokens.tolist() == whole.tokens.tolist(), name
-
-
-@pytest.fixture
-def unchecked():
-    """Lowering makes caches of shapes, and of jax's own descriptions: no arrays, which the shape check would refuse."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @pytest.mark.parametrize("name, axes", [("h2o", (1, 8, 1)), ("tova", (1, 1, 8)), ("dapq-longflow", (2, 2, 2))], ids=str)
