@@ -173,7 +173,7 @@ def decode_pool(
     share = competition(policy)
     if share.interval:
         each = jnp.maximum(limits - share.shift, guarded(policy, limits))
-        full = jnp.sum(pool.held(), axis=-1) >= jnp.sum(pool.sizes, axis=-1)
+        full = jnp.all((pool.positions >= 0) | (pool.owner == pool.heads), axis=-1)
         pool = _moved(policy, pool, worth, active & full & (now % share.interval == 0), limits, each)
     return result.output, pool
 
