@@ -163,19 +163,20 @@ def decode_pool(
     if phase is None:
         return result.output, pool
 
+    output, pool = jax.lax.optimization_barrier((result.output, pool))  # read before a move, or values would be copied
     worth = lambda pool: worth_at_decode(phase, pool, before, result.mass, now, limits, sight)  # noqa: E731
     if not at_once:
         full = jnp.min(pool.sizes - pool.held(), axis=-1) <= 0
-        return result.output, _moved(policy, pool, worth, active & full, limits, limits)
+        return output, _moved(policy, pool, worth, active & full, limits, limits)
     if not phase.straight:
         aimed = lowest(worth(pool), pool.positions, pool.offsets)
         pool = dataclasses.replace(pool, next_slot=jnp.where(active[:, None], aimed, pool.next_slot))
     share = competition(policy)
     if share.interval:
         each = jnp.maximum(limits - share.shift, guarded(policy, limits))
-        full = jnp.sum(pool.held(), axis=-1) >= jnp.sum(pool.sizes, axis=-1)
+        full = jnp.all((pool.positions >= 0) | (pool.owner == pool.heads), axis=-1)
         pool = _moved(policy, pool, worth, active & full & (now % share.interval == 0), limits, each)
-    return result.output, pool
+    return output, pool
 
 
 def _moved(

@@ -340,6 +340,7 @@ def _policies(command: Policies) -> int:
         print(f"{policy.name}: {policy.title}\n{policy.paper}\n")
         for phase, text in _parts(policy).items():
             print(f"{phase:8} {text}")
+        print(f"{'allocate':8} {_phrase(to_dict(policy).get('allocate', {'kind': 'uniform'}))}")
         print(f"{'rope':8} {policy.rope}\n{'block':8} {policy.block}\n{'floor':8} {policy.floor} tokens at least")
         print(f"{'question':8} {'steers' if policy.query_aware else 'does not steer'} what is kept of the prompt")
         print(f"{'needs':8} {'calibration' if policy.calibrated else 'nothing measured before'}")
