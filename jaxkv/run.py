@@ -24,7 +24,7 @@ from jaxkv.sharding.layout import ONE_DEVICE, Layout
 
 Layers = tuple[LayerCache, ...]
 Expected = tuple[Int[Array, "B T K"], Float[Array, "B T K"]]  # the likeliest next tokens and their probabilities
-HEAD_ROWS = 128  # hidden states whose logits are computed together, where every position's are asked for
+HEAD_ROWS = 256  # hidden states whose logits are computed together, where every position's are asked for
 
 
 def model_of(config: ModelConfig, weights) -> Decoder:
