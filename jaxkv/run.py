@@ -30,7 +30,7 @@ Layers = tuple[Any, ...]  # of LayerCache or Pool
 Expected = tuple[Int[Array, "B T K"], Float[Array, "B T K"]]  # the likeliest next tokens and their probabilities
 Learned = Mapping[str, Array]  # name -> [L, ...], what was measured beforehand
 NOTHING: Learned = {}
-HEAD_ROWS = 128  # hidden states whose logits are computed together, where every position's are asked for
+HEAD_ROWS = 256  # hidden states whose logits are computed together, where every position's are asked for
 
 
 def model_of(config: ModelConfig, weights) -> Decoder:

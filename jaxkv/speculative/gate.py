@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 RATE = 0.25  # weight of the newest round in the running mean
 RETRY = 1 / 24  # a failed try is forgotten after so many rounds that were passed over
-ROWS = {"cpu": 32, "other": 512}  # tokens in a pass that double its time, until it has been measured
+ROWS = {"cpu": 8, "other": 512}  # tokens in a pass that double its time, until it has been measured
 RANGE = (1.02, 8.0)
 
 
