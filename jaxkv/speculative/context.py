@@ -80,8 +80,8 @@ def match(text: Text, longest: int) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
 class PromptLookup:
     """Draft what followed the last tokens where they stood before in prompt or output; no model and no tree.
 
-    `depth` tokens are drafted after a match of `shortest` to `longest` tokens; the default suits a CPU core, where a
-    pass of 8 tokens costs 1.8 plain steps and one of 14 costs 2.8. `limit` prompt tokens are searched, the
+    `depth` tokens are drafted after a match of `shortest` to `longest` tokens; the default is short for a CPU, where
+    every further token of a pass costs. `limit` prompt tokens are searched, the
     last ones. `verify`: "exact", "conditional" or a `Conditional`; `fallback` goes over to plain steps while drafts
     do not pay for the longer pass. Source: prompt lookup decoding (Saxena 2023).
     """
