@@ -10,13 +10,16 @@ import argparse
 import collections
 import dataclasses
 import json
+import math
 import os
 import time
 import tomllib
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to ask about
 os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # several compilers side by side
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +54,7 @@ class Case:
     tokens: int = 2**20
     policy: str = "dapq-longflow"
     budget: int | None = BUDGET
+    block: int = BLOCK
 
     @property
     def name(self) -> str:
@@ -121,14 +125,16 @@ def traffic(found: list[Collective]) -> dict[str, Any]:
     }
 
 
-def measured(case: Case, layers: int | None, phase: str) -> dict[str, Any]:
+def measured(case: Case, layers: int | None, phase: str, implementation: str | None = None) -> dict[str, Any]:
     """Compile one phase of a case, with all layers or so many; memory, collectives and seconds."""
     config = config_of(case.model, layers)
-    layout = Layout.of(jaxkv.mesh(**dict(case.mesh), devices=devices_of(case.topology)), config)
-    policy = jaxkv.policy(case.policy, budget=case.budget, block=BLOCK)
+    chips = devices_of(case.topology)[: math.prod(size for _, size in case.mesh)]
+    layout = Layout.of(jaxkv.mesh(**dict(case.mesh), devices=chips), config)
+    policy = jaxkv.policy(case.policy, budget=case.budget, block=case.block)
     programs = lower(
-        config, policy, batch=case.batch, tokens=case.tokens, steps=STEPS, dtype=jnp.bfloat16, layout=layout
-    )
+        config, policy, batch=case.batch, tokens=case.tokens, steps=STEPS, dtype=jnp.bfloat16, layout=layout,
+        implementation=implementation,
+    )  # fmt: skip
     began, held = time.perf_counter(), programs.cache.layers
     out = {
         **dataclasses.asdict(case),
@@ -188,13 +194,13 @@ HEADER = (
 )  # fmt: skip
 
 
-def into_docs(name: str, rows: list[tuple[str, ...]]) -> None:
-    """Put the table between the markers of that name in docs/sharding.md."""
-    lines = [HEADER, ("---",) * len(HEADER), *rows]
+def into_page(page: Path, name: str, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    """Put the table between the markers of that name in a page."""
+    lines = [header, ("---",) * len(header), *rows]
     markdown = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    before, _, rest = DOCS.read_text(encoding="utf-8").partition(f"<!-- {name} -->\n")
+    before, _, rest = page.read_text(encoding="utf-8").partition(f"<!-- {name} -->\n")
     after = rest.partition(f"<!-- end of {name} -->")[2]
-    DOCS.write_text(f"{before}<!-- {name} -->\n{markdown}\n<!-- end of {name} -->{after}", encoding="utf-8")
+    page.write_text(f"{before}<!-- {name} -->\n{markdown}\n<!-- end of {name} -->{after}", encoding="utf-8")
 
 
 def main() -> None:
@@ -203,7 +209,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose name holds one of these")
     parser.add_argument("--scaling", action="store_true", help="the weak-scaling series instead, decode only")
     parser.add_argument(
-        "--prefill-layers", type=int, default=2, help="prefill is compiled with so many layers: its sorts take long"
+        "--prefill-layers", type=int, default=2, help="prefill is compiled with so many layers, for they are alike"
     )
     parser.add_argument("--phases", nargs="+", default=["decode", "prefill"], choices=["decode", "prefill"])
     options = parser.parse_args()
@@ -226,7 +232,7 @@ def main() -> None:
             print(f"{phase}: {result[phase]}", flush=True)
             ordered = [done[each.name] for each in cases if each.name in done]
             write(name, {"results": ordered})
-            into_docs(name, [row_of(each) for each in ordered])
+            into_page(DOCS, name, HEADER, [row_of(each) for each in ordered])
 
 
 if __name__ == "__main__":

@@ -229,7 +229,7 @@ def test_decode_attend_score_over_many_blocks(how, heads, rule):
 
 @cases(
     dtype=list(DTYPES),
-    heads=[(3, 3, 64), (2, 4, 128)],
+    heads=[(3, 3, 64), (2, 4, 128), (2, 1, 96), (1, 16, 80), (1, 2, 256)],
     slots=[(37, 5, None, None), (600, 40, 50, 20.0), (20, 1030, None, None)],
 )
 def test_prefill_attend(how, dtype, heads, slots):
@@ -279,15 +279,23 @@ def test_prefill_attend_when_the_own_keys_are_last(how, dtype, sizes):
     assert np.all(first[0, :, :20] == 0) and np.all(np.isfinite(first))
 
 
-@cases(reduce=["sum", "mean", "max"], slots=[(37, 5, None, None), (600, 40, 50, 20.0), (20, 600, None, None)])
-def test_prefill_attend_mass(how, reduce, slots):
-    slots, length, window, cap = slots
+@cases(
+    reduce=["sum", "mean", "max"],
+    heads=[
+        (2, 3, 64, "float32"), (1, 16, 80, "bfloat16"), (2, 1, 96, "float32"), (2, 4, 128, "bfloat16"),
+        (1, 2, 256, "bfloat16"),
+    ],
+    slots=[(37, 5, None, None), (600, 40, 50, 20.0), (20, 600, None, None)],
+)  # fmt: skip
+def test_prefill_attend_mass(how, reduce, heads, slots):
+    (kv_heads, group, dim, dtype), (slots, length, window, cap) = heads, slots
     rng = np.random.default_rng(length)
-    kv_heads, group, dim = 2, 3, 64
-    query, keys, _, positions = inputs(rng, 2, kv_heads, group, slots, dim, length, "float32")
+    query, keys, _, positions = inputs(rng, 2, kv_heads, group, slots, dim, length, dtype)
     at = np.sort(rng.integers(-1, slots * 2, (2, length)), axis=1).astype(np.int32)
     options = dict(scale=dim**-0.5, window=window, softcap=cap, reduce=reduce, **how)
-    got = mass_api.prefill_attend_mass(query, keys, jnp.asarray(at), jnp.asarray(positions, jnp.int32), **options)
+    call = jax.jit(lambda *arrays: mass_api.prefill_attend_mass(*arrays, **options))
+    got, again = (call(query, keys, jnp.asarray(at), jnp.asarray(positions, jnp.int32)) for _ in range(2))
+    assert got.dtype == jnp.float32 and np.array_equal(got, again)
     for b, head in np.ndindex(2, kv_heads * group):
         k = np.asarray(keys[b, head // group], np.float64)
         p = positions[b, head // group]

@@ -268,7 +268,6 @@ def test_whole_prefill_compiles_and_fits(name, family):
     """All layers; nothing is sorted, which would cost XLA's TPU compiler half a minute a layer."""
     compiled = prefill_program(name, family, SLOTS, 3)
     assert not re.search(r" sort\(", compiled.as_text())
-    assert compiled.memory_analysis().temp_size_in_bytes < 2 * GIB
     assert needed(compiled) < HBM[name]
 
 

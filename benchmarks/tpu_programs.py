@@ -1,0 +1,60 @@
+"""Whole prefill and decode programs through XLA's TPU compiler: how long that takes, and the memory they need.
+
+All layers with the kernels in them, bfloat16, policy `dapq-longflow`; Llama 3 8B stands on four chips of v5e, as its
+weights would fill one. No TPU need be there (see `pod.py`, whose cases are for many chips).
+
+    pip install libtpu && python -m benchmarks.tpu_programs [--only NAME ...] [--phases prefill]
+"""
+
+import argparse
+import json
+from typing import Any
+
+from benchmarks.pod import Case, into_page, measured
+from benchmarks.report import RESULTS, table, write
+
+PAGE = RESULTS.parent / "RESULTS.md"
+NAME = "tpu_programs"
+CASES = tuple(
+    Case(model, topology, (("model", chips),), batch=8, tokens=8192, budget=1024, block=512)
+    for model in ("smollm2-135m", "llama-3-8b")
+    for topology, chips in (("v5e:2x2", 1 if model == "smollm2-135m" else 4), ("v6e:2x2", 1), ("v5p:2x2x1", 1))
+)
+HEADER = (
+    "program", "weights GiB", "cache GiB", "prefill: compiled in s", "temporary MiB", "decode: compiled in s",
+    "temporary MiB",
+)  # fmt: skip
+
+
+def row_of(result: dict[str, Any]) -> tuple[str, ...]:
+    """A line of the table: sizes on one chip."""
+    cells = [result["name"], *(f"{result[part] / 2**30:.2f}" for part in ("weights", "cache"))]
+    for phase in ("prefill", "decode"):
+        found = result.get(phase)
+        cells += ["-", "-"] if found is None else [f"{found['seconds']:.0f}", f"{found['memory']['temp'] / 2**20:.1f}"]
+    return tuple(cells)
+
+
+def main() -> None:
+    """Compile, print the table, add to the JSON and the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name holds one of these")
+    parser.add_argument("--phases", nargs="+", default=["prefill", "decode"], choices=["prefill", "decode"])
+    options = parser.parse_args()
+
+    path = RESULTS / f"{NAME}.json"
+    done = {each["name"]: each for each in json.loads(path.read_text())["results"]} if path.exists() else {}
+    for case in CASES:
+        if not any(part in case.name for part in options.only):
+            continue
+        for phase in options.phases:
+            done[case.name] = done.get(case.name, {}) | measured(case, None, phase, "tpu")
+            ordered = [done[each.name] for each in CASES if each.name in done]
+            rows = [row_of(each) for each in ordered]
+            print(table("whole programs on TPU", HEADER, rows), flush=True)
+            write(NAME, {"results": ordered})
+            into_page(PAGE, NAME, HEADER, rows)
+
+
+if __name__ == "__main__":
+    main()
