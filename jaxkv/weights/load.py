@@ -48,7 +48,9 @@ def load(source: str | os.PathLike, *, dtype: Any = None, mesh: Mesh | None = No
 def _with_learned(params: Params, folder: Path) -> Params:
     """The params with what was measured on the model, if it was."""
     found = learned.find(params.fingerprint, folder)
-    return params if found is None else dataclasses.replace(params, learned=learned.read(found))
+    if found is None:
+        return params
+    return dataclasses.replace(params, learned={k: params.layout.put(v) for k, v in learned.read(found).items()})
 
 
 def default_dtype() -> Any:
