@@ -292,7 +292,7 @@ def test_rules_hold_for_generated_cases_of_the_family(tiny, name):
     lengths=st.lists(st.integers(1, 44), min_size=2, max_size=2),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 def test_rules_hold_for_generated_cases(tiny, name, budget, block, lengths, seed):
     params, chosen = tiny(FAMILY), policy(name, budget=budget, block=block)
     prompts = [ids(length, seed + i) for i, length in enumerate(lengths)]

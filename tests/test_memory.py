@@ -3,7 +3,6 @@
 import dataclasses
 
 import pytest
-from small import CORE
 
 import jaxkv
 from jaxkv.lowering import held, lower
@@ -11,8 +10,9 @@ from jaxkv.policies import catalogue
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 BUDGET, BLOCK = 256, 512
+EACH_WAY = ("streaming-llm", "h2o", "dapq-longflow", "adakv-h2o")  # through prefill and decode
 BOUNDED = [
-    pytest.param(name, marks=() if name in CORE else pytest.mark.slow)
+    pytest.param(name, marks=() if name in EACH_WAY else pytest.mark.slow)
     for name, policy in catalogue().items()
     if policy.evicts
 ]

@@ -52,7 +52,8 @@ def check(policy: Policy) -> None:
             f"policy {policy.name!r} cuts its cache every {policy.decode.every} tokens, which cannot be done inside a "
             "tree of drafts: use every=1, or leave speculative= out"
         )
-    if any(leaf.learns for phase in policy.phases for leaf in phase.score.leaves()):
+    scores = [(phase, leaf) for phase in policy.phases for leaf in phase.score.leaves() if leaf.learns]
+    if any(leaf.stats or phase is policy.decode for phase, leaf in scores):  # as a token enters, or while decoding
         raise BadValue(
             f"policy {policy.name!r} scores with what was measured on the model, which drafts are not given: leave "
             "speculative= out"
