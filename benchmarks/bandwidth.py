@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.report import cores, table
 
-SIZE = 256 * 2**20  # bytes, far more than any cache level
+SIZE = 2**30  # bytes, far more than any cache level, the last one of a large server included
 
 
 def read_bandwidth(repeats: int = 5, threads: int | None = None) -> float:
