@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 import jaxkv
 from jaxkv.errors import BadValue, BadWeights, MissingModel, UnknownName
 from jaxkv.models import ModelConfig
+from jaxkv.models.linear import LARGE_PAGE, on_large_pages
 from jaxkv.models.rope import frequencies
 from jaxkv.weights.tables import GGUF, HF, wanted
 
@@ -334,3 +335,17 @@ def test_params_are_a_pytree_with_a_fingerprint(goldens, tiny):
     assert hash(tree) == hash(jax.tree.structure(again))
     assert params.fingerprint == jaxkv.load(goldens / "tiny" / "llama2", dtype=jnp.bfloat16).fingerprint
     assert len({tiny(family).fingerprint for family in ("llama2", "llama3", "qwen2", "mistral")}) == 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_large_weights_lie_on_large_pages(dtype):
+    """jax takes the memory as it is, from its first byte on; small arrays are left alone."""
+    large = np.arange(2**20, dtype=np.float32).reshape(1024, 1024).astype(jnp.dtype(dtype))
+    placed = on_large_pages(large)
+    held = jax.device_put(placed)
+    np.testing.assert_array_equal(np.asarray(held), large)
+    assert placed.ctypes.data % LARGE_PAGE == 0
+    if jax.default_backend() == "cpu":
+        assert held.unsafe_buffer_pointer() == placed.ctypes.data
+    small = np.ones((8, 8), np.float32)
+    assert on_large_pages(small) is small
