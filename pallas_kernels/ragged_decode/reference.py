@@ -5,11 +5,12 @@ multiplies with all P keys here and sees its own, Hk times the arithmetic of a u
 matrix product of usual shape per row, where a decode step waits for memory anyway.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.decode_attend_score.reference import GROUP, Attended
-from pallas_kernels.decode_attend_score.victim import Rule
+from pallas_kernels.decode_attend_score.victim import Rule, line, protected
 from pallas_kernels.masking import masked_softmax, soft_cap
 from pallas_kernels.ragged_decode.segments import mine, over_slots, per_slot, segments
 
@@ -101,10 +102,10 @@ def aim(
     """The slot of every head for the token after `position`: `lowest` of weight * mass + bias, under the rule."""
     if rule is None:
         return first_empty(positions, offsets)
-    score = jnp.add(jnp.multiply(mass, weight), bias)
-    now = (position + 1)[:, None]
-    safe = (positions < rule.sinks) | (positions >= now - recents[:, None])
-    return lowest(jnp.where(safe, jnp.inf, score), positions, offsets)
+    factors = (x[:, None] if isinstance(x, jax.Array) else x for x in (weight, bias))  # as of one long head
+    score = line(mass[:, None], *factors)
+    safe = protected(positions[:, None], position + 1, rule.sinks, recents)
+    return lowest(jnp.where(safe, jnp.inf, score)[:, 0], positions, offsets)
 
 
 def first_empty(positions: Int[Array, "B P"], offsets: Int[Array, "B Hk_1"]) -> Int[Array, "B Hk"]:
