@@ -4,11 +4,11 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv.cache import NEVER, highest, packed
 from jaxkv.errors import BadValue
+from jaxkv.policies.aggregate import Aggregate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +55,8 @@ class Propagate:
         tokens = jnp.sum(real, axis=-1, keepdims=True, dtype=jnp.int32)
         share = jnp.ceil(tokens.astype(jnp.float32) * jnp.float32(self.keep)).astype(jnp.int32)
         many = jnp.minimum(jnp.maximum(share, jnp.maximum(self.window, limits[:, None])), tokens)
-        half, window = self.kernel // 2, min(self.window, positions.shape[1])
-        inside = jnp.where(real, mass, 0.0).at[:, -window:].set(0.0)
-        pooled = lax.reduce_window(inside, 0.0, lax.add, (1, self.kernel), (1, 1), ((0, 0), (half, half)))
-        worth = jnp.where(real, pooled, NEVER).at[:, -window:].set(jnp.inf)
-        worth = jnp.where(real, worth, NEVER)[:, None]
+        window = (jnp.arange(positions.shape[1]) >= positions.shape[1] - self.window) & real
+        line = Aggregate(pool="avg", kernel=self.kernel)
+        pooled = line.along_text(mass[:, None], positions[:, None], window[:, None])[:, 0]
+        worth = jnp.where(real, jnp.where(window, jnp.inf, pooled), NEVER)[:, None]
         return packed(highest(worth, many[:, 0]) & real[:, None], slots)[:, 0]
