@@ -357,6 +357,7 @@ class _Task:
     prefill_seconds: float
     implementation: str | None
     progress: Progress | None
+    learned: run.Learned
     session: Session | None = None
     chunk_seconds: list[tuple[int, float]] = dataclasses.field(default_factory=list)
 
@@ -425,7 +426,7 @@ def _begin(
     task = _Task(
         params, chosen, sampler, stop_tokens, stop, single and samples == 1, int(max_new_tokens),
         max_new_tokens - (logits is not None), state, tokens, sum(map(len, rows or [])), 0.0, implementation, progress,
-        session,
+        params.learned_for(chosen.learns, chosen.name), session,
     )  # fmt: skip
     if logits is not None:
         task.state, first = run.first_token(sampler, stop_tokens, state, logits, layout=layout)
@@ -533,9 +534,8 @@ def _chunk(task: _Task, steps: int) -> np.ndarray:
     if task.session is not None:
         task.state, new = task.session.chunk(task.params.weights, task.state, steps, shared)
     else:
-        learned = task.params.learned_for(task.policy.learns, task.policy.name)
         task.state, new = run.decode(
-            task.params.weights, task.state, steps=steps, layout=task.params.layout, learned=learned, **shared
+            task.params.weights, task.state, steps=steps, layout=task.params.layout, learned=task.learned, **shared
         )
     return np.asarray(new)
 
