@@ -31,7 +31,10 @@ def row_of(result: dict[str, Any]) -> tuple[str, ...]:
     cells = [result["name"], *(f"{result[part] / 2**30:.2f}" for part in ("weights", "cache"))]
     for phase in ("prefill", "decode"):
         found = result.get(phase)
-        cells += ["-", "-"] if found is None else [f"{found['seconds']:.0f}", f"{found['memory']['temp'] / 2**20:.1f}"]
+        if found is None or "refused" in found:
+            cells += ["-" if found is None else "does not fit", "-"]
+        else:
+            cells += [f"{found['seconds']:.0f}", f"{found['memory']['temp'] / 2**20:.1f}"]
     return tuple(cells)
 
 
