@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from jax.experimental.multihost_utils import sync_global_devices
 
 from jaxkv.cache import KVCache, LayerCache
 from jaxkv.errors import BadCheckpoint
 from jaxkv.policies.policy import from_dict, to_dict
 from jaxkv.pool import Pool
+from jaxkv.sharding.hosts import together
 from jaxkv.sharding.layout import ONE_DEVICE, Layout
 
 FORMAT = 1
@@ -27,8 +27,7 @@ def save(cache: KVCache, path: str | os.PathLike) -> Path:
     path = Path(path).absolute()
     if path.exists():
         raise BadCheckpoint(f"{path} exists already: expected a new path; remove it or save elsewhere")
-    if jax.process_count() > 1:
-        sync_global_devices("jaxkv.save")  # every host has looked before one of them begins to write
+    together("jaxkv.save")  # every host has looked before one of them begins to write
     facts = {
         "format": FORMAT,
         "model": cache.model,

@@ -40,3 +40,8 @@ def unknown(kind: str, name: str, known) -> UnknownName:
     near = get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else f"known: {', '.join(known)}"
     return UnknownName(f"unknown {kind} {name!r}; {hint}")
+
+
+def first_line(error: BaseException) -> str:
+    """An error's first line, at most 200 characters."""
+    return next(iter(str(error).splitlines()), type(error).__name__)[:200]

@@ -51,6 +51,11 @@ def on_large_pages(array: np.ndarray) -> np.ndarray:
     return placed
 
 
+def settled(weight: np.ndarray) -> jax.Array:
+    """The weight on the one device, on a CPU on large pages."""
+    return jax.device_put(on_large_pages(weight) if jax.default_backend() == "cpu" else weight)
+
+
 def project(x: Float[Array, "*lead I"], weight: Float[Array, "..."], out_dtype: Any = None) -> Float[Array, "*lead O"]:
     """`x @ weight` for a stored matrix, in the dtype of both unless `out_dtype` says otherwise."""
     dtype = jnp.dtype(out_dtype or x.dtype)

@@ -1,8 +1,9 @@
 """Many hosts: each runs the same program, and together they are one mesh."""
 
 import jax
+from jax.experimental.multihost_utils import sync_global_devices
 
-from jaxkv.errors import BadValue, HostFailure
+from jaxkv.errors import BadValue, HostFailure, first_line
 
 
 def start(
@@ -54,6 +55,12 @@ def start(
         ) from error
 
 
+def together(name: str) -> None:
+    """Wait until every host has come to this place, which all of them call by the same name."""
+    if jax.process_count() > 1:
+        sync_global_devices(name)
+
+
 def speaks() -> bool:
     """Whether this host prints: process 0 does."""
     return jax.process_index() == 0
@@ -64,8 +71,3 @@ def failed_elsewhere(error: BaseException) -> str | None:
     if not isinstance(error, jax.errors.JaxRuntimeError) or jax.process_count() == 1:
         return None
     return f"process {jax.process_index()} of {jax.process_count()} stops, for another one failed: {first_line(error)}"
-
-
-def first_line(error: BaseException) -> str:
-    """An error's first line, at most 200 characters."""
-    return next(iter(str(error).splitlines()), type(error).__name__)[:200]

@@ -21,7 +21,7 @@ from jaxkv import cache as slots_of
 from jaxkv.cache import KVCache, LayerCache
 from jaxkv.errors import BadValue
 from jaxkv.models import ModelConfig
-from jaxkv.models.linear import on_large_pages
+from jaxkv.models.linear import settled
 from jaxkv.sharding.mesh import AXES
 
 ROWS = ("data", "fsdp")  # of the cache and of attention
@@ -166,8 +166,7 @@ class Layout:
     def weight(self, path: str, shape: tuple[int, ...], read: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
         """The weight of a path, every device reading its own part. Raises `BadValue` for a path without a rule."""
         if self.mesh is None:
-            whole = read((slice(None),) * len(shape))
-            return jax.device_put(on_large_pages(whole) if jax.default_backend() == "cpu" else whole)
+            return settled(read((slice(None),) * len(shape)))
         kept: dict[tuple, np.ndarray] = {}  # devices of one host that hold the same part read it once
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:

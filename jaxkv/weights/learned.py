@@ -1,7 +1,5 @@
 """What was measured on a model beforehand (`jaxkv calibrate`), as files: found by the model's fingerprint."""
 
-import os
-import tempfile
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -12,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from jaxkv.errors import BadWeights
-from jaxkv.weights.source import cache_folder
+from jaxkv.weights.source import appearing, cache_folder
 
 Learned = Mapping[str, Any]  # name -> array [L, ...]
 
@@ -39,15 +37,9 @@ def read(path: Path) -> dict[str, np.ndarray]:
 
 def write(learned: Learned, path: Path) -> None:
     """The arrays as a file, float16 where they fit in, else float32: it appears whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".part")
-    os.close(handle)
-    try:
-        save_file({key: _small(np.asarray(value, np.float32)) for key, value in learned.items()}, name)
-        os.chmod(name, 0o644)  # it was made for its owner alone
-        os.replace(name, path)
-    finally:
-        Path(name).unlink(missing_ok=True)
+    with appearing(path) as draft:
+        save_file({key: _small(np.asarray(value, np.float32)) for key, value in learned.items()}, draft)
+        draft.chmod(0o644)  # it was made for its owner alone
 
 
 def _small(array: np.ndarray) -> np.ndarray:

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
-from jax.experimental.multihost_utils import sync_global_devices
+from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxkv.errors import BadCheckpoint, BadWeights
+from jaxkv.errors import BadCheckpoint, BadWeights, first_line
 from jaxkv.models import ModelConfig, abstract_weights
-from jaxkv.models.linear import packed, packed_table, plain
+from jaxkv.models.linear import packed, packed_table, plain, settled
 from jaxkv.models.rope import Rope
+from jaxkv.sharding.hosts import together
 from jaxkv.sharding.layout import Layout
 from jaxkv.weights.params import Params
 
@@ -37,13 +38,11 @@ def save_weights(params: Params, path: str | os.PathLike) -> Path:
     first = jax.process_index() == 0
     if first:
         shutil.rmtree(making, ignore_errors=True)  # of a run that was interrupted
-    _together("jaxkv.save_weights: begun")
-    weights: dict[str, Any] = {}
-    for where, leaf in nnx.to_flat_state(params.weights):
-        place = weights
-        for name in map(str, where[:-1]):
-            place = place.setdefault(name, {})
-        place[str(where[-1])] = _plain(str(where[-1]), leaf[...])
+    together("jaxkv.save_weights: begun")
+    flat = {
+        tuple(map(str, where)): _plain(str(where[-1]), leaf[...]) for where, leaf in nnx.to_flat_state(params.weights)
+    }
+    weights = unflatten_dict(flat)
     facts = {"format": FORMAT, "config": dataclasses.asdict(params.config)}
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         checkpointer.save(
@@ -52,10 +51,10 @@ def save_weights(params: Params, path: str | os.PathLike) -> Path:
         )
     if first and params.tokenizer is not None:
         params.tokenizer.save_pretrained(making)
-    _together("jaxkv.save_weights: written")
+    together("jaxkv.save_weights: written")
     if first:
         os.replace(making, path)
-    _together("jaxkv.save_weights: named")
+    together("jaxkv.save_weights: named")
     return path
 
 
@@ -81,34 +80,27 @@ def config_of(folder: Path) -> ModelConfig:
 def read_weights(folder: Path, config: ModelConfig, dtype: Any, layout: Layout, panels: bool) -> Any:
     """The weights (an `nnx.State`) in `dtype` on the layout's devices. Raises `BadWeights` for a damaged checkpoint."""
     wanted = nnx.to_flat_state(abstract_weights(config, dtype, panels=False))
-    template: dict[str, Any] = {}
+    template = {}
     for where, leaf in wanted:
-        place = template
-        for name in map(str, where[:-1]):
-            place = place.setdefault(name, {})
-        sharding = layout.sharding(leaf.shape, layout.rule("/".join(map(str, where))))
-        place[str(where[-1])] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        names = tuple(map(str, where))
+        sharding = layout.sharding(leaf.shape, layout.rule("/".join(names)))
+        template[names] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         try:
             found = checkpointer.restore(
-                folder / INSIDE, ocp.args.Composite(weights=ocp.args.StandardRestore(template))
+                folder / INSIDE, ocp.args.Composite(weights=ocp.args.StandardRestore(unflatten_dict(template)))
             )["weights"]
         except Exception as error:
             raise BadWeights(_unreadable(folder, error)) from error
-    filled = []
+    filled: list[Any] = []
+    values: Any = flatten_dict(found)
     for where, leaf in wanted:
-        value = found
-        for name in map(str, where):
-            value = value[name]
+        names = tuple(map(str, where))
+        value = values[names]
         if not bool(jnp.isfinite(value).all()):
-            raise BadWeights(f"{folder}: {'/'.join(map(str, where))} holds NaN or infinity: the checkpoint is damaged")
-        filled.append((where, leaf.replace(_packed(str(where[-1]), value, config) if panels else value)))
+            raise BadWeights(f"{folder}: {'/'.join(names)} holds NaN or infinity: the checkpoint is damaged")
+        filled.append((where, leaf.replace(_packed(names[-1], value, config) if panels else value)))
     return nnx.from_flat_state(filled)
-
-
-def _together(name: str) -> None:
-    if jax.process_count() > 1:
-        sync_global_devices(name)
 
 
 def _plain(name: str, value: jax.Array) -> jax.Array:
@@ -123,7 +115,7 @@ def _packed(name: str, value: jax.Array, config: ModelConfig) -> jax.Array:
     if value.ndim < 2:
         return value
     whole = np.asarray(value)
-    return jnp.asarray(packed_table(whole, config.tie_embeddings) if name == "embed" else packed(whole.T, True))
+    return settled(packed_table(whole, config.tie_embeddings) if name == "embed" else packed(whole.T, True))
 
 
 def _config(facts: dict[str, Any]) -> ModelConfig:
@@ -137,5 +129,6 @@ def _config(facts: dict[str, Any]) -> ModelConfig:
 
 
 def _unreadable(folder: Path, error: Exception) -> str:
-    first = next(iter(str(error).splitlines()), "")
-    return f"{folder}: not a readable checkpoint of weights ({type(error).__name__}: {first}); save them again"
+    return (
+        f"{folder}: not a readable checkpoint of weights ({type(error).__name__}: {first_line(error)}); save them again"
+    )

