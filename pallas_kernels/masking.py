@@ -25,8 +25,8 @@ def masked_softmax(
 ) -> tuple[Float[Array, "... S"], Float[Array, "..."]]:
     """Stable softmax over the seen keys, exactly 0 elsewhere (everywhere, for a row that sees nothing), and its lse."""
     logits = jnp.where(seen, logits, MASKED)
-    top = jnp.max(logits, axis=-1, keepdims=True)
-    weights = jnp.where(seen, jnp.exp(logits - top), 0.0)
+    top = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), MASKED / 2)  # exp(MASKED - top) is 0, seen or not
+    weights = jnp.exp(logits - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     safe = jnp.where(total > 0, total, 1.0)
     lse = jnp.where(total > 0, top + jnp.log(safe), -jnp.inf)
