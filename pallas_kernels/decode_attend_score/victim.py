@@ -68,14 +68,13 @@ def victim(
     score = jnp.where(alive, score.astype(jnp.float32), jnp.where(room, -jnp.inf, jnp.inf))
     slot = lax.broadcasted_iota(jnp.int32, score.shape, score.ndim - 1)
 
-    def lower(a, b):
-        (sa, pa, ia), (sb, pb, ib) = a, b
-        first = (sa < sb) | ((sa == sb) & ((pa < pb) | ((pa == pb) & (ia < ib))))
-        return jnp.where(first, sa, sb), jnp.where(first, pa, pb), jnp.where(first, ia, ib)
+    lowest = score == jnp.min(score, axis=-1, keepdims=True)
+    oldest = lowest & (positions == _least(positions, lowest)[..., None])
+    return _least(slot, oldest)
 
-    big = jnp.iinfo(jnp.int32).max
-    start = (jnp.float32(jnp.inf), jnp.int32(big), jnp.int32(big))
-    return lax.reduce((score, positions, slot), start, lower, (score.ndim - 1,))[2]
+
+def _least(x: Int[Array, "*lead S"], among: Bool[Array, "*lead S"]) -> Int[Array, "*lead"]:
+    return jnp.min(jnp.where(among, x, jnp.iinfo(jnp.int32).max), axis=-1)
 
 
 def aim(
