@@ -49,7 +49,7 @@ class Sampler:
     def draw(self, logits: Float[Array, "B V"], keys: Key[Array, "B"], at: Int[Array, "B"]) -> Int[Array, "B"]:
         """A token by the warped logits: the best one when greedy."""
         if self.temperature == 0:
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            return _best(logits)
         draw = jax.vmap(lambda key, position, row: jax.random.categorical(jax.random.fold_in(key, position), row))
         return draw(keys, at, logits).astype(jnp.int32)
 
@@ -68,3 +68,10 @@ class Sampler:
             best = jnp.max(chance, axis=-1, keepdims=True)
             logits = jnp.where(chance < self.min_p * best, -jnp.inf, logits)
         return logits
+
+
+def _best(logits: Float[Array, "B V"]) -> Int[Array, "B"]:
+    """argmax, the first of equals: as two plain minima and maxima XLA's CPU code is vectorised, as one argmax not."""
+    token = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    best = logits == jnp.max(logits, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(best, token, logits.shape[-1] - 1), axis=-1)
