@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+import jax
+
 import jaxkv
 from benchmarks.report import DATA, RESULTS, cores, table, write
 from jaxkv.evaluation import texts as texts_of
@@ -201,6 +203,7 @@ def main() -> None:
 
     results = {}
     for task in options.tasks:
+        jax.clear_caches()  # so many programs, each in many pieces, come near the number of mappings a process may have
         prompts = prompts_of(params.tokenizer, task)[: options.prompts]
         with clock(options.clock):
             results[task] = measure(params, policy, prompts, methods, options)
