@@ -78,10 +78,10 @@ def compare(params, policy, peer: Peer, batch: int, length: int, new_tokens: int
     bandwidths = []
     for _ in range(rounds):
         for name, side in sides.items():
-            before = read_bandwidth(repeats=2) if name == "jaxkv" else 0.0
+            before = read_bandwidth(repeats=5) if name == "jaxkv" else 0.0
             runs[name].append(side(new_tokens))
             if name == "jaxkv":  # other tenants of the machine take their share of it: look right before and after
-                bandwidths.append((before + read_bandwidth(repeats=2)) / 2)
+                bandwidths.append((before + read_bandwidth(repeats=5)) / 2)
 
     out: dict = {"batch": batch, "prompt_tokens": length, "new_tokens": new_tokens}
     for name, done in runs.items():
