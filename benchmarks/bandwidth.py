@@ -15,9 +15,9 @@ SIZE = 2**30  # bytes, far more than any cache level, the last one of a large se
 
 
 def read_bandwidth(repeats: int = 5, threads: int | None = None) -> float:
-    """Bytes per second that this machine reads from memory: of several plain reductions over a large array, the fastest.
+    """Bytes per second that this machine reads from memory: the fastest of several plain reductions of a large array.
 
-    Every way by its median: a decode step is timed over seconds, which a moment when the neighbours rest says little of.
+    Every way by its median: a decode step is timed over seconds, and a moment of quiet neighbours says little of those.
     """
     return max(measure(repeats, threads).values())
 
