@@ -7,9 +7,7 @@ measured read bandwidth.
 """
 
 import argparse
-import json
 import statistics
-import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,43 +16,11 @@ import numpy as np
 
 import jaxkv
 from benchmarks.bandwidth import read_bandwidth
+from benchmarks.peer import Peer
 from benchmarks.report import cores, prose_rows, table, write
 from jaxkv.lowering import held
 
 CACHES = ("dynamic", "static")
-
-
-class Peer:
-    """transformers' generate in its own Python, asked over a pipe."""
-
-    def __init__(self, python: str, gguf: Path, threads: int):
-        script = Path(__file__).with_name("peer_transformers.py")
-        command = [python, str(script), "--gguf", str(gguf), "--threads", str(threads)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        self.about = self._read()
-
-    def _read(self) -> dict:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            code, command = self._process.wait(), self._process.args
-            raise RuntimeError(f"the peer ended with exit status {code}: run {command} by hand to see why")
-        return json.loads(line)
-
-    def generate(self, rows: list[list[int]], new_tokens: int, cache: str) -> dict:
-        """Seconds of prefill and decode, and the tokens."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"ids": rows, "new_tokens": new_tokens, "cache": cache}) + "\n")
-        self._process.stdin.flush()
-        return self._read()
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
 
 
 def own(params: Any, policy: jaxkv.Policy, rows: list[list[int]], new_tokens: int) -> dict:
@@ -72,7 +38,10 @@ def compare(params, policy, peer: Peer, batch: int, length: int, new_tokens: int
     """Both sides in turns, `rounds` times after a warm-up: the least and the median of every time."""
     rows = prose_rows(params.tokenizer, batch, length)
     sides = {"jaxkv": lambda n: own(params, policy, rows, n)}
-    sides |= {f"transformers {cache}": lambda n, cache=cache: peer.generate(rows, n, cache) for cache in CACHES}
+    sides |= {
+        f"transformers {cache}": lambda n, cache=cache: peer.ask(ids=rows, new_tokens=n, cache=cache)
+        for cache in CACHES
+    }
     first = {name: side(new_tokens if name == "jaxkv" else 4) for name, side in sides.items()}  # compiles, warms up
     runs: dict[str, list[dict]] = {name: [] for name in sides}
     bandwidths = []
@@ -142,7 +111,8 @@ def main() -> None:
     options = parser.parse_args()
 
     gguf = find_gguf(options.wheel)
-    peer = Peer(options.oracle_python, gguf, cores())
+    module = "benchmarks.peer_transformers"
+    peer = Peer(options.oracle_python, module, "--gguf", str(gguf), "--threads", str(cores()))
     params = jaxkv.load(str(gguf))
     policy = jaxkv.policy(options.policy, budget=options.budget)
     runs = [

@@ -3,9 +3,9 @@
     python -m benchmarks.peer_kvpress default --oracle-python PATH
     jaxkv report results/default results/default-kvpress --out results/both
 
-PATH is a Python with torch, transformers and kvpress (`tests/oracle/README.md`). It runs this file as a process that
-answers requests, JSON lines on stdin and stdout: {"press": ..., "kept": n or null, "context": [ids], "rest": [ids],
-"compress": "all" or "context", "new_tokens": n, "stop": [ids]}.
+PATH is a Python with torch, transformers and kvpress (`tests/oracle/README.md`). It runs this module as the peer that
+answers requests: {"press": ..., "kept": n or null, "context": [ids], "rest": [ids], "compress": "all" or "context",
+"new_tokens": n, "stop": [ids]}.
 
 What is compared: kvpress compresses a prompt once and adds every later token, so its caches grow by the answer, where
 our decode phases hold the budget. It is asked one prompt at a time, as it is built for; its speed is not recorded.
@@ -13,12 +13,13 @@ our decode phases hold the budget. It is asked one prompt at a time, as it is bu
 
 import argparse
 import hashlib
-import json
 import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from benchmarks.peer import Peer, serve
 
 # Our policy -> the press that is its twin, or nearest: kvpress' ObservedAttention averages where H2O sums, and protects
 # nothing; StreamingLLM keeps text positions there, as our rope="text".
@@ -46,7 +47,7 @@ def main() -> None:
     parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
-        work(options.worker, options.threads)
+        serve(lambda: begin(options.worker, options.threads))
     elif options.oracle_python is None:
         parser.error("--oracle-python is needed: a Python with torch, transformers and kvpress")
     else:
@@ -71,7 +72,15 @@ def ask(options: argparse.Namespace) -> None:
     done = store.open(
         {**evaluation.settings.to_dict(settings), "presses": options.presses}, f"kvpress: {params.fingerprint}"
     )
-    peer = Peer(options.oracle_python, Path(locate(settings.model)), options.threads)
+    threads = options.threads or len(os.sched_getaffinity(0))
+    peer = Peer(
+        options.oracle_python,
+        "benchmarks.peer_kvpress",
+        "--worker",
+        str(locate(settings.model)),
+        "--threads",
+        str(threads),
+    )
     print("kvpress side:", peer.about, file=sys.stderr)
     examples = [each for each in runner.examples_of(settings, params.tokenizer) if not each.output]
     columns = [(press, budget) for press in presses(settings, options.presses) for budget in settings.budgets]
@@ -88,7 +97,7 @@ def ask(options: argparse.Namespace) -> None:
                     if key in done:
                         continue
                     context, rest = asking.asked(params.tokenizer, example, question)
-                    said = peer.answer(
+                    said = peer.ask(
                         press=press, kept=budget, context=context.tolist(), rest=rest.tolist(),
                         compress="all" if mode == "aware" else "context", new_tokens=example.max_new_tokens,
                         stop=list(params.config.stop_tokens),
@@ -132,39 +141,8 @@ def label(press: str) -> str:
     return next((ours for ours, theirs in TWINS.items() if theirs == press), press.removesuffix("Press"))
 
 
-class Peer:
-    """The oracle's process."""
-
-    def __init__(self, python: str, model: Path, threads: int | None):
-        threads = threads or len(os.sched_getaffinity(0))
-        self._process = subprocess.Popen(
-            [python, __file__, "--worker", str(model), "--threads", str(threads)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")},
-        )  # fmt: skip
-        self.about = self._read()
-
-    def answer(self, **request: Any) -> dict[str, Any]:
-        """The answer to one request."""
-        assert self._process.stdin is not None
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        return self._read()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(
-                f"the kvpress process has ended with status {self._process.wait()}: see its output above"
-            )
-        return json.loads(line)
-
-
-def work(model: Path, threads: int) -> None:
-    """Answer requests until stdin closes."""
-    answers = os.fdopen(os.dup(1), "w")  # libraries print to stdout: keep the answers apart from that
-    os.dup2(2, 1)
-    os.environ["HF_HUB_OFFLINE"] = "1"
+def begin(model: Path, threads: int) -> tuple[dict[str, Any], Callable]:
+    """The oracle's versions, and what answers a request."""
     from importlib import metadata
 
     import torch
@@ -187,16 +165,15 @@ def work(model: Path, threads: int) -> None:
             ).eval()
         return loaded[how]
 
-    versions = {name: metadata.version(name) for name in ("torch", "transformers", "kvpress")}
-    print(json.dumps({**versions, "threads": torch.get_num_threads()}), file=answers, flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
         try:
             with torch.inference_mode():
-                said = _answer(model_for(request["press"]), request)
+                return _answer(model_for(request["press"]), request)
         except AssertionError as error:  # a press that needs a longer prompt or a larger budget
-            said = {"error": f"{request['press']} at {request['kept']}: {error or 'refused'}"}
-        print(json.dumps(said), file=answers, flush=True)
+            return {"error": f"{request['press']} at {request['kept']}: {error or 'refused'}"}
+
+    versions = {name: metadata.version(name) for name in ("torch", "transformers", "kvpress")}
+    return {**versions, "threads": torch.get_num_threads()}, answer
 
 
 def _answer(model: Any, request: dict[str, Any]) -> dict[str, Any]:

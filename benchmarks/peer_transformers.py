@@ -1,15 +1,16 @@
-"""The transformers side of decode_speed: runs in an environment with torch, reads requests and writes answers as JSON.
+"""The transformers side of decode_speed, which runs in an environment with torch.
 
-One request per line on stdin: {"ids": [[...], ...], "new_tokens": n, "cache": "dynamic" or "static"}. One answer per
-line on stdout: the seconds up to the first token, the seconds of the tokens after it, and the tokens.
+One request: {"ids": [[...], ...], "new_tokens": n, "cache": "dynamic" or "static"}. Its answer: the seconds up to the
+first token, the seconds of the tokens after it, and the tokens.
 """
 
 import argparse
-import json
-import os
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from benchmarks.peer import serve
 
 
 def main() -> None:
@@ -18,23 +19,22 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, required=True)
     parser.add_argument("--threads", type=int, required=True)
     options = parser.parse_args()
-    answers = os.fdopen(os.dup(1), "w")  # libraries print to stdout: keep the answers apart from that
-    os.dup2(2, 1)
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    serve(lambda: begin(options.gguf, options.threads))
 
+
+def begin(gguf: Path, threads: int) -> tuple[dict[str, Any], Callable]:
+    """The model's versions, and what answers a request."""
     import torch
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(threads)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        options.gguf.parent, gguf_file=options.gguf.name, dtype=torch.float32
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
     ).eval()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    print(json.dumps({**versions, "threads": torch.get_num_threads()}), file=answers, flush=True)
-    for line in sys.stdin:
-        print(json.dumps(answer(model, json.loads(line))), file=answers, flush=True)
+    return {**versions, "threads": torch.get_num_threads()}, lambda request: answer(model, request)
 
 
 def answer(model, request: dict) -> dict:
