@@ -267,8 +267,9 @@ def decode_layer(
     if isinstance(layer, Pool):
         query, key = (rotate(x, position[:, None], spec.rope) for x in (query, key))
         output, pool = attend_pool.decode_pool(
-            policy, position, query, key, value, entered, layer, limits, sight, scale=spec.scale, softcap=spec.softcap
-        )
+            policy, position, query, key, value, entered, layer, limits, sight, scale=spec.scale, softcap=spec.softcap,
+            implementation=implementation,
+        )  # fmt: skip
         return output[:, None], dataclasses.replace(state, cache=pool)
     stats = _write_stats(layer, entered, active)
 

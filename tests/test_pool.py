@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
 from ordered import heads_of
 from small import SMALL
 
@@ -287,52 +288,77 @@ def test_more_slots_for_every_head():
 # ---- one decode step
 
 
-@pytest.mark.parametrize("group", ["sum", "mean", "max"])
-@pytest.mark.parametrize("rule", [None, Rule("each", 2)], ids=["append", "victim"])
-def test_ragged_decode_is_each_head_by_itself(group, rule):
+ON_TPU = jax.default_backend() == "tpu"
+DECODES = {"reference": {}, "tpu": {} if ON_TPU else {"interpret": pltpu.InterpretParams(detect_races=True)}}
+VICTIM = Rule("each", 2)
+POOLS = {  # sizes of the segments per row, slots in all, dim: a row may leave slots that are nobody's
+    "one block": ([[9, 4, 7], [5, 6, 3]], 20, 8),
+    "two blocks": ([[700, 1, 399], [1020, 9, 60]], 1100, 256),  # a head in both, a head in one, a head of one slot
+}
+
+
+@pytest.mark.parametrize("how", DECODES)
+@pytest.mark.parametrize(
+    "shape, group, rule, dtype",
+    [
+        *(("one block", group, VICTIM, "float32") for group in ("sum", "mean", "max")),
+        ("one block", "sum", None, "bfloat16"),
+        ("two blocks", "sum", VICTIM, "float32"),
+    ],
+)
+def test_ragged_decode_is_each_head_by_itself(how, shape, group, rule, dtype):
     """Every head of a pool gets what decode_attend_score gives on its segment alone; the softcap as well."""
     rng = np.random.default_rng(3)
-    heads, groups, dim, total = 3, 2, 8, 20
-    sizes = np.array([[9, 4, 7], [5, 6, 3]])  # the second row leaves slots that are nobody's
+    sizes, total, dim = POOLS[shape]
+    heads, groups, sizes, many = 3, 2, np.array(sizes), total
     offsets = np.concatenate([np.zeros((2, 1), int), np.cumsum(sizes, axis=1)], axis=1)
     positions = np.full((2, total), EMPTY)
     for row in range(2):
         for head in range(heads):
-            filled = sizes[row, head] - (head == 1)  # one head still has an empty slot
-            positions[row, offsets[row, head] : offsets[row, head] + filled] = rng.permutation(20)[:filled]
+            filled = sizes[row, head] - (head == 1 and sizes[row, head] > 1)  # one head still has an empty slot
+            positions[row, offsets[row, head] : offsets[row, head] + filled] = rng.permutation(many)[:filled]
     normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
     query, key, value = normal(2, heads * groups, dim), normal(2, heads, dim), normal(2, heads, dim)
     keys, values, weight, bias = normal(2, total, dim), normal(2, total, dim), normal(2, total), normal(2, total)
     keys[positions < 0] = np.nan
     values[positions < 0] = np.nan
-    position, slot, recents = np.array([20, 20]), offsets[:, :-1] + 1, np.array([2, 3])
+    second = np.minimum(sizes - 1, 1)
+    position, slot, recents = np.array([many, many]), offsets[:, :-1] + second, np.array([2, 3])
     options = {"scale": 0.3, "softcap": 5.0, "group": group, "rule": rule}
-    call = (query, key, value, position, slot, keys, values, positions, offsets, recents, weight, bias)
-    out = ragged_decode(*(jnp.asarray(x, jnp.int32 if x.dtype == int else None) for x in call), **options)
+    call = [jnp.asarray(x, dtype) for x in (query, key, value)]
+    call += [jnp.asarray(x, jnp.int32) for x in (position, slot)]
+    call += [jnp.asarray(x, dtype) for x in (keys, values)]
+    call += [jnp.asarray(x, jnp.int32) for x in (positions, offsets, recents)]
+    call += [jnp.asarray(weight), jnp.asarray(bias)]
+    query, key, value, _, _, keys, values, *_ = call
+    out = jax.jit(functools.partial(ragged_decode, **options, implementation=how, **DECODES[how]))(*call)
+    near = {"rtol": 2e-5, "atol": 1e-5} if dtype == "float32" else {"rtol": 2e-2, "atol": 2e-2}
     for row in range(2):
         for head in range(heads):
             own = slice(offsets[row, head], offsets[row, head + 1])
             one = lambda x, own=own, row=row: jnp.asarray(x[row, own])[None, None]  # noqa: E731
             mine = slice(head * groups, (head + 1) * groups)
             lone = decode_attend_score(
-                jnp.asarray(query[row, mine])[None], *(jnp.asarray(x[row, head])[None, None] for x in (key, value)),
-                jnp.array([20], jnp.int32), jnp.array([[1]], jnp.int32), one(keys), one(values),
+                query[row, mine][None], *(x[row, head][None, None] for x in (key, value)),
+                jnp.array([many], jnp.int32), jnp.array([[second[row, head]]], jnp.int32), one(keys), one(values),
                 one(positions.astype(np.int32)), jnp.array([int(sizes[row, head])], jnp.int32),
                 jnp.asarray(recents[row : row + 1], jnp.int32), one(weight), one(bias), **options,
             )  # fmt: skip
-            np.testing.assert_allclose(out.output[row, mine], lone.output[0], rtol=2e-5, atol=1e-6)
-            np.testing.assert_allclose(out.lse[row, mine], lone.lse[0], rtol=2e-5)
-            np.testing.assert_allclose(out.mass[row, own], lone.mass[0, 0], rtol=2e-5, atol=1e-7)
+            text = lambda x: np.asarray(x, np.float32)  # noqa: E731
+            np.testing.assert_allclose(text(out.output[row, mine]), text(lone.output[0]), **near)
+            np.testing.assert_allclose(out.lse[row, mine], lone.lse[0], rtol=2e-5, atol=1e-5)
+            np.testing.assert_allclose(out.mass[row, own], lone.mass[0, 0], rtol=1e-4, atol=1e-6)
             np.testing.assert_array_equal(out.positions[row, own], lone.positions[0, 0])
-            np.testing.assert_array_equal(out.keys[row, own], lone.keys[0, 0])
-            np.testing.assert_array_equal(out.values[row, own], lone.values[0, 0])
+            np.testing.assert_array_equal(text(out.keys[row, own]), text(lone.keys[0, 0]))
+            np.testing.assert_array_equal(text(out.values[row, own]), text(lone.values[0, 0]))
             assert int(out.next_slot[row, head]) - offsets[row, head] == int(lone.next_slot[0, 0])
         assert (np.asarray(out.mass)[row, offsets[row, -1] :] == 0).all()
-    still = ragged_decode(
-        *(jnp.asarray(x, jnp.int32 if x.dtype == int else None) for x in (*call[:3], np.array([-1, 20]), *call[4:])),
-        **options,
+    finished = jnp.array([-1, many], jnp.int32)
+    still = jax.jit(functools.partial(ragged_decode, **options, implementation=how, **DECODES[how]))(
+        *call[:3], finished, *call[4:]
     )
     np.testing.assert_array_equal(np.asarray(still.positions)[0], positions[0])
+    np.testing.assert_array_equal(np.asarray(still.keys, np.float32)[0], np.asarray(keys, np.float32)[0])
     np.testing.assert_array_equal(np.asarray(still.next_slot)[0], slot[0])
 
 

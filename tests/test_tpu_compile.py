@@ -34,6 +34,7 @@ from pallas_kernels.decode_attend_score.tpu import decode_attend_score
 from pallas_kernels.decode_attend_score.victim import Rule
 from pallas_kernels.prefill_attend.tpu import prefill_attend
 from pallas_kernels.prefill_attend_mass.tpu import prefill_attend_mass
+from pallas_kernels.ragged_decode.tpu import ragged_decode
 
 pytest.importorskip("libtpu", reason="libtpu, which holds the TPU compiler, is not installed here (pip install libtpu)")
 
@@ -95,6 +96,51 @@ def test_decode_kernel_compiles_and_writes_in_place(name, shape, dtype):
     assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes
     assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes // 2  # so no copy of K or of V
     assert made_of(arrays[5].shape, compiled.as_text()) <= NAMES_ONLY
+
+
+def pool_arrays(batch: int, kv_heads: int, group: int, slots: int, dim: int) -> tuple:
+    """The arguments of ragged_decode as shapes, in bfloat16, with an array as weight; `slots` for each head."""
+    row = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    each = jax.ShapeDtypeStruct((batch, kv_heads), jnp.int32)
+    new = jax.ShapeDtypeStruct((batch, kv_heads, dim), jnp.bfloat16)
+    pool = jax.ShapeDtypeStruct((batch, kv_heads * slots, dim), jnp.bfloat16)
+    return (
+        jax.ShapeDtypeStruct((batch, kv_heads * group, dim), jnp.bfloat16), new, new, row, each, pool, pool,
+        jax.ShapeDtypeStruct(pool.shape[:2], jnp.int32), jax.ShapeDtypeStruct((batch, kv_heads + 1), jnp.int32), row,
+        jax.ShapeDtypeStruct(pool.shape[:2], jnp.float32),
+    )  # fmt: skip
+
+
+POOLS = [name for name, (*_, slots, _) in SHAPES.items() if slots < 100_000]  # a row's logits stay on the chip
+
+
+@pytest.mark.parametrize("shape", POOLS)
+@pytest.mark.parametrize("name", CHIPS)
+def test_pool_kernel_compiles_and_writes_in_place(name, shape):
+    step = functools.partial(ragged_decode, scale=0.1, rule=Rule("each"))
+    arrays = on(name, pool_arrays(*SHAPES[shape]))
+    compiled = jax.jit(step, donate_argnums=(5, 6)).lower(*arrays).compile()
+    pool = arrays[5]
+    assert compiled.memory_analysis().alias_size_in_bytes >= 2 * pool.size * 2
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * pool.size  # so no copy of K or of V
+    assert made_of(pool.shape, compiled.as_text()) <= NAMES_ONLY
+
+
+@pytest.mark.parametrize("shape", POOLS)
+def test_pool_kernel_moves_each_block_once(shape):
+    """As above, wherever heads meet."""
+    batch, kv_heads, _, slots, dim = SHAPES[shape]
+    step = functools.partial(ragged_decode, scale=0.1, rule=Rule("each"))
+    (call,) = pallas_calls(step, *pool_arrays(*SHAPES[shape]))
+    operands = fetches(call)
+    for moved, total in operands[3:5]:
+        assert len(moved) == len(set(moved)) and total == 2 * batch * kv_heads * slots * dim
+    tiles = call.params["jaxpr"].invars[-2].aval
+    written = batch * int(np.prod(tiles.shape)) * 2
+    out = sum(total for _, total in operands[call.params["grid_mapping"].num_inputs :]) + written
+    everything = sum(total for _, total in operands) + written
+    assert everything <= 1.05 * (2 * operands[3][1] + out)
+    assert call.params["cost_estimate"].bytes_accessed == pytest.approx(everything, rel=0.01)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -2,9 +2,9 @@
 
 from pallas_kernels.decode_attend_score.reference import Attended
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.ragged_decode import reference
+from pallas_kernels.ragged_decode import reference, tpu
 
-IMPLEMENTATIONS = {"reference": reference.ragged_decode}
+IMPLEMENTATIONS = {"tpu": tpu.ragged_decode, "reference": reference.ragged_decode}
 
 
 def ragged_decode(*args, implementation: str | None = None, **kwargs) -> Attended:
