@@ -27,6 +27,7 @@ from jaxkv.pool import Pool
 from jaxkv.sharding.attention import decode_attend_score, prefill_attend, prefill_attend_mass
 from jaxkv.sharding.layout import Layout
 from pallas_kernels.decode_attend_score.victim import Rule, alive, victim
+from pallas_kernels.masking import filled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +62,14 @@ def prefill_layer(
     key: Float[Array, "B T Hk D"],
     value: Float[Array, "B T Hk D"],
     state: LayerState,
+    sizes: Float[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T Hq D"], LayerState]:
     """Attend from a block over cache + block, score every entry, and cut the cache back to its slots.
 
     The cache's slots stand in time order, and so do those of cache + block: nothing need be sorted.
     The last `state.extra` of the T tokens are pseudo tokens, which look, and whose keys and values are not kept.
-    Padding has position -1. `now [B]` is the position after the block's last prompt token.
+    Padding has position -1. `now [B]` is the position after the block's last prompt token. `sizes` are the norms of
+    the tokens' hidden states, for a policy that asks for them.
     """
     query, key, value = (jnp.swapaxes(layout.lay("heads", x), 1, 2) for x in (query, key, value))  # [B, H, T, D]
     each_head = jnp.broadcast_to(positions[:, None, :], key.shape[:3])
@@ -102,7 +105,7 @@ def prefill_layer(
         chosen = _go_on(policy.propagate, layout, query, read, positions, joined.positions, state, softmax)
     mass = None
     if policy.prefill is not None and policy.prefill.score.looks and state.look:
-        mass = _prompt_mass(policy.prefill, layout, query, read, positions, joined.positions, now, state, softmax)
+        mass = _prompt_mass(policy.prefill, layout, query, read, positions, joined, now, state, softmax, sizes)
     if state.extra:  # the pseudo tokens have looked: empty their slots
         joined = dataclasses.replace(joined, positions=joined.positions.at[:, :, -state.extra :].set(EMPTY))
     sight = dataclasses.replace(sight, keys=read, values=joined.values, places=places)
@@ -136,18 +139,24 @@ def _prompt_mass(
     query: Float[Array, "B Hq T D"],
     keys: Float[Array, "B Hk S D"],
     query_positions: Int[Array, "B T"],
-    key_positions: Int[Array, "B Hk S"],
+    joined: LayerCache,
     now: Int[Array, "B"],
     state: LayerState,
     softmax: dict,
+    sizes: Float[Array, "B T"] | None,
 ) -> Float[Array, "B Hk S"]:
     """The attention mass of every entry from the phase's observing queries, pooled and reduced over the group."""
-    observe, aggregate = phase.observe, phase.aggregate
+    observe, aggregate, key_positions = phase.observe, phase.aggregate, joined.positions
     last = state.extra or observe.window or query.shape[2]
     query, at = query[:, :, -last:], query_positions[:, -last:]
     if not getattr(observe, "own_keys", True):
         key_positions = key_positions.at[:, :, -last:].set(EMPTY)
-    mass = prefill_attend_mass(layout, query, keys, at, key_positions, reduce=aggregate.queries, **softmax)
+    weights = None if sizes is None else 1 / jnp.maximum(sizes[:, -last:], 1e-12)
+    mass = prefill_attend_mass(
+        layout, query, keys, at, key_positions, reduce=aggregate.queries, weights=weights, **softmax
+    )
+    if aggregate.projects and state.out is not None:
+        mass = aggregate.by_output(mass, filled(joined.values, joined.positions), state.out)
     apart = phase.protects.recent_entries(key_positions, now, state.limits)
     mass = aggregate.along_text(mass, key_positions, apart)
     mass = aggregate.over_group(mass, keys.shape[1], state.learned)

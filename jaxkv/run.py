@@ -123,7 +123,9 @@ def prefill(
 
         everything, last = layout.lay("tokens", jnp.concatenate([tokens, behind], axis=1)), tokens.shape[1] - 1
         after = None if top else behind.shape[1]
-        hidden, states = model(everything, states, attend, layout.lay, behind=after, route=route)
+        hidden, states = model(
+            everything, states, attend, layout.lay, behind=after, route=route, sizes=plan.look and policy.sizes
+        )
         expected = _expected(model, hidden[:, tokens.shape[1] - length :], (tokens.shape[0], length), top, wanted)
         return (tuple(state.cache for state in states), hidden[:, last if top else 0]), expected
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ordered import heads_of
 
 import jaxkv
 from jaxkv.errors import BadValue
@@ -18,6 +19,8 @@ from jaxkv.models import ModelConfig
 from jaxkv.models.rope import rotate
 from jaxkv.policies import (
     AccumulatedAttention,
+    Adaptive,
+    Aggregate,
     Attention,
     Crush,
     Distance,
@@ -157,6 +160,36 @@ def test_kvpress_twins_everywhere(goldens, tiny, scored, monkeypatch, family, me
         pytest.skip("there are goldens of two families")
     for ratio in ("0.3", "0.5", "0.75"):
         _check_twin(goldens, tiny, scored, monkeypatch, family, method, ratio)
+
+
+REPLAYED = [
+    pytest.param(family, method, ratio, marks=() if (family, ratio) == ("llama3", "0.5") else pytest.mark.slow)
+    for family in FAMILIES[:-1]  # kvpress refuses KVzip for Gemma 3
+    for method in ("kvzip", "kvzip-plus")
+    for ratio in ("0.3", "0.5", "0.75")
+]
+
+
+@pytest.mark.parametrize(("family", "method", "ratio"), REPLAYED)
+def test_replay_as_in_kvpress(goldens, tiny, scored, family, method, ratio):
+    """KVzip and KVzip+: scores, and what heads that compete for a layer's budget keep; the instruction in tokens."""
+    golden = np.load(goldens / "kvpress" / f"{family}-replay.npz")
+    params, ids = tiny(family), golden["ids"][0]
+    if family == "mistral":
+        facts = json.loads((goldens / "tiny" / family / "config-full.json").read_text())
+        params = dataclasses.replace(params, config=ModelConfig.from_hf(facts))
+    params = dataclasses.replace(params, tokenizer=lambda text, **_: {"input_ids": [7, 11, 13]})
+    policy = jaxkv.policy(method, budget=int(len(ids) * (1 - float(ratio))))
+    cache, worths = scored(params, ids, dataclasses.replace(policy, allocate=Adaptive(safeguard=0.0)))
+    for index, (layer, ours) in enumerate(zip(cache.layers, worths, strict=True)):
+        scores, kept, margin = (
+            golden[f"{method}/r{ratio}/layer{index}/{name}"] for name in ("scores", "kept_mask", "margin")
+        )
+        assert margin.min() > CLEAR
+        assert np.isposinf(ours[:, :4]).all() and (scores[:, :4] > scores[:, 4:].max() + 0.9).all()
+        np.testing.assert_allclose(ours[:, 4:], scores[:, 4:], rtol=RTOL)
+        for head, held in enumerate(heads_of(layer)):
+            np.testing.assert_array_equal(held[held >= 0], np.flatnonzero(kept[head]))
 
 
 # What follows needs no model: arrays of one row, two heads, S entries in shuffled slots.
@@ -481,6 +514,20 @@ def test_mass_without_the_keys_that_come_later(reduce, length):
     ]
     np.testing.assert_allclose(*both, rtol=1e-5, atol=1e-7)
     assert (both[0] > 0).any(axis=-1).all()
+
+
+def test_weighed_by_the_output():
+    """KVzip+'s factor of the value, by query heads, against v W_O itself."""
+    rng = np.random.default_rng(4)
+    mass, values, out = rng.random((1, 4, 6)), rng.normal(size=(1, 2, 6, DIMS)), rng.normal(size=(4, DIMS, 10))
+    mass, values, out = (x.astype(np.float32) for x in (mass, values, out))
+    got = Aggregate(weigh="output").by_output(*map(jnp.asarray, (mass, values, out)))
+    size = np.stack([np.linalg.norm(values[0, h // 2] @ out[h], axis=-1) for h in range(4)])
+    np.testing.assert_allclose(got[0], mass[0] * size, rtol=RTOL)
+    plus = catalogue()["kvzip-plus"]
+    assert plus.projects and plus.sizes and not catalogue()["kvzip"].projects
+    with pytest.raises(BadValue, match="at decode"):
+        dataclasses.replace(plus, decode=dataclasses.replace(plus.prefill, observe=observe.CurrentQuery()))
 
 
 # On a model.

@@ -112,6 +112,8 @@ class Policy:
             )
         if self.decode is not None and self.decode.aggregate.best:
             raise BadValue("aggregate best= picks heads at prefill only: leave it out of the decode phase")
+        if self.decode is not None and self.decode.aggregate.projects:
+            raise BadValue("aggregate weigh='output' reads the hidden states of a prompt: leave it out at decode")
         if isinstance(self.allocate, Adaptive):
             self._check_competition(self.allocate)
         if self.budget is not None:
@@ -201,8 +203,13 @@ class Policy:
 
     @property
     def projects(self) -> bool:
-        """Whether a score needs the layers' output matrices."""
-        return any(phase.score.projects for phase in self.phases)
+        """Whether a score or an aggregation needs the layers' output matrices."""
+        return any(phase.score.projects or phase.aggregate.projects for phase in self.phases)
+
+    @property
+    def sizes(self) -> bool:
+        """Whether it needs the sizes of the prompt's hidden states."""
+        return self.prefill is not None and self.prefill.aggregate.projects
 
     def budgets(self, tokens: int, layers: int) -> tuple[int, ...]:
         """Tokens per KV head of every layer for a text of `tokens` tokens; a ratio never goes below `floor`."""
