@@ -30,6 +30,7 @@ from jaxkv.policies import (
     Maximum,
     Neighbours,
     NonCausal,
+    Propagate,
     Propagated,
     Random,
     Recurrence,
@@ -567,30 +568,75 @@ def test_lookahead_tokens_are_the_drafts(tiny, monkeypatch):
     assert (np.asarray(ours.held()) == 16).all()
 
 
-def test_replay_looks_at_its_own_block(tiny):
-    """KVzip: with a block as long as the prompt, its scores are the largest weights that a second copy of it gives."""
-    params, ids = tiny("llama2"), _ids(30)
-    ours = jaxkv.prefill(params, ids, policy=jaxkv.policy("kvzip", budget=10, sinks=0, instruction=""))
-    full = jaxkv.policy("full")
-    queries = {}
+def _weights(params, ids):
+    """Every layer's attention weights `[1, Hk, G, T, S]` in a prefill that keeps everything."""
+    found = []
     attend = jaxkv.attend.prefill_attend
 
     def recorded(layout, query, keys, values, at, key_positions, **options):
-        weights = np.einsum("bhgtd,bhsd->bhgts", query.reshape(1, 2, -1, *query.shape[2:]), keys) * options["scale"]
+        query_by_group = query.reshape(1, keys.shape[1], -1, *query.shape[2:])
+        weights = np.einsum("bhgtd,bhsd->bhgts", query_by_group, keys) * options["scale"]
         place = np.asarray(key_positions)[:, :, None, None]
         weights = np.where((place >= 0) & (place <= np.asarray(at)[:, None, None, :, None]), weights, -1e30)
         weights = np.exp(weights - weights.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
-        queries[len(queries)] = weights
+        found.append(weights)
         return attend(layout, query, keys, values, at, key_positions, **options)
 
     with mock.patch.object(jaxkv.attend, "prefill_attend", recorded), jax.disable_jit():
-        jaxkv.prefill(params, np.concatenate([ids, ids]), policy=full)
-    for layer, held in enumerate(ours.layers):
-        pad = queries[layer].shape[-1] - 60
-        peak = queries[layer][0, :, :, pad + 30 :, pad : pad + 30].max(axis=(1, 2))
+        jaxkv.prefill(params, ids, policy=jaxkv.policy("full"))
+    pad = found[0].shape[-1] - len(ids)
+    return [weights[..., pad:, pad:] for weights in found]
+
+
+def test_replay_looks_at_its_own_block(tiny):
+    """KVzip: with a block as long as the prompt, its scores are the largest weights that a second copy of it gives."""
+    params, ids = tiny("llama2"), _ids(30)
+    ours = jaxkv.prefill(params, ids, policy=jaxkv.policy("kvzip", budget=10, sinks=0, instruction=""))
+    for held, weights in zip(ours.layers, _weights(params, np.concatenate([ids, ids])), strict=True):
+        peak = weights[0, :, :, 30:, :30].max(axis=(1, 2))
         want = np.sort(np.argsort(-peak, axis=-1)[:, :10], axis=-1)
         assert np.array_equal(_held(held), want)
+
+
+def test_a_look_once_and_layers_that_share_it(tiny):
+    """MPCache: the attention of the last fifth of the prompt, all heads together; layers in pairs keep the same."""
+    params, ids = tiny("llama2"), _ids(41)
+    ours = jaxkv.prefill(params, ids, policy=jaxkv.policy("mpcache", budget=10))
+    assert len(ours.layers) == 3
+    for layer, weights in enumerate(_weights(params, ids)):
+        if layer == 1:  # follows layer 0
+            assert np.array_equal(ours.layers[1].positions, ours.layers[0].positions)
+            continue
+        total = weights[0, :, :, 41 - 9 :].sum(axis=(0, 1, 2))
+        want = np.sort(np.argsort(-total)[:10])
+        assert (_held(ours.layers[layer]) == want).all(), layer
+
+
+@pytest.mark.slow
+def test_layers_that_share_stay_together(tiny):
+    """Over blocks, turns and rows of other lengths."""
+    params, prompts = tiny("llama2"), [_ids(41), _ids(19, 1)]
+    policy = jaxkv.policy("snapkv", budget=10, window=4, reuse=2, block=16)
+    cache = jaxkv.prefill(params, prompts, policy=policy)
+    cache = jaxkv.generate(params, [_ids(7, 2), _ids(7, 3)], policy=policy, cache=cache, max_new_tokens=4).cache
+    assert np.array_equal(cache.layers[1].positions, cache.layers[0].positions)
+    assert not np.array_equal(cache.layers[2].positions, cache.layers[0].positions)
+
+
+def test_layers_that_cannot_share():
+    policy = jaxkv.policy("mpcache", budget=10)
+    for options in (
+        {"reuse": 0},
+        {"propagate": Propagate()},
+        {"decode": policy.prefill},
+        {"allocate": Adaptive()},
+        {"prefill": None},
+    ):
+        with pytest.raises(BadValue, match="reuse="):
+            dataclasses.replace(policy, **options)
+    with pytest.raises(BadValue, match="share="):
+        observe.LastShare(1.5)
 
 
 def test_scope_keeps_the_prompt(tiny):

@@ -26,6 +26,7 @@ from jaxkv.policies.graph import Propagated as Propagated
 from jaxkv.policies.observe import AllQueries as AllQueries
 from jaxkv.policies.observe import CurrentQuery as CurrentQuery
 from jaxkv.policies.observe import LastQueries as LastQueries
+from jaxkv.policies.observe import LastShare as LastShare
 from jaxkv.policies.observe import Lookahead as Lookahead
 from jaxkv.policies.observe import NoQueries as NoQueries
 from jaxkv.policies.observe import PseudoQueries as PseudoQueries
