@@ -22,6 +22,7 @@ from jaxkv.policies import (
     Adaptive,
     Aggregate,
     Attention,
+    Cover,
     Crush,
     Distance,
     Ladder,
@@ -465,6 +466,50 @@ def test_patterns(entries):
     wanted, many = S // 2 - len(leaders), len(rest)
     sampled = [t for r, t in enumerate(rest) if (r + 1) * wanted // many > r * wanted // many]
     assert len(sampled) == wanted and set(np.flatnonzero(worth == 1)) == set(sampled)
+
+
+@pytest.mark.parametrize("head_goal", [False, True])
+def test_a_cover_of_the_keys(entries, head_goal):
+    """SubGen's centres by a plain loop, under a budget of the row or of each head; the rest by its sampling key."""
+    sight, arrays = entries
+    guard = np.asarray(sight.at) >= S - 4
+    limits = np.array([[12, 16]] if head_goal else [12], np.int32)
+    sight = dataclasses.replace(sight, protected=jnp.asarray(guard), limits=jnp.asarray(limits))
+    part = Cover(share=0.4, seed=3)
+    at = jnp.arange(S, dtype=jnp.int32)[None]
+    entered = part.enter(Entering(jnp.asarray(arrays["keys"]), jnp.asarray(arrays["values"]), positions=at))["sampled"]
+    stats = {"sampled": arrays["slots"](np.asarray(entered), np.float32(np.nan))}
+    got = arrays["in_time"](part.score(stats, sight))[0]
+    for head, goal in enumerate(np.broadcast_to(limits[0], HEADS)):
+        keys, centres = arrays["keys"][0, head], [0]
+        while len(centres) < int((goal - 4) * 0.4):
+            gaps = np.linalg.norm(keys[: S - 4, None] - keys[centres][None], axis=-1).min(axis=1)
+            centres.append(int(gaps.argmax()))
+        assert set(np.flatnonzero(got[head] == np.float32(BIG))) == set(centres) and len(centres) > 2
+        rest = np.setdiff1d(np.arange(S), centres)
+        np.testing.assert_array_equal(got[head][rest], np.asarray(entered)[0, head][rest])
+
+
+def test_values_are_sampled_by_their_squared_norm():
+    """Of the one entry that stays first: as often as its share of the squared norms, over positions of the draw."""
+    trials, sizes = 4000, np.array([1.0, 2.0, 3.0])
+    values = np.zeros((1, 1, 3 * trials, DIMS), np.float32)
+    values[0, 0, :, 0] = np.tile(sizes, trials)
+    at = jnp.arange(3 * trials, dtype=jnp.int32)[None]
+    drawn = Cover().enter(Entering(jnp.asarray(values), jnp.asarray(values), positions=at))["sampled"]
+    first = np.asarray(drawn)[0, 0].reshape(trials, 3).argmax(axis=1)
+    np.testing.assert_allclose(np.bincount(first) / trials, sizes**2 / (sizes**2).sum(), atol=0.03)
+    with pytest.raises(BadValue, match="share="):
+        Cover(share=1.5)
+
+
+def test_equal_keys_have_one_centre_each():
+    """More centres than kinds of key: the oldest of each kind comes first, then the oldest of what is left."""
+    keys = jnp.asarray(np.eye(3, DIMS, dtype=np.float32)[[0, 0, 1, 1, 2, 2]])[None, None]
+    at = jnp.arange(6, dtype=jnp.int32)[None, None]
+    sight = Sight(keys=keys, values=keys, positions=at, limits=jnp.array([4]), protected=jnp.zeros((1, 1, 6), bool))
+    got = Cover(share=1.0).score({"sampled": jnp.full((1, 1, 6), -1.0)}, sight)
+    assert np.flatnonzero(np.asarray(got)[0, 0] == np.float32(BIG)).tolist() == [0, 1, 2, 4]
 
 
 def test_random_is_uniform_and_differs():

@@ -22,6 +22,7 @@ from jaxkv.policies.combine import PromptFirst as PromptFirst
 from jaxkv.policies.combine import Scaled as Scaled
 from jaxkv.policies.combine import Then as Then
 from jaxkv.policies.combine import Weighted as Weighted
+from jaxkv.policies.cover import Cover as Cover
 from jaxkv.policies.graph import Propagated as Propagated
 from jaxkv.policies.observe import AllQueries as AllQueries
 from jaxkv.policies.observe import CurrentQuery as CurrentQuery
