@@ -49,21 +49,23 @@ class Cover(Score):
         assert sight.protected is not None
         kept = jnp.sum(sight.live & sight.protected, axis=-1, dtype=jnp.int32)
         room = jnp.maximum(sight.goal[..., 0] - kept, 0).astype(jnp.float32)
-        centres = self._centres(sight, jnp.floor(room * jnp.float32(self.share)).astype(jnp.int32))
+        count = jnp.floor(room * jnp.float32(self.share)).astype(jnp.int32)
+        centres = _centres(sight, sight.live & ~sight.protected, count)
         return jnp.where(centres, BIG, jnp.where(sight.live, stats["sampled"], -BIG))
 
-    def _centres(self, sight: Sight, count: Int[Array, "B Hk"]) -> Bool[Array, "B Hk S"]:
-        """True for the `count` centres of each head, among the entries that nothing protects."""
-        keys, free = sight.k, sight.live & ~sight.protected
 
-        def one(number, carry):
-            chosen, gap = carry
-            farthest = jnp.max(jnp.where(free & ~chosen, gap, -1.0), axis=-1, keepdims=True)
-            tied = jnp.where(free & ~chosen & (gap == farthest), sight.at, LATE)
-            at = jnp.argmin(tied, axis=-1)[..., None]  # of equals the oldest
-            key = jnp.take_along_axis(keys, at[..., None], axis=2)
-            new = (jnp.arange(keys.shape[2]) == at) & (farthest >= 0) & (number < count)[..., None]
-            return chosen | new, jnp.minimum(gap, jnp.sum(jnp.square(keys - key), axis=-1))
+def _centres(sight: Sight, free: Bool[Array, "B Hk S"], count: Int[Array, "B Hk"]) -> Bool[Array, "B Hk S"]:
+    """True for the `count` centres of each head, among its `free` entries."""
+    keys = sight.k
 
-        start = jnp.zeros(free.shape, bool), jnp.full(free.shape, BIG)
-        return lax.fori_loop(0, jnp.max(count), one, start)[0]
+    def one(number, carry):
+        chosen, gap = carry
+        farthest = jnp.max(jnp.where(free & ~chosen, gap, -1.0), axis=-1, keepdims=True)
+        tied = jnp.where(free & ~chosen & (gap == farthest), sight.at, LATE)
+        at = jnp.argmin(tied, axis=-1)[..., None]  # of equals the oldest
+        key = jnp.take_along_axis(keys, at[..., None], axis=2)
+        new = (jnp.arange(keys.shape[2]) == at) & (farthest >= 0) & (number < count)[..., None]
+        return chosen | new, jnp.minimum(gap, jnp.sum(jnp.square(keys - key), axis=-1))
+
+    start = jnp.zeros(free.shape, bool), jnp.full(free.shape, BIG)
+    return lax.fori_loop(0, jnp.max(count), one, start)[0]
