@@ -20,6 +20,7 @@ from jaxkv import pool as pools
 from jaxkv.cache import EMPTY, LayerCache
 from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import rotate
+from jaxkv.policies.observe import LastShare
 from jaxkv.policies.policy import Phase, Policy, priority
 from jaxkv.policies.propagate import Propagate
 from jaxkv.policies.score import Sight
@@ -27,6 +28,7 @@ from jaxkv.pool import Pool
 from jaxkv.sharding.attention import decode_attend_score, prefill_attend, prefill_attend_mass
 from jaxkv.sharding.layout import Layout
 from pallas_kernels.decode_attend_score.victim import Rule, alive, victim
+from pallas_kernels.masking import filled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +37,8 @@ class LayerState:
 
     `extra` tokens behind the block's own are pseudo tokens; `out` is the layer's output matrix where a score needs it,
     and `learned` what was measured on the layer beforehand. `onward` tokens go on to deeper layers (0: all),
-    the `chosen` ones, by their index in the block.
+    the `chosen` ones, by their index in the block. `worth` is what the policy valued the entries of cache and block
+    at, for the layers that keep the same.
     """
 
     cache: Any  # LayerCache or Pool
@@ -48,6 +51,7 @@ class LayerState:
     learned: Mapping[str, Array] = dataclasses.field(default_factory=dict)
     onward: int = 0
     chosen: Int[Array, "B N"] | None = None
+    worth: Float[Array, "B Hk S"] | None = None
 
 
 def prefill_layer(
@@ -61,12 +65,16 @@ def prefill_layer(
     key: Float[Array, "B T Hk D"],
     value: Float[Array, "B T Hk D"],
     state: LayerState,
+    sizes: Float[Array, "B T"] | None = None,
+    lead: Float[Array, "B Hk S"] | None = None,
 ) -> tuple[Float[Array, "B T Hq D"], LayerState]:
     """Attend from a block over cache + block, score every entry, and cut the cache back to its slots.
 
     The cache's slots stand in time order, and so do those of cache + block: nothing need be sorted.
     The last `state.extra` of the T tokens are pseudo tokens, which look, and whose keys and values are not kept.
-    Padding has position -1. `now [B]` is the position after the block's last prompt token.
+    Padding has position -1. `now [B]` is the position after the block's last prompt token. `sizes` are the norms of
+    the tokens' hidden states, for a policy that asks for them; `lead` is an earlier layer's `worth`, which
+    held the same entries, and this one then keeps what that one kept.
     """
     query, key, value = (jnp.swapaxes(layout.lay("heads", x), 1, 2) for x in (query, key, value))  # [B, H, T, D]
     each_head = jnp.broadcast_to(positions[:, None, :], key.shape[:3])
@@ -100,13 +108,13 @@ def prefill_layer(
     chosen = None
     if state.onward and policy.propagate is not None:
         chosen = _go_on(policy.propagate, layout, query, read, positions, joined.positions, state, softmax)
-    mass = None
-    if policy.prefill is not None and policy.prefill.score.looks and state.look:
-        mass = _prompt_mass(policy.prefill, layout, query, read, positions, joined.positions, now, state, softmax)
+    mass, lead = None, lead if spec.window is None else None
+    if policy.prefill is not None and policy.prefill.score.looks and state.look and lead is None:
+        mass = _prompt_mass(policy.prefill, layout, query, read, positions, joined, now, state, softmax, sizes)
     if state.extra:  # the pseudo tokens have looked: empty their slots
         joined = dataclasses.replace(joined, positions=joined.positions.at[:, :, -state.extra :].set(EMPTY))
     sight = dataclasses.replace(sight, keys=read, values=joined.values, places=places)
-    cut = _cut_prompt(policy, joined, mass, now, spec.window, state, sight)
+    cut = _cut_prompt(policy, joined, mass, now, spec.window, state, sight, lead)
     cut = dataclasses.replace(cut, cache=layout.layer(cut.cache), chosen=chosen)
     return layout.lay("context", jnp.swapaxes(context, 1, 2)), cut
 
@@ -136,18 +144,25 @@ def _prompt_mass(
     query: Float[Array, "B Hq T D"],
     keys: Float[Array, "B Hk S D"],
     query_positions: Int[Array, "B T"],
-    key_positions: Int[Array, "B Hk S"],
+    joined: LayerCache,
     now: Int[Array, "B"],
     state: LayerState,
     softmax: dict,
+    sizes: Float[Array, "B T"] | None,
 ) -> Float[Array, "B Hk S"]:
     """The attention mass of every entry from the phase's observing queries, pooled and reduced over the group."""
-    observe, aggregate = phase.observe, phase.aggregate
+    observe, aggregate, key_positions = phase.observe, phase.aggregate, joined.positions
     last = state.extra or observe.window or query.shape[2]
-    query, at = query[:, :, -last:], query_positions[:, -last:]
+    at = observe.looking(query_positions) if isinstance(observe, LastShare) else query_positions[:, -last:]
+    query = query[:, :, -at.shape[1] :]
     if not getattr(observe, "own_keys", True):
         key_positions = key_positions.at[:, :, -last:].set(EMPTY)
-    mass = prefill_attend_mass(layout, query, keys, at, key_positions, reduce=aggregate.queries, **softmax)
+    weights = None if sizes is None else 1 / jnp.maximum(sizes[:, -at.shape[1] :], 1e-12)
+    mass = prefill_attend_mass(
+        layout, query, keys, at, key_positions, reduce=aggregate.queries, weights=weights, **softmax
+    )
+    if aggregate.projects and state.out is not None:
+        mass = aggregate.by_output(mass, filled(joined.values, joined.positions), state.out)
     apart = phase.protects.recent_entries(key_positions, now, state.limits)
     mass = aggregate.along_text(mass, key_positions, apart)
     mass = aggregate.over_group(mass, keys.shape[1], state.learned)
@@ -162,6 +177,7 @@ def _cut_prompt(
     window: int | None,
     state: LayerState,
     sight: Sight,
+    lead: Float[Array, "B Hk S"] | None = None,
 ) -> LayerState:
     """The cache cut back to its slots, with the slot of the next token chosen."""
     live = alive(joined.positions, now, window)
@@ -187,7 +203,9 @@ def _cut_prompt(
     if pooled:
         kept = attend_pool.cut(policy, carrying, state.slots, state.limits, reserved, worth_of)
     else:
-        kept = slots_of.keep(carrying, worth_of(policy.prefill, room), state.slots, room)
+        worth = worth_of(policy.prefill, room) if lead is None else lead
+        state = dataclasses.replace(state, worth=worth if policy.reuse > 1 else None)
+        kept = slots_of.keep(carrying, worth, state.slots, room)
     mass = kept.stats.get("mass")
     kept = dataclasses.replace(kept, stats={name: kept.stats[name] for name in policy.stats})
     if isinstance(kept, Pool):

@@ -111,9 +111,16 @@ def prefill(
             for i, layer in enumerate(layers)
         ]  # fmt: skip
 
-        def route(index: int, x, state: LayerState, attend):
+        full = [layer for layer, spec in enumerate(config.specs) if spec.window is None]
+
+        def route(index: int, x, state: LayerState, following):
+            if policy.reuse > 1 and state.worth is not None and index in full:
+                place = full.index(index) % policy.reuse  # among the layers that choose together
+                if place == 0:
+                    following = functools.partial(attend, lead=state.worth)
+                return x, attend if place == policy.reuse - 1 else following
             if index != turn or state.chosen is None:
-                return x, attend
+                return x, following
             own = x.shape[1] - behind.shape[1]
             going = jnp.take_along_axis(x[:, :own], jnp.maximum(state.chosen, 0)[..., None], axis=1)
             at = jnp.take_along_axis(positions, jnp.maximum(state.chosen, 0), axis=1)
@@ -123,7 +130,9 @@ def prefill(
 
         everything, last = layout.lay("tokens", jnp.concatenate([tokens, behind], axis=1)), tokens.shape[1] - 1
         after = None if top else behind.shape[1]
-        hidden, states = model(everything, states, attend, layout.lay, behind=after, route=route)
+        hidden, states = model(
+            everything, states, attend, layout.lay, behind=after, route=route, sizes=plan.look and policy.sizes
+        )
         expected = _expected(model, hidden[:, tokens.shape[1] - length :], (tokens.shape[0], length), top, wanted)
         return (tuple(state.cache for state in states), hidden[:, last if top else 0]), expected
 

@@ -35,5 +35,6 @@ SMALL = {  # published windows are longer than the tiny prompts
     "pyramidkv": {"window": 6},
     "r-kv": {"window": 4, "decode_recent": 4, "every": 4},
     "scope": {"window": 3, "reserve": 0.5},
+    "subgen": {"every": 4},
     "vatp": {"sinks": 2},
 }

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ordered import heads_of
 
 import jaxkv
 from jaxkv.errors import BadValue
@@ -18,7 +19,10 @@ from jaxkv.models import ModelConfig
 from jaxkv.models.rope import rotate
 from jaxkv.policies import (
     AccumulatedAttention,
+    Adaptive,
+    Aggregate,
     Attention,
+    Cover,
     Crush,
     Distance,
     Ladder,
@@ -27,6 +31,7 @@ from jaxkv.policies import (
     Maximum,
     Neighbours,
     NonCausal,
+    Propagate,
     Propagated,
     Random,
     Recurrence,
@@ -157,6 +162,36 @@ def test_kvpress_twins_everywhere(goldens, tiny, scored, monkeypatch, family, me
         pytest.skip("there are goldens of two families")
     for ratio in ("0.3", "0.5", "0.75"):
         _check_twin(goldens, tiny, scored, monkeypatch, family, method, ratio)
+
+
+REPLAYED = [
+    pytest.param(family, method, ratio, marks=() if (family, ratio) == ("llama3", "0.5") else pytest.mark.slow)
+    for family in FAMILIES[:-1]  # kvpress refuses KVzip for Gemma 3
+    for method in ("kvzip", "kvzip-plus")
+    for ratio in ("0.3", "0.5", "0.75")
+]
+
+
+@pytest.mark.parametrize(("family", "method", "ratio"), REPLAYED)
+def test_replay_as_in_kvpress(goldens, tiny, scored, family, method, ratio):
+    """KVzip and KVzip+: scores, and what heads that compete for a layer's budget keep; the instruction in tokens."""
+    golden = np.load(goldens / "kvpress" / f"{family}-replay.npz")
+    params, ids = tiny(family), golden["ids"][0]
+    if family == "mistral":
+        facts = json.loads((goldens / "tiny" / family / "config-full.json").read_text())
+        params = dataclasses.replace(params, config=ModelConfig.from_hf(facts))
+    params = dataclasses.replace(params, tokenizer=lambda text, **_: {"input_ids": [7, 11, 13]})
+    policy = jaxkv.policy(method, budget=int(len(ids) * (1 - float(ratio))))
+    cache, worths = scored(params, ids, dataclasses.replace(policy, allocate=Adaptive(safeguard=0.0)))
+    for index, (layer, ours) in enumerate(zip(cache.layers, worths, strict=True)):
+        scores, kept, margin = (
+            golden[f"{method}/r{ratio}/layer{index}/{name}"] for name in ("scores", "kept_mask", "margin")
+        )
+        assert margin.min() > CLEAR
+        assert np.isposinf(ours[:, :4]).all() and (scores[:, :4] > scores[:, 4:].max() + 0.9).all()
+        np.testing.assert_allclose(ours[:, 4:], scores[:, 4:], rtol=RTOL)
+        for head, held in enumerate(heads_of(layer)):
+            np.testing.assert_array_equal(held[held >= 0], np.flatnonzero(kept[head]))
 
 
 # What follows needs no model: arrays of one row, two heads, S entries in shuffled slots.
@@ -433,6 +468,50 @@ def test_patterns(entries):
     assert len(sampled) == wanted and set(np.flatnonzero(worth == 1)) == set(sampled)
 
 
+@pytest.mark.parametrize("head_goal", [False, True])
+def test_a_cover_of_the_keys(entries, head_goal):
+    """SubGen's centres by a plain loop, under a budget of the row or of each head; the rest by its sampling key."""
+    sight, arrays = entries
+    guard = np.asarray(sight.at) >= S - 4
+    limits = np.array([[12, 16]] if head_goal else [12], np.int32)
+    sight = dataclasses.replace(sight, protected=jnp.asarray(guard), limits=jnp.asarray(limits))
+    part = Cover(share=0.4, seed=3)
+    at = jnp.arange(S, dtype=jnp.int32)[None]
+    entered = part.enter(Entering(jnp.asarray(arrays["keys"]), jnp.asarray(arrays["values"]), positions=at))["sampled"]
+    stats = {"sampled": arrays["slots"](np.asarray(entered), np.float32(np.nan))}
+    got = arrays["in_time"](part.score(stats, sight))[0]
+    for head, goal in enumerate(np.broadcast_to(limits[0], HEADS)):
+        keys, centres = arrays["keys"][0, head], [0]
+        while len(centres) < int((goal - 4) * 0.4):
+            gaps = np.linalg.norm(keys[: S - 4, None] - keys[centres][None], axis=-1).min(axis=1)
+            centres.append(int(gaps.argmax()))
+        assert set(np.flatnonzero(got[head] == np.float32(BIG))) == set(centres) and len(centres) > 2
+        rest = np.setdiff1d(np.arange(S), centres)
+        np.testing.assert_array_equal(got[head][rest], np.asarray(entered)[0, head][rest])
+
+
+def test_values_are_sampled_by_their_squared_norm():
+    """Of the one entry that stays first: as often as its share of the squared norms, over positions of the draw."""
+    trials, sizes = 4000, np.array([1.0, 2.0, 3.0])
+    values = np.zeros((1, 1, 3 * trials, DIMS), np.float32)
+    values[0, 0, :, 0] = np.tile(sizes, trials)
+    at = jnp.arange(3 * trials, dtype=jnp.int32)[None]
+    drawn = Cover().enter(Entering(jnp.asarray(values), jnp.asarray(values), positions=at))["sampled"]
+    first = np.asarray(drawn)[0, 0].reshape(trials, 3).argmax(axis=1)
+    np.testing.assert_allclose(np.bincount(first) / trials, sizes**2 / (sizes**2).sum(), atol=0.03)
+    with pytest.raises(BadValue, match="share="):
+        Cover(share=1.5)
+
+
+def test_equal_keys_have_one_centre_each():
+    """More centres than kinds of key: the oldest of each kind comes first, then the oldest of what is left."""
+    keys = jnp.asarray(np.eye(3, DIMS, dtype=np.float32)[[0, 0, 1, 1, 2, 2]])[None, None]
+    at = jnp.arange(6, dtype=jnp.int32)[None, None]
+    sight = Sight(keys=keys, values=keys, positions=at, limits=jnp.array([4]), protected=jnp.zeros((1, 1, 6), bool))
+    got = Cover(share=1.0).score({"sampled": jnp.full((1, 1, 6), -1.0)}, sight)
+    assert np.flatnonzero(np.asarray(got)[0, 0] == np.float32(BIG)).tolist() == [0, 1, 2, 4]
+
+
 def test_random_is_uniform_and_differs():
     at = jnp.broadcast_to(jnp.arange(4000, dtype=jnp.int32), (1, 2, 4000))
     draw = lambda seed: np.asarray(Random(seed).line({}, at, jnp.array([4000]))[1])[0]  # noqa: E731
@@ -483,6 +562,20 @@ def test_mass_without_the_keys_that_come_later(reduce, length):
     assert (both[0] > 0).any(axis=-1).all()
 
 
+def test_weighed_by_the_output():
+    """KVzip+'s factor of the value, by query heads, against v W_O itself."""
+    rng = np.random.default_rng(4)
+    mass, values, out = rng.random((1, 4, 6)), rng.normal(size=(1, 2, 6, DIMS)), rng.normal(size=(4, DIMS, 10))
+    mass, values, out = (x.astype(np.float32) for x in (mass, values, out))
+    got = Aggregate(weigh="output").by_output(*map(jnp.asarray, (mass, values, out)))
+    size = np.stack([np.linalg.norm(values[0, h // 2] @ out[h], axis=-1) for h in range(4)])
+    np.testing.assert_allclose(got[0], mass[0] * size, rtol=RTOL)
+    plus = catalogue()["kvzip-plus"]
+    assert plus.projects and plus.sizes and not catalogue()["kvzip"].projects
+    with pytest.raises(BadValue, match="at decode"):
+        dataclasses.replace(plus, decode=dataclasses.replace(plus.prefill, observe=observe.CurrentQuery()))
+
+
 # On a model.
 
 
@@ -520,30 +613,75 @@ def test_lookahead_tokens_are_the_drafts(tiny, monkeypatch):
     assert (np.asarray(ours.held()) == 16).all()
 
 
-def test_replay_looks_at_its_own_block(tiny):
-    """KVzip: with a block as long as the prompt, its scores are the largest weights that a second copy of it gives."""
-    params, ids = tiny("llama2"), _ids(30)
-    ours = jaxkv.prefill(params, ids, policy=jaxkv.policy("kvzip", budget=10, sinks=0, instruction=""))
-    full = jaxkv.policy("full")
-    queries = {}
+def _weights(params, ids):
+    """Every layer's attention weights `[1, Hk, G, T, S]` in a prefill that keeps everything."""
+    found = []
     attend = jaxkv.attend.prefill_attend
 
     def recorded(layout, query, keys, values, at, key_positions, **options):
-        weights = np.einsum("bhgtd,bhsd->bhgts", query.reshape(1, 2, -1, *query.shape[2:]), keys) * options["scale"]
+        query_by_group = query.reshape(1, keys.shape[1], -1, *query.shape[2:])
+        weights = np.einsum("bhgtd,bhsd->bhgts", query_by_group, keys) * options["scale"]
         place = np.asarray(key_positions)[:, :, None, None]
         weights = np.where((place >= 0) & (place <= np.asarray(at)[:, None, None, :, None]), weights, -1e30)
         weights = np.exp(weights - weights.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
-        queries[len(queries)] = weights
+        found.append(weights)
         return attend(layout, query, keys, values, at, key_positions, **options)
 
     with mock.patch.object(jaxkv.attend, "prefill_attend", recorded), jax.disable_jit():
-        jaxkv.prefill(params, np.concatenate([ids, ids]), policy=full)
-    for layer, held in enumerate(ours.layers):
-        pad = queries[layer].shape[-1] - 60
-        peak = queries[layer][0, :, :, pad + 30 :, pad : pad + 30].max(axis=(1, 2))
+        jaxkv.prefill(params, ids, policy=jaxkv.policy("full"))
+    pad = found[0].shape[-1] - len(ids)
+    return [weights[..., pad:, pad:] for weights in found]
+
+
+def test_replay_looks_at_its_own_block(tiny):
+    """KVzip: with a block as long as the prompt, its scores are the largest weights that a second copy of it gives."""
+    params, ids = tiny("llama2"), _ids(30)
+    ours = jaxkv.prefill(params, ids, policy=jaxkv.policy("kvzip", budget=10, sinks=0, instruction=""))
+    for held, weights in zip(ours.layers, _weights(params, np.concatenate([ids, ids])), strict=True):
+        peak = weights[0, :, :, 30:, :30].max(axis=(1, 2))
         want = np.sort(np.argsort(-peak, axis=-1)[:, :10], axis=-1)
         assert np.array_equal(_held(held), want)
+
+
+def test_a_look_once_and_layers_that_share_it(tiny):
+    """MPCache: the attention of the last fifth of the prompt, all heads together; layers in pairs keep the same."""
+    params, ids = tiny("llama2"), _ids(41)
+    ours = jaxkv.prefill(params, ids, policy=jaxkv.policy("mpcache", budget=10))
+    assert len(ours.layers) == 3
+    for layer, weights in enumerate(_weights(params, ids)):
+        if layer == 1:  # follows layer 0
+            assert np.array_equal(ours.layers[1].positions, ours.layers[0].positions)
+            continue
+        total = weights[0, :, :, 41 - 9 :].sum(axis=(0, 1, 2))
+        want = np.sort(np.argsort(-total)[:10])
+        assert (_held(ours.layers[layer]) == want).all(), layer
+
+
+@pytest.mark.slow
+def test_layers_that_share_stay_together(tiny):
+    """Over blocks, turns and rows of other lengths."""
+    params, prompts = tiny("llama2"), [_ids(41), _ids(19, 1)]
+    policy = jaxkv.policy("snapkv", budget=10, window=4, reuse=2, block=16)
+    cache = jaxkv.prefill(params, prompts, policy=policy)
+    cache = jaxkv.generate(params, [_ids(7, 2), _ids(7, 3)], policy=policy, cache=cache, max_new_tokens=4).cache
+    assert np.array_equal(cache.layers[1].positions, cache.layers[0].positions)
+    assert not np.array_equal(cache.layers[2].positions, cache.layers[0].positions)
+
+
+def test_layers_that_cannot_share():
+    policy = jaxkv.policy("mpcache", budget=10)
+    for options in (
+        {"reuse": 0},
+        {"propagate": Propagate()},
+        {"decode": policy.prefill},
+        {"allocate": Adaptive()},
+        {"prefill": None},
+    ):
+        with pytest.raises(BadValue, match="reuse="):
+            dataclasses.replace(policy, **options)
+    with pytest.raises(BadValue, match="share="):
+        observe.LastShare(1.5)
 
 
 def test_scope_keeps_the_prompt(tiny):

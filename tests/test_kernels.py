@@ -305,6 +305,23 @@ def test_prefill_attend_mass(how, reduce, heads, slots):
         np.testing.assert_allclose(np.asarray(got[b, head], np.float64), expected, atol=2e-5, rtol=1e-4)
 
 
+@cases(reduce=["sum", "max"], heads=[(2, 3, 64, "float32")], slots=[(37, 5, None, None)])
+def test_queries_that_weigh_more_than_others(how, reduce, heads, slots):
+    (kv_heads, group, dim, dtype), (slots, length, window, cap) = heads, slots
+    rng = np.random.default_rng(length)
+    query, keys, _, positions = inputs(rng, 2, kv_heads, group, slots, dim, length, dtype)
+    at = np.sort(rng.integers(-1, slots * 2, (2, length)), axis=1).astype(np.int32)
+    weigh = rng.uniform(0.1, 10.0, (2, length)).astype(np.float32)
+    options = dict(scale=dim**-0.5, window=window, softcap=cap, reduce=reduce, weights=jnp.asarray(weigh), **how)
+    got = mass_api.prefill_attend_mass(query, keys, jnp.asarray(at), jnp.asarray(positions, jnp.int32), **options)
+    for b, head in np.ndindex(2, kv_heads * group):
+        k, q = np.asarray(keys[b, head // group], np.float64), np.asarray(query[b, head], np.float64)
+        weights, _ = softmax_weights(q, k, at[b], positions[b, head // group], dim**-0.5, window, cap)
+        weights = weights * weigh[b][:, None]
+        expected = weights.sum(0) if reduce == "sum" else weights.max(0)
+        np.testing.assert_allclose(np.asarray(got[b, head], np.float64), expected, atol=2e-5, rtol=1e-4)
+
+
 def test_a_name_that_is_not_there():
     with pytest.raises(ValueError, match="implementation 'warp' is not one of"):
         decode_api.decode_attend_score(implementation="warp")

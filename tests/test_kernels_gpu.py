@@ -240,10 +240,12 @@ def test_mass_equals_the_reference(name, reduce):
     np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-5)
 
 
-def test_mass_of_all_queries():
+def test_mass_of_all_queries_some_of_which_weigh_more():
     queries, keys, _, asking, held = prompt(2, 1, 70, 90, 64)
-    got = mass_gpu.prefill_attend_mass(queries, keys, asking, held, scale=0.125, **native_or_not())
-    want = mass_reference.prefill_attend_mass(queries, keys, asking, held, scale=0.125)
+    weights = jnp.linspace(0.1, 10.0, asking.size).reshape(asking.shape)
+    options = {"scale": 0.125, "weights": weights}
+    got = mass_gpu.prefill_attend_mass(queries, keys, asking, held, **options, **native_or_not())
+    want = mass_reference.prefill_attend_mass(queries, keys, asking, held, **options)
     np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-5)
 
 

@@ -20,6 +20,7 @@ from jaxkv.errors import BadValue, UnknownName
 from jaxkv.lowering import held_by_one, lower
 from jaxkv.policies import catalogue
 from jaxkv.sharding import Layout, on_host
+from jaxkv.sharding.attention import prefill_attend_mass
 from jaxkv.sharding.mesh import parsed
 from jaxkv.sharding.traffic import collectives
 
@@ -96,6 +97,24 @@ def test_a_mesh_gives_what_one_device_gives(goldens, name, axes):
     out = generated(jaxkv.load(folder, mesh=on(MESHES[axes])), name)
     assert out.tokens.tolist() == expected(folder, name).tokens.tolist()
     assert_same_cache(out.cache, expected(folder, name).cache)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "max"])
+def test_queries_that_weigh_more_than_others(goldens, reduce):
+    """KVzip+'s weights go with the queries that the devices along the text share."""
+    config = jaxkv.load(goldens / "tiny" / "llama3").config
+    rng = np.random.default_rng(0)
+    heads, held, dims = config.num_kv_heads, 24, config.head_dim
+    query = jnp.asarray(rng.normal(size=(2, config.num_heads, 16, dims)), jnp.float32)
+    keys = jnp.asarray(rng.normal(size=(2, heads, held, dims)), jnp.float32)
+    at = jnp.broadcast_to(jnp.arange(held, dtype=jnp.int32), (2, held))
+    weights = jnp.asarray(rng.uniform(0.1, 10, (2, 16)), jnp.float32)
+    arrays = query, keys, at[:, -16:], jnp.broadcast_to(at[:, None], (2, heads, held))
+    one, many = (
+        prefill_attend_mass(Layout.of(mesh, config), *arrays, reduce=reduce, weights=weights, scale=0.3)
+        for mesh in (None, on((2, 2, 2)))
+    )
+    np.testing.assert_allclose(one, on_host(many), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

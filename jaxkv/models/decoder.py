@@ -3,6 +3,7 @@
 The modules hold weights only. What attention looks at, and what is kept of it, is up to the `attend` callback.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from jaxkv.models.joined import split_heads, split_strips
 from jaxkv.models.linear import PANEL, lookup, packed_shape, plain, project, unembed
 
 S = TypeVar("S")
-Attend = Callable[[AttentionSpec, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+Attend = Callable[..., tuple[jax.Array, Any]]
 Lay = Callable[[str, jax.Array], jax.Array]
 Route = Callable[[int, jax.Array, Any, Attend], tuple[jax.Array, Attend]]
 
@@ -89,9 +90,13 @@ class Layer(nnx.Module):
         attend: Attend,
         lay: Lay,
         behind: int | None = None,
+        sizes: bool = False,
     ) -> tuple[jax.Array, S]:
         """The stream after this layer (of the token with so many `behind` it alone, if given), and the new state."""
-        mixed, state = self.attention(self._norm(x, self.attention_norm), spec, state, attend, lay, behind)
+        seen = self._norm(x, self.attention_norm)
+        if sizes:
+            attend = functools.partial(attend, sizes=jnp.linalg.norm(seen.astype(jnp.float32), axis=-1))
+        mixed, state = self.attention(seen, spec, state, attend, lay, behind)
         x = x if behind is None else _before(x, behind)
         if self.config.post_norms:
             mixed = self._norm(mixed, self.post_attention_norm)
@@ -145,13 +150,15 @@ class Decoder(nnx.Module):
         lay: Lay = lambda name, x: x,
         behind: int | None = None,
         route: Route | None = None,
+        sizes: bool = False,
     ) -> tuple[Float[Array, "B _ M"], tuple[S, ...]]:
         """The final-norm hidden states (of the token with so many `behind` it alone, if given: the last layer is
         cheaper then), and the new per-layer states.
 
         `attend(spec, query [B, T, Hq, D], key [B, T, Hk, D], value [B, T, Hk, D], state) -> (context [B, T, Hq, D],
-        state)` gets query and key before RoPE, after bias and q/k-norm. `lay(name, x)` gets the residual "stream" each
-        time that something was added to it, and the joined product "qkv", and gives them back laid out over devices.
+        state)` gets query and key before RoPE, after bias and q/k-norm; with `sizes` also `sizes=[B, T]`, the L2 norms
+        of the normed hidden states that they were made of, float32. `lay(name, x)` gets the residual "stream" each time
+        that something was added to it, and the joined product "qkv", and gives them back laid out over devices.
         `route(layer, stream, state, attend)` may send only some of the tokens on to the layers after this one.
         """
         x = lay("stream", lookup(self.embed[...], tokens))
@@ -160,7 +167,7 @@ class Decoder(nnx.Module):
         new = []
         last = self.config.num_layers - 1
         for index, (layer, spec, state) in enumerate(zip(self.layers, self.config.specs, states, strict=True)):
-            x, state = layer(x, spec, state, attend, lay, behind if index == last else None)
+            x, state = layer(x, spec, state, attend, lay, behind if index == last else None, sizes)
             new.append(state)
             if route is not None:
                 x, attend = route(index, x, state, attend)

@@ -22,10 +22,12 @@ from jaxkv.policies.combine import PromptFirst as PromptFirst
 from jaxkv.policies.combine import Scaled as Scaled
 from jaxkv.policies.combine import Then as Then
 from jaxkv.policies.combine import Weighted as Weighted
+from jaxkv.policies.cover import Cover as Cover
 from jaxkv.policies.graph import Propagated as Propagated
 from jaxkv.policies.observe import AllQueries as AllQueries
 from jaxkv.policies.observe import CurrentQuery as CurrentQuery
 from jaxkv.policies.observe import LastQueries as LastQueries
+from jaxkv.policies.observe import LastShare as LastShare
 from jaxkv.policies.observe import Lookahead as Lookahead
 from jaxkv.policies.observe import NoQueries as NoQueries
 from jaxkv.policies.observe import PseudoQueries as PseudoQueries

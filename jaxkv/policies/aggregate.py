@@ -23,6 +23,10 @@ class Aggregate:
 
     `floor="mean"` raises every entry of a prompt to the mean of its head's: what few queries of the window asked for
     may still be wanted later (DefensiveKV's correction, arXiv 2510.13334).
+
+    `weigh="output"` multiplies each query's attention, before it is summed up, by the size of what the entry writes
+    into the stream over the size of what the query was made of: A_ti ||v_i W_O||_2 / ||h_t||_2, W_O being the output
+    matrix of the query's head and h_t the normed hidden state (KVzip+, arXiv 2601.07891, in kvpress' form).
     """
 
     queries: str = "mean"
@@ -32,6 +36,7 @@ class Aggregate:
     heads: str = "each"
     best: int = 0
     floor: str = "none"
+    weigh: str = "none"
 
     def __post_init__(self):
         for field, allowed in (
@@ -40,6 +45,7 @@ class Aggregate:
             ("group", ("sum", "mean", "max")),
             ("heads", ("each", "sum", "mean")),
             ("floor", ("none", "mean")),
+            ("weigh", ("none", "output")),
         ):
             if getattr(self, field) not in allowed:
                 raise BadValue(f"aggregate {field}={getattr(self, field)!r}: expected one of {', '.join(allowed)}")
@@ -52,6 +58,27 @@ class Aggregate:
     def learns(self) -> tuple[str, ...]:
         """Names of what it needs of `jaxkv calibrate`."""
         return ("retrieval",) if self.best else ()
+
+    @property
+    def projects(self) -> bool:
+        """Whether it needs the layers' output matrices, and the sizes of the hidden states."""
+        return self.weigh == "output"
+
+    def by_output(
+        self, mass: Float[Array, "B Hq S"], values: Float[Array, "B Hk S D"], out: Float[Array, "Hq D M"]
+    ) -> Float[Array, "B Hq S"]:
+        """mass * ||v W_O||_2 by query heads, the norm from the D x D product W_O W_O^T; values are 0 in empty slots."""
+        exact, kv_heads = lax.Precision.HIGHEST, values.shape[1]
+        out, values = out.astype(jnp.float32), values.astype(jnp.float32)
+        gram = jnp.einsum("hdm,hem->hde", out, out, precision=exact)
+        gram = jnp.moveaxis(gram.reshape(kv_heads, -1, *gram.shape[1:]), 1, 0)
+
+        def one(_, each):  # a head of each group at a time
+            spread = jnp.einsum("bhsd,hde->bhse", values, each, precision=exact)
+            return None, jnp.sqrt(jnp.maximum(jnp.sum(spread * values, axis=-1), 0.0))
+
+        _, size = lax.scan(one, None, gram)
+        return mass * jnp.moveaxis(size, 0, 2).reshape(mass.shape)
 
     def over_group(
         self, mass: Float[Array, "B Hq S"], kv_heads: int, learned: Mapping[str, Array] | None = None

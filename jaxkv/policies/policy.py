@@ -78,7 +78,8 @@ class Policy:
     Without `prefill` nothing is ever evicted; without `decode` new tokens are added to what the prompt left.
     `rope="text"` keeps keys at their positions in the text; `rope="cache"` rotates them by their place in the cache,
     so that a text may go on for ever (StreamingLLM). `propagate` sends only some tokens of the prompt on to deeper
-    layers. `block` is the prompt tokens run at a time.
+    layers. `reuse` layers at a time choose together: the first looks at the prompt, and the others keep the same
+    entries (layers with a sliding window choose for themselves). `block` is the prompt tokens run at a time.
     Raises `BadValue` for parts that do not fit together and for a budget below sinks + recent + 1.
     """
 
@@ -90,6 +91,7 @@ class Policy:
     ratio: float | None = None
     rope: str = "text"
     propagate: Propagate | None = None
+    reuse: int = 1
     block: int = 2048
     title: str = ""
     paper: str = ""
@@ -110,8 +112,16 @@ class Policy:
             raise BadValue(
                 f"policy {self.name!r} propagates some tokens of a prompt: expected a prefill phase without replay"
             )
+        apart = self.prefill is None or self.decode is not None or self.propagate is not None
+        if self.reuse < 1 or (self.reuse > 1 and (apart or not isinstance(self.allocate, Uniform))):
+            raise BadValue(
+                f"reuse={self.reuse} of policy {self.name!r}: expected at least 1 layer; above 1 the layers hold the "
+                "same entries, so it goes with a prefill phase, uniform budgets, no decode phase and no propagate"
+            )
         if self.decode is not None and self.decode.aggregate.best:
             raise BadValue("aggregate best= picks heads at prefill only: leave it out of the decode phase")
+        if self.decode is not None and self.decode.aggregate.projects:
+            raise BadValue("aggregate weigh='output' reads the hidden states of a prompt: leave it out at decode")
         if isinstance(self.allocate, Adaptive):
             self._check_competition(self.allocate)
         if self.budget is not None:
@@ -185,7 +195,7 @@ class Policy:
         if self.prefill is None:
             return False
         seen = self.prefill.observe
-        steered = seen.window > 0 or isinstance(seen, observe.PseudoQueries | observe.Lookahead)
+        steered = seen.window > 0 or isinstance(seen, observe.PseudoQueries | observe.Lookahead | observe.LastShare)
         scored = self.prefill.score
         return (steered and scored.looks) or any(leaf.aware for leaf in scored.leaves())
 
@@ -201,8 +211,13 @@ class Policy:
 
     @property
     def projects(self) -> bool:
-        """Whether a score needs the layers' output matrices."""
-        return any(phase.score.projects for phase in self.phases)
+        """Whether a score or an aggregation needs the layers' output matrices."""
+        return any(phase.score.projects or phase.aggregate.projects for phase in self.phases)
+
+    @property
+    def sizes(self) -> bool:
+        """Whether it needs the sizes of the prompt's hidden states."""
+        return self.prefill is not None and self.prefill.aggregate.projects
 
     def budgets(self, tokens: int, layers: int) -> tuple[int, ...]:
         """Tokens per KV head of every layer for a text of `tokens` tokens; a ratio never goes below `floor`."""

@@ -233,13 +233,18 @@ class Random(Score):
     kind: ClassVar[str] = "random"
 
     def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
-        head = jnp.arange(positions.shape[1], dtype=jnp.uint32)[:, None]
-        x = positions.astype(jnp.uint32) * jnp.uint32(0x9E3779B1) + head * jnp.uint32(0x85EBCA77)
-        x = x + jnp.uint32(self.seed % 2**32) * jnp.uint32(0xC2B2AE3D)
-        for shift, times in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # mixes every bit into every other
-            x = (x ^ (x >> shift)) * jnp.uint32(times)
-        x = x ^ (x >> 16)
-        return 0.0, (x >> 8).astype(jnp.float32) / jnp.float32(2**24)
+        return 0.0, drawn(positions, self.seed)
+
+
+def drawn(positions: Int[Array, "B Hk S"], seed: int) -> Float[Array, "B Hk S"]:
+    """A pseudo-random number in [0, 1) of position, head and seed, whatever the slot."""
+    head = jnp.arange(positions.shape[1], dtype=jnp.uint32)[:, None]
+    x = positions.astype(jnp.uint32) * jnp.uint32(0x9E3779B1) + head * jnp.uint32(0x85EBCA77)
+    x = x + jnp.uint32(seed % 2**32) * jnp.uint32(0xC2B2AE3D)
+    for shift, times in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # mixes every bit into every other
+        x = (x ^ (x >> shift)) * jnp.uint32(times)
+    x = x ^ (x >> 16)
+    return (x >> 8).astype(jnp.float32) / jnp.float32(2**24)
 
 
 @dataclasses.dataclass(frozen=True)

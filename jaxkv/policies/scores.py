@@ -3,6 +3,7 @@
 from jaxkv.policies.by_keys import Cur, KeyDiff, LagKV, Leverage, QueryDirection, Redundancy
 from jaxkv.policies.by_queries import CalibratedAttention, Capacity, ExpectedAttention, NonCausal, QuestionAttention
 from jaxkv.policies.combine import Maximum, PromptFirst, Scaled, Then, Weighted
+from jaxkv.policies.cover import Cover
 from jaxkv.policies.graph import Propagated
 from jaxkv.policies.patterns import Crush, Ladder, Neighbours
 from jaxkv.policies.recurrence import Recurrence
@@ -24,7 +25,7 @@ KINDS: dict[str, type[Score]] = {
         *(Recency, Random, Distance, KeyNorm, Attention, AccumulatedAttention, AttentionValue, PeakAttention),
         *(KeyDiff, LagKV, Cur, Leverage, Redundancy, QueryDirection),
         *(ExpectedAttention, CalibratedAttention, Capacity, NonCausal, QuestionAttention),
-        *(Recurrence, Ladder, Neighbours, Crush),
+        *(Recurrence, Ladder, Neighbours, Crush, Cover),
         *(Scaled, Weighted, Maximum, Then, PromptFirst, Propagated),
     )
 }

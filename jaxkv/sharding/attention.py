@@ -69,21 +69,23 @@ def prefill_attend_mass(
     key_positions: Int[Array, "B Hk S"],
     *,
     reduce: str,
+    weights: Float[Array, "B T"] | None = None,
     **options: Any,
 ) -> Float[Array, "B Hq S"]:
     """`prefill_attend_mass`; queries that the devices along the text can share equally are shared, and summed up."""
     kernel = functools.partial(mass_kernel.prefill_attend_mass, **options)
     if layout.mesh is None:
-        return kernel(query, keys, query_positions, key_positions, reduce=reduce, own_keys_last=True)
+        return kernel(query, keys, query_positions, key_positions, reduce=reduce, own_keys_last=True, weights=weights)
     grouped = _grouped(query, keys.shape[1])
     q = layout.spec(grouped.shape, (ROWS, HEADS, GROUP, SLOTS, None))
     at = layout.spec(query_positions.shape, (ROWS, SLOTS))
     kv = layout.spec(keys.shape, layout.slot_axes(4, slots=None))
     shared = at[1] is not None
+    more = {} if weights is None else {"weights": weights}
 
-    def local(query, keys, query_positions, key_positions):
+    def local(query, keys, query_positions, key_positions, more):
         each = "sum" if shared and reduce == "mean" else reduce
-        mass = kernel(_flat(query), keys, query_positions, key_positions, reduce=each)
+        mass = kernel(_flat(query), keys, query_positions, key_positions, reduce=each, **more)
         if shared:
             mass = (lax.pmax if reduce == "max" else lax.psum)(mass, SLOTS)
             if reduce == "mean":
@@ -92,7 +94,8 @@ def prefill_attend_mass(
         return mass.reshape(*query.shape[:3], -1)
 
     out = layout.spec((*grouped.shape[:3], 1), (ROWS, HEADS, GROUP, None))
-    mass = _mapped(layout, local, (q, kv, at, _but_last(kv)), out)(grouped, keys, query_positions, key_positions)
+    ins = (q, kv, at, _but_last(kv), dict.fromkeys(more, at))
+    mass = _mapped(layout, local, ins, out)(grouped, keys, query_positions, key_positions, more)
     return mass.reshape(*query.shape[:2], -1)
 
 

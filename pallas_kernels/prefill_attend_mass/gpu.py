@@ -53,6 +53,7 @@ def prefill_attend_mass(
     softcap: float | None = None,
     reduce: str = "sum",
     own_keys_last: bool = False,
+    weights: Float[Array, "B T"] | None = None,
     interpret: bool | plgpu.InterpretGPUParams = False,
 ) -> Float[Array, "B Hq S"]:
     """`reference.prefill_attend_mass` without an array of queries by keys.
@@ -92,6 +93,8 @@ def prefill_attend_mass(
         grid=(batch * heads, plan.query_blocks),
         kernel_name="prefill_log_sum_exp",
     )(*arguments)
+    if weights is not None:  # w exp(x - lse) = exp(x - (lse - log w))
+        lse = lse - jnp.repeat(jnp.pad(jnp.log(weights), ((0, 0), (0, rows - length))), heads, axis=0)
     mass = kernel(
         functools.partial(_sum_columns, plan),
         out_type=jax.ShapeDtypeStruct((batch * heads, width), jnp.float32),

@@ -28,6 +28,7 @@ def prefill_attend_mass(
     softcap: float | None = None,
     reduce: str = "sum",
     own_keys_last: bool = False,
+    weights: Float[Array, "B T"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B Hq S"]:
     """`reference.prefill_attend_mass`, without a queries x keys array."""
@@ -133,6 +134,8 @@ def prefill_attend_mass(
         ),
         name="prefill_attend_lse",
     )(*arrays)
+    if weights is not None:  # w exp(x - lse) = exp(x - (lse - log w))
+        lse = lse - jnp.log(weights)[:, None, None, :, None]
     *inner, mass_block = specs("ji")
     mass = call(
         mass_kernel,

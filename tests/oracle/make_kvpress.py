@@ -3,11 +3,12 @@
     python tests/oracle/make_kvpress.py [path/to/SmolLM2-135M-Instruct.Q4_1.gguf]
 
 `kvpress/<model>.npz` holds the methods that jaxkv has first, `kvpress/<model>-more.npz` those that follow, and
-`kvpress/<model>-family.npz`, `-calibrated.npz` and `-pools.npz` (tiny models) the last ones. The keys:
+`kvpress/<model>-family.npz`, `-calibrated.npz`, `-pools.npz` and `-replay.npz` (tiny models) the last ones. The keys:
 `ids` int32 [1, S]; `<method>/r<ratio>/layer<i>/scores` float32 [Hk, S], higher = keep; `.../kept` int16 [Hk, n],
 sorted; `.../margin` float32 [Hk]: the lowest kept score less the highest dropped one, relative to the larger of the two
 (0: a tie, where any choice is right).
-AdaKV's heads keep different numbers: `.../kept_mask` bool [Hk, S] in place of `kept`, and one margin for the layer.
+AdaKV's and KVzip's heads keep different numbers: `.../kept_mask` bool [Hk, S] in place of `kept`, and one margin for
+the layer.
 ChunkKV ranks chunks, not tokens: its margin is that of the mean scores of chunks, the same for all heads.
 """
 
@@ -163,6 +164,13 @@ POOLS = COMPETING | {
 }
 LAST_POOLS = {"gemma3_text": COMPETING, "qwen2": COMPETING}
 
+# KVzip replays the prompt behind it; every layer keeps as much as the others, and its heads compete.
+REPLAY = {
+    "kvzip": (lambda r: kvpress.KVzipPress(r, layerwise=True), "sdpa"),
+    "kvzip-plus": (lambda r: kvpress.KVzipPress(r, layerwise=True, kvzip_plus_normalization=True), "sdpa"),
+}
+INSTRUCTION = (7, 11, 13)  # stands for the tokens of KVzip's instruction
+
 # family -> (configuration file, methods, more methods)
 TINY = {
     "llama2": ("config.json", SMALL, SMALL_MORE),
@@ -278,8 +286,50 @@ def watch(press, seen: dict[int, dict[str, np.ndarray]]):
     return press
 
 
+class NoTokenizer:
+    """In place of the tokenizer that KVzip loads: no chat template, and the instruction in tokens."""
+
+    chat_template = None
+
+    @classmethod
+    def from_pretrained(cls, name: str) -> "NoTokenizer":
+        return cls()
+
+    def encode(self, text: str, **_) -> torch.Tensor:
+        return torch.tensor([INSTRUCTION if "Repeat" in text else ()], dtype=torch.long)
+
+
+def replay(model, ids: torch.Tensor, press) -> dict[int, dict[str, np.ndarray]]:
+    """What KVzip scored and kept in each layer."""
+    seen: dict[int, dict[str, np.ndarray]] = {}
+    finish = press.compress_post
+
+    def finished(model):
+        finish(model)
+        for index, layer in enumerate(model.model.layers):
+            scores = press.score_val[index, 0].float().numpy().copy()
+            _, heads, slots = (x.numpy() for x in layer.self_attn.masked_key_indices)
+            mask = np.ones(scores.shape, bool)
+            mask[heads, slots] = False
+            layer.self_attn.masked_key_indices = None
+            margin = margins(scores.reshape(1, -1), mask.reshape(1, -1))
+            seen[index] = {"scores": scores, "kept_mask": mask, "margin": margin}
+
+    press.compress_post = finished
+    module = kvpress.presses.kvzip_press
+    tokenizer, module.AutoTokenizer = module.AutoTokenizer, NoTokenizer
+    try:
+        with torch.no_grad(), press(model):
+            model(ids, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
+    finally:
+        module.AutoTokenizer = tokenizer
+    return seen
+
+
 def prefill(model, ids: torch.Tensor, press) -> dict[int, dict[str, np.ndarray]]:
     """What the press scored and kept in each layer during one prefill."""
+    if isinstance(press, kvpress.KVzipPress):
+        return replay(model, ids, press)
     seen: dict[int, dict[str, np.ndarray]] = {}
     with torch.no_grad(), watch(press, seen)(model):
         # The cache is made without the config, as in kvpress' pipeline: every layer is a full one.
@@ -388,6 +438,8 @@ def main() -> None:
             save(GOLDENS / "kvpress" / f"{name}.npz", arrays)
         last_methods(family, models, "family", LAST.get(family, FAMILY), 1000)
         last_methods(family, models, "pools", LAST_POOLS.get(family, POOLS), 2000)
+        if family != "gemma3_text":  # KVzip refuses it
+            last_methods(family, models, "replay", REPLAY, 3000)
         if family in CALIBRATED:
             config = models["sdpa"].config
             heads = config.num_attention_heads, config.num_key_value_heads
