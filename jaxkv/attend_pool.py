@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxkv import pool as slots_of
 from jaxkv.cache import LayerCache
-from jaxkv.policies.allocate import Adaptive, Measured
+from jaxkv.policies.allocate import Adaptive, Divided, Measured
 from jaxkv.policies.policy import Phase, Policy, priority
 from jaxkv.policies.score import Sight
 from jaxkv.pool import Pool
@@ -99,11 +99,8 @@ def _quotas(
     return share.quotas(share.scores(learned["retrieval"], heads), heads * each, guard, held)
 
 
-def _local(policy: Policy, learned: Learned, owner: Int[Array, "B N"], heads: int) -> Bool[Array, "B N"]:
-    """True for the entries of heads that keep their newest."""
-    share = policy.allocate
-    if not isinstance(share, Measured):
-        return jnp.zeros(owner.shape, bool)
+def _local(share: Divided, learned: Learned, owner: Int[Array, "B N"], heads: int) -> Bool[Array, "B N"]:
+    """True for the entries of local heads."""
     local = share.local(share.scores(learned["retrieval"], heads))
     return per_slot(jnp.broadcast_to(local, (owner.shape[0], heads)), owner)
 
@@ -117,7 +114,9 @@ def _by_place(
     heads: int,
 ) -> Float[Array, "B N"]:
     """The worth of each entry, in local heads its position, unless it is protected."""
-    local = _local(policy, learned, owner, heads) & (worth < jnp.inf)
+    if not isinstance(policy.allocate, Divided):
+        return worth
+    local = _local(policy.allocate, learned, owner, heads) & (worth < jnp.inf)
     return jnp.where(local, positions.astype(jnp.float32), worth)
 
 
@@ -200,8 +199,8 @@ def decode_pool(
         places = _put(pool, pool.positions, position[:, None], active)
         factors = phase.score.line(_line(stats), places[:, None], now)
         line = tuple(x[:, 0] if isinstance(x, jax.Array) else x for x in factors)
-        if isinstance(policy.allocate, Measured):
-            local = _local(policy, sight.learned, pool.owner, pool.heads)
+        if isinstance(policy.allocate, Divided):
+            local = _local(policy.allocate, sight.learned, pool.owner, pool.heads)
             line = (jnp.where(local, 0.0, line[0]), jnp.where(local, places.astype(jnp.float32), line[1]))
 
     result = ragged_decode(
@@ -241,10 +240,10 @@ def _moved(
     each: Int[Array, "B"],
     learned: Learned,
 ) -> Pool:
-    """The rows that are due keep `each [B]` entries per head on average, the best of all heads or of each by its
-    measured share; so the borders move.
+    """The rows that are due keep `each [B]` entries per head on average, the best of all heads; so the borders move.
 
-    What that frees is shared evenly, and the next tokens go there.
+    Where shares were measured, the best of each by its share. What that frees is shared evenly, and the next tokens go
+    there.
     """
 
     def move(_, pool: Pool) -> Pool:

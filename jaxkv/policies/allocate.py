@@ -122,10 +122,6 @@ class Measured:
         """Who takes of what is left, by whole shares: first in proportion to the first, then to the next."""
         raise NotImplementedError
 
-    def local(self, scores: Float[Array, "Hk"]) -> Bool[Array, "Hk"]:
-        """True for heads whose entries are worth their position: besides what is protected the newest stay."""
-        return jnp.zeros(scores.shape, bool)
-
     def budgets(self, budget: int, layers: int, tokens: int, window: int) -> tuple[int, ...]:
         """The layers' own, as means over their heads."""
         return self.layers.budgets(budget, layers, tokens, window)
