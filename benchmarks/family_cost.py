@@ -60,7 +60,9 @@ def main() -> None:
     if options.layers is not None:
         params = first_layers(params, options.layers)
     rows = prose_rows(params.tokenizer, 1, options.tokens)
-    names = options.policies or [name for name, policy in catalogue().items() if policy.evicts]
+    names = options.policies or [
+        name for name, policy in catalogue().items() if policy.evicts and policy.floor <= options.budget
+    ]
     reference = jaxkv.policy(REFERENCE, budget=options.budget)
     plain, step = prefilled(params, None, rows), decoded(params, reference, rows, options.new_tokens)
 

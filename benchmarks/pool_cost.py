@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--name", default="pool_cost", help="of the JSON file in benchmarks/results")
     options = parser.parse_args()
     params = jaxkv.load(options.model)
-    pooled = [name for name, policy in catalogue().items() if policy.allocate.pooled]
+    pooled = [name for name, policy in catalogue().items() if policy.allocate.pooled and policy.floor <= options.budget]
     rows = prose_rows(params.tokenizer, 1, options.tokens)
     full = sum(layer.keys.nbytes + layer.values.nbytes for layer in jaxkv.prefill(params, rows).layers)
     bytes_held = [held(params, jaxkv.policy(name, budget=options.budget), full, rows) for name in pooled]

@@ -187,7 +187,7 @@ def _cut_prompt(
         rank = joined.positions.astype(jnp.float32)
         if pooled:
             pool = attend_pool.cut(
-                policy, joined, state.slots, state.limits, jnp.zeros_like(state.limits), lambda *_: rank
+                policy, joined, state.slots, state.limits, jnp.zeros_like(state.limits), lambda *_: rank, state.learned
             )
             return dataclasses.replace(state, cache=attend_pool.aim(policy, pool, None, now, state.limits, sight))
         kept = slots_of.keep(joined, rank, state.slots, state.limits)
@@ -201,7 +201,7 @@ def _cut_prompt(
     carried = joined.stats if mass is None else {**joined.stats, "mass": mass}  # moves with its entries, then goes
     carrying = dataclasses.replace(joined, stats=carried)
     if pooled:
-        kept = attend_pool.cut(policy, carrying, state.slots, state.limits, reserved, worth_of)
+        kept = attend_pool.cut(policy, carrying, state.slots, state.limits, reserved, worth_of, state.learned)
     else:
         worth = worth_of(policy.prefill, room) if lead is None else lead
         state = dataclasses.replace(state, worth=worth if policy.reuse > 1 else None)

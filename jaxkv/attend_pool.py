@@ -5,7 +5,7 @@ other reads its rectangle, Hk times as large, for as long as that takes.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,16 +14,17 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxkv import pool as slots_of
 from jaxkv.cache import LayerCache
-from jaxkv.policies.allocate import Adaptive
+from jaxkv.policies.allocate import Adaptive, Divided, Measured
 from jaxkv.policies.policy import Phase, Policy, priority
 from jaxkv.policies.score import Sight
 from jaxkv.pool import Pool
 from pallas_kernels.decode_attend_score.victim import Rule
 from pallas_kernels.ragged_decode import ragged_decode
 from pallas_kernels.ragged_decode.reference import first_empty, lowest
-from pallas_kernels.ragged_decode.segments import per_head
+from pallas_kernels.ragged_decode.segments import per_head, per_slot
 
 Worth = Callable[[Phase | None, Int[Array, "B *Hk"]], Float[Array, "B Hk S"]]
+Learned = Mapping[str, Array]
 
 
 def cut(
@@ -33,8 +34,9 @@ def cut(
     limits: Int[Array, "B"],
     reserved: Int[Array, "B"],
     worth_of: Worth,
+    learned: Learned,
 ) -> Pool:
-    """The entries that stay when the heads of the layer compete, in a pool of `slots` per head.
+    """The entries that stay when the heads of the layer share its budget, in a pool of `slots` per head.
 
     `worth_of(phase, kept)` scores every entry, given how many are to stay per head (`[B]`, or `[B, Hk]`). A layer that
     became a pool under another policy stays one, each head keeping as much as any other would.
@@ -47,7 +49,11 @@ def cut(
     room = jnp.full_like(limits, total) if policy.decode is None else heads * (limits + _over(policy))
     owner, positions = slots_of.owners(joined), slots_of.flattened(joined).positions
     flat = lambda worth: worth.reshape(positions.shape)  # noqa: E731
-    guard = jnp.minimum(guarded(policy, limits), each) if share.pooled else each
+    guard = jnp.minimum(guarded(policy, limits), each)
+    if isinstance(share, Measured):
+        quota = _quotas(share, learned, positions, owner, heads, each, guard)
+        worth = _by_place(policy, learned, flat(worth_of(policy.prefill, quota)), positions, owner, heads)
+        return slots_of.build(joined, slots_of.best(worth, positions, owner, quota), total, room)
     first = policy.prefill
     if split is not None and first is not None:
         first = dataclasses.replace(first, score=split)
@@ -59,19 +65,59 @@ def cut(
     return slots_of.build(joined, kept, total, room)
 
 
-def competition(policy: Policy) -> Adaptive:
-    """How the heads compete."""
-    assert isinstance(policy.allocate, Adaptive)
-    return policy.allocate
-
-
 def guarded(policy: Policy, limits: Int[Array, "B"]) -> Int[Array, "B"]:
-    """Entries that every head keeps: the safeguard, and at decode what is protected and one that can go."""
-    guard = jnp.maximum(jnp.floor(limits.astype(jnp.float32) * competition(policy).safeguard).astype(jnp.int32), 1)
+    """Entries that every head keeps: the safeguard, and at decode what is protected and one that can go.
+
+    Heads with measured shares keep what any phase protects and a share of the rest; heads that share nothing, all.
+    """
+    share = policy.allocate
+    if isinstance(share, Measured):
+        spared = [phase.protects.recents(limits) + phase.protects.sinks for phase in policy.phases]
+        spared = jax.tree.reduce(jnp.maximum, spared)
+        rest = jnp.floor((limits - spared).astype(jnp.float32) * share.least).astype(jnp.int32)
+        return jnp.minimum(spared + jnp.maximum(rest, 1), limits)
+    if not isinstance(share, Adaptive):
+        return limits
+    guard = jnp.maximum(jnp.floor(limits.astype(jnp.float32) * share.safeguard).astype(jnp.int32), 1)
     if policy.decode is not None:
         protects = policy.decode.protects
         guard = jnp.maximum(guard, protects.recents(limits) + protects.sinks + 1)
     return jnp.minimum(guard, limits)
+
+
+def _quotas(
+    share: Measured,
+    learned: Learned,
+    positions: Int[Array, "B N"],
+    owner: Int[Array, "B N"],
+    heads: int,
+    each: Int[Array, "B"],
+    guard: Int[Array, "B"],
+) -> Int[Array, "B Hk"]:
+    """How many entries each head keeps by what was measured, `each [B]` on average over the heads."""
+    held = per_head(positions >= 0, owner, heads)
+    return share.quotas(share.scores(learned["retrieval"], heads), heads * each, guard, held)
+
+
+def _local(share: Divided, learned: Learned, owner: Int[Array, "B N"], heads: int) -> Bool[Array, "B N"]:
+    """True for the entries of local heads."""
+    local = share.local(share.scores(learned["retrieval"], heads))
+    return per_slot(jnp.broadcast_to(local, (owner.shape[0], heads)), owner)
+
+
+def _by_place(
+    policy: Policy,
+    learned: Learned,
+    worth: Float[Array, "B N"],
+    positions: Int[Array, "B N"],
+    owner: Int[Array, "B N"],
+    heads: int,
+) -> Float[Array, "B N"]:
+    """The worth of each entry, in local heads its position, unless it is protected."""
+    if not isinstance(policy.allocate, Divided):
+        return worth
+    local = _local(policy.allocate, learned, owner, heads) & (worth < jnp.inf)
+    return jnp.where(local, positions.astype(jnp.float32), worth)
 
 
 def _over(policy: Policy) -> int:
@@ -90,11 +136,12 @@ def aim(
     """The pool with every head's next slot: its first empty one, else the one that the decode phase values least."""
     if policy.decode is None or policy.decode.every > 1:  # there always is an empty one
         return dataclasses.replace(pool, next_slot=first_empty(pool.positions, pool.offsets))
-    worth = worth_at_decode(policy.decode, pool, pool.stats, mass, now, limits, sight)
+    worth = worth_at_decode(policy, policy.decode, pool, pool.stats, mass, now, limits, sight)
     return dataclasses.replace(pool, next_slot=lowest(worth, pool.positions, pool.offsets))
 
 
 def worth_at_decode(
+    policy: Policy,
     phase: Phase,
     pool: Pool,
     stats: dict,
@@ -106,15 +153,17 @@ def worth_at_decode(
     """What the decode phase values each entry at, from the statistics before this mass; +inf for what it protects."""
     if mass is None:
         mass = jnp.zeros(pool.positions.shape, jnp.float32)
+    by_place = lambda worth: _by_place(policy, sight.learned, worth, pool.positions, pool.owner, pool.heads)  # noqa: E731
     if phase.straight:
-        return priority(phase, _line(stats), pool.positions[:, None], mass[:, None], now, limits)[:, 0]
+        return by_place(priority(phase, _line(stats), pool.positions[:, None], mass[:, None], now, limits)[:, 0])
     wide = slots_of.rectangle(dataclasses.replace(pool, stats={**stats, "mass": mass}))
     sight = dataclasses.replace(
         sight, keys=wide.keys, values=wide.values, places=wide.positions, queries=None, query_positions=None,
         query_places=None,
     )  # fmt: skip
     stats = {name: wide.stats[name] for name in stats}
-    return slots_of.from_rectangle(pool, priority(phase, stats, wide.positions, wide.stats["mass"], now, limits, sight))
+    worth = priority(phase, stats, wide.positions, wide.stats["mass"], now, limits, sight)
+    return by_place(slots_of.from_rectangle(pool, worth))
 
 
 def observe(
@@ -150,6 +199,9 @@ def decode_pool(
         places = _put(pool, pool.positions, position[:, None], active)
         factors = phase.score.line(_line(stats), places[:, None], now)
         line = tuple(x[:, 0] if isinstance(x, jax.Array) else x for x in factors)
+        if isinstance(policy.allocate, Divided):
+            local = _local(policy.allocate, sight.learned, pool.owner, pool.heads)
+            line = (jnp.where(local, 0.0, line[0]), jnp.where(local, places.astype(jnp.float32), line[1]))
 
     result = ragged_decode(
         query, key, value, position, pool.next_slot, pool.keys, pool.values, pool.positions, pool.offsets, recents,
@@ -164,18 +216,18 @@ def decode_pool(
         return result.output, pool
 
     output, pool = jax.lax.optimization_barrier((result.output, pool))  # read before a move, or values would be copied
-    worth = lambda pool: worth_at_decode(phase, pool, before, result.mass, now, limits, sight)  # noqa: E731
+    worth = lambda pool: worth_at_decode(policy, phase, pool, before, result.mass, now, limits, sight)  # noqa: E731
     if not at_once:
         full = jnp.min(pool.sizes - pool.held(), axis=-1) <= 0
-        return output, _moved(policy, pool, worth, active & full, limits, limits)
+        return output, _moved(policy, pool, worth, active & full, limits, limits, sight.learned)
     if not phase.straight:
         aimed = lowest(worth(pool), pool.positions, pool.offsets)
         pool = dataclasses.replace(pool, next_slot=jnp.where(active[:, None], aimed, pool.next_slot))
-    share = competition(policy)
-    if share.interval:
+    share = policy.allocate
+    if isinstance(share, Adaptive) and share.interval:
         each = jnp.maximum(limits - share.shift, guarded(policy, limits))
         full = jnp.all((pool.positions >= 0) | (pool.owner == pool.heads), axis=-1)
-        pool = _moved(policy, pool, worth, active & full & (now % share.interval == 0), limits, each)
+        pool = _moved(policy, pool, worth, active & full & (now % share.interval == 0), limits, each, sight.learned)
     return output, pool
 
 
@@ -186,15 +238,22 @@ def _moved(
     due: Bool[Array, "B"],
     limits: Int[Array, "B"],
     each: Int[Array, "B"],
+    learned: Learned,
 ) -> Pool:
     """The rows that are due keep `each [B]` entries per head on average, the best of all heads; so the borders move.
 
-    What that frees is shared evenly, and the next tokens go there.
+    Where shares were measured, the best of each by its share. What that frees is shared evenly, and the next tokens go
+    there.
     """
 
     def move(_, pool: Pool) -> Pool:
         guard = jnp.minimum(guarded(policy, limits), each)
-        kept, _ = slots_of.compete(worth(pool), pool.positions, pool.owner, pool.heads, pool.heads * each, guard)
+        share, owner = policy.allocate, pool.owner
+        if isinstance(share, Measured):
+            quota = _quotas(share, learned, pool.positions, owner, pool.heads, each, guard)
+            kept = slots_of.best(worth(pool), pool.positions, owner, quota)
+        else:
+            kept, _ = slots_of.compete(worth(pool), pool.positions, owner, pool.heads, pool.heads * each, guard)
         new = slots_of.build(pool, kept, pool.total, pool.heads * (limits + _over(policy)))
         new = dataclasses.replace(new, next_slot=first_empty(new.positions, new.offsets))
         return jax.tree.map(lambda a, b: jnp.where(due.reshape(-1, *(1,) * (a.ndim - 1)), a, b), new, pool)

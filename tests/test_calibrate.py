@@ -6,6 +6,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from small import SMALL
 from watched import watched
 
 import jaxkv
@@ -92,7 +93,7 @@ def test_compresskv_asks_the_best_heads(params, found):
 @pytest.mark.parametrize("name", [name for name, policy in catalogue().items() if policy.calibrated])
 def test_a_missing_calibration_is_named(params, name):
     with pytest.raises(BadValue, match=r"jaxkv\s+calibrate"):
-        jaxkv.generate(params, np.arange(3, 43), policy=jaxkv.policy(name, budget=24))
+        jaxkv.generate(params, np.arange(3, 43), policy=jaxkv.policy(name, budget=24, **SMALL.get(name, {})))
 
 
 def test_drafts_know_no_calibration(tiny):

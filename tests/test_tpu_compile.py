@@ -276,11 +276,12 @@ def test_decode_step_copies_no_cache(name, family):
     assert compiled.memory_analysis().alias_size_in_bytes >= layers * 2 * int(np.prod(keys)) * 2
     text = compiled.as_text()
     assert made_of(keys, text) <= {*NAMES_ONLY, "while", "copy-start", "copy-done"}
-    # Of a cache of small arrays (3 MiB) XLA may carry one, of one layer, from step to step on the chip: it goes back to
-    # memory at the top of the loop and is fetched again at its end, past the kernel, which reads from memory.
+    # Of a cache of small arrays (3 MiB) XLA may carry one, of one layer, from step to step on the chip (v5p: up to
+    # three): it goes back to memory at the top of the loop and is fetched again at its end, past the kernel, which
+    # reads from memory.
     shape = ",".join(map(str, (BATCH, spec.num_kv_heads)))
     loop = max(text.split("\n}\n"), key=lambda part: part.count("%decode_attend_score"))
-    assert len(re.findall(rf"= \(bf16\[{shape},[^=]*? copy-start\(", loop)) <= 1
+    assert len(re.findall(rf"= \(bf16\[{shape},[^=]*? copy-start\(", loop)) <= (3 if name == "v5p" else 1)
 
 
 def prefill_program(name: str, family: str, slots: int, blocks: int, layers: int | None = None):

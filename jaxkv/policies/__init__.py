@@ -2,6 +2,8 @@
 
 from jaxkv.policies.aggregate import Aggregate as Aggregate
 from jaxkv.policies.allocate import Adaptive as Adaptive
+from jaxkv.policies.allocate import Divided as Divided
+from jaxkv.policies.allocate import Proportional as Proportional
 from jaxkv.policies.allocate import Pyramid as Pyramid
 from jaxkv.policies.allocate import Uniform as Uniform
 from jaxkv.policies.by_keys import Cur as Cur

@@ -122,6 +122,8 @@ class Policy:
             raise BadValue("aggregate best= picks heads at prefill only: leave it out of the decode phase")
         if self.decode is not None and self.decode.aggregate.projects:
             raise BadValue("aggregate weigh='output' reads the hidden states of a prompt: leave it out at decode")
+        if self.allocate.pooled:
+            self._check_shares()
         if isinstance(self.allocate, Adaptive):
             self._check_competition(self.allocate)
         if self.budget is not None:
@@ -135,8 +137,8 @@ class Policy:
         if self.ratio is not None and not 0 <= self.ratio < 1:
             raise BadValue(f"ratio={self.ratio}: expected a fraction removed, from 0 up to but not including 1")
 
-    def _check_competition(self, share: Adaptive) -> None:
-        where = f"policy {self.name!r}, whose heads compete for a layer's budget"
+    def _check_shares(self) -> None:
+        where = f"policy {self.name!r}, whose heads share a layer's budget"
         if self.prefill is None:
             raise BadValue(f"{where}, evicts nothing: give it a prefill phase, or allocate kind 'uniform'")
         if self.rope != "text":
@@ -148,7 +150,10 @@ class Policy:
                     f"{where}, lets them decide as one (aggregate heads={phase.aggregate.heads!r}, score "
                     f"{phase.score.kind!r}): set heads='each' and another score, or allocate kind 'uniform'"
                 )
-        if share.of is not None:
+
+    def _check_competition(self, share: Adaptive) -> None:
+        where = f"policy {self.name!r}, whose heads compete for a layer's budget"
+        if share.of is not None and self.prefill is not None:
             own = self.prefill.score
             lacks = [fact for fact in ("looks", "projects") if getattr(share.of, fact) and not getattr(own, fact)]
             lacks += sorted(set(share.of.stats) - set(own.stats))
@@ -207,7 +212,7 @@ class Policy:
     @property
     def learns(self) -> tuple[str, ...]:
         """Names of what it needs of `jaxkv calibrate`."""
-        return tuple(sorted({name for phase in self.phases for name in phase.learns}))
+        return tuple(sorted({name for part in (*self.phases, self.allocate) for name in part.learns}))
 
     @property
     def projects(self) -> bool:

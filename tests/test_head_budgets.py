@@ -1,0 +1,262 @@
+"""Head budgets by what was measured: HeadKV, DuoAttention, RazorAttention against plain NumPy forms of their rules."""
+
+import dataclasses
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ordered import heads_of
+from watched import watched
+
+import jaxkv
+from jaxkv.attend_pool import guarded
+from jaxkv.errors import BadValue
+from jaxkv.policies import Attention, CurrentQuery, Divided, KeyDiff, Phase, Proportional, Select, catalogue
+from jaxkv.policies.allocate import poured
+
+FAMILY = "smollm2"  # three KV heads of three query heads each
+TOKENS = 70
+
+
+def ids(length, seed=0):
+    return np.random.default_rng(seed).integers(0, 100, length).astype(np.int32)
+
+
+def apportioned(left, shares, room):
+    """`left` by shares under caps, in exact fractions: the level at which caps bind, then the largest remainders."""
+    room = [each if share > 0 else 0 for each, share in zip(room, shares, strict=True)]
+    if left >= sum(room):
+        return room
+    level = lambda x: sum(min(x * share, cap) for share, cap in zip(shares, room, strict=True))  # noqa: E731
+    below = Fraction(0)
+    for knot in sorted(Fraction(cap, share) for cap, share in zip(room, shares, strict=True) if share > 0):
+        if level(knot) > left:
+            break
+        below = knot
+    rising = sum(share for share, cap in zip(shares, room, strict=True) if share > 0 and below * share < cap)
+    at = below + (left - level(below)) / rising
+    exact = [min(at * share, Fraction(cap)) for share, cap in zip(shares, room, strict=True)]
+    given = [int(each) for each in exact]
+    order = sorted(range(len(given)), key=lambda head: (given[head] - exact[head], head))
+    for head in order[: left - sum(given)]:
+        given[head] += 1
+    return given
+
+
+pour = jax.jit(poured)
+
+
+@given(st.integers(0, 2**16), st.sampled_from([1, 2, 3, 8]), st.sampled_from([20, 100_000_000]))
+@settings(max_examples=60, deadline=None)
+def test_poured_is_the_largest_remainder_under_caps(seed, heads, much):
+    rng = np.random.default_rng(seed)
+    shares = rng.integers(0, 4096, heads) * (rng.random(heads) < 0.8)
+    room, left = rng.integers(0, much, (4, heads)), rng.integers(0, heads * much // 2, 4)
+    ours = pour(*(jnp.asarray(x, jnp.int32) for x in (left, shares, room)))
+    for row, mine in enumerate(np.asarray(ours).tolist()):
+        assert mine == apportioned(int(left[row]), shares.tolist(), room[row].tolist())
+
+
+# ---- the rules in NumPy
+
+
+def pooled_mass(weights, window, apart, kind, kernel):
+    """SnapKV's score of every token by query head: mean over the last `window` queries, pooled over neighbours."""
+    mass = weights[:, -window:].mean(1)
+    mass[:, len(mass[0]) - apart :] = 0
+    half = kernel // 2
+    if kind == "avg":
+        return np.stack([np.convolve(row, np.ones(kernel) / kernel, mode="same") for row in mass])
+    padded = np.pad(mass, ((0, 0), (half, half)), constant_values=-np.inf)
+    return np.max([padded[:, shift : shift + mass.shape[1]] for shift in range(kernel)], axis=0)
+
+
+def headkv_budgets(scores, budget, window, beta):
+    """Window + base + a share of the layer's pool in proportion to the score; whole entries by largest remainders."""
+    heads = len(scores)
+    floor = window + max(int(np.float32(budget - window) * np.float32(1 - 1 / beta)), 1)
+    exact = scores / scores.sum() * (heads * budget - heads * floor)
+    whole = np.floor(exact).astype(int)
+    for head in np.argsort(whole - exact)[: heads * (budget - floor) - whole.sum()]:
+        whole[head] += 1
+    return floor + whole
+
+
+def divided_budgets(local, budget, floor, tokens):
+    """Local heads hold `floor`, the others share the rest, up to the whole text; what they cannot use goes back."""
+    heads, few = len(local), ~local
+    each, over = divmod(heads * budget - floor * local.sum(), few.sum())
+    out = np.where(few, each, floor)
+    out[np.flatnonzero(few)[:over]] += 1
+    back = np.maximum(out - tokens, 0).sum()
+    out = np.minimum(out, tokens)
+    each, over = divmod(back, max(local.sum(), 1))
+    out[local] += each
+    out[np.flatnonzero(local)[:over]] += 1
+    return out
+
+
+def kept_by(score, budget, sinks, recent):
+    """The protected tokens and the best of the others; ties go to the older."""
+    tokens = len(score)
+    safe = (np.arange(tokens) < sinks) | (np.arange(tokens) >= tokens - recent)
+    order = np.lexsort((np.arange(tokens), -np.where(safe, np.inf, score)))
+    return sorted(order[:budget].tolist())
+
+
+def newest(tokens, budget, sinks):
+    """Sinks, and the newest tokens in the rest of the budget."""
+    return [*range(sinks), *range(tokens - budget + sinks, tokens)]
+
+
+CASES = {
+    "headkv": [(24, {"window": 6}), (40, {"window": 6, "beta": 5.0}), (24, {"window": 6, "of_group": "max"})],
+    "duo": [(24, {"sinks": 2, "recent": 6}), (24, {"sinks": 2, "recent": 6, "retrieval": 0.3})],
+    "razorattention": [(24, {"window": 6, "decode_recent": 6}), (50, {"window": 6, "decode_recent": 6})],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "options"), [(name, *case) for name, cases in CASES.items() for case in cases]
+)
+def test_kept_by_the_papers_rule(tiny, name, budget, options):
+    """Each head's budget and its entries, and no slot more than the heads' mean budget."""
+    params, tokens = tiny(FAMILY), ids(TOKENS)
+    heads, group = params.config.num_kv_heads, params.config.num_heads // params.config.num_kv_heads
+    policy = jaxkv.policy(name, budget=budget, **options)
+    prefill, share = policy.prefill, policy.allocate
+    cache = jaxkv.prefill(params, tokens, policy=policy)
+    window, sinks, recent = prefill.observe.window, prefill.protects.sinks, prefill.protects.recent
+    spreads = []
+    for layer, (_, _, weights) in enumerate(watched(params, tokens)):
+        scores = np.asarray(params.learned["retrieval"])[layer].reshape(heads, group)
+        scores = scores.max(1) if share.of_group == "max" else scores.mean(1)
+        local = np.zeros(heads, bool)
+        if name == "headkv":
+            budgets = headkv_budgets(scores, budget, window, share.beta)
+        else:
+            best = max(round(share.retrieval * heads + 1e-9), 1)
+            local[np.argsort(-scores)[best:]] = True
+            floor = sinks + recent + max(int((budget - sinks - recent) * share.base), 1)
+            budgets = divided_budgets(local, budget, floor, TOKENS)
+        assert budgets.sum() == heads * budget == cache.layers[layer].total
+        mass = pooled_mass(weights, window, recent, prefill.aggregate.pool, prefill.aggregate.kernel)
+        mass = mass.reshape(heads, group, -1).mean(1)
+        for head, held in enumerate(heads_of(cache.layers[layer])):
+            want = (
+                newest(TOKENS, budgets[head], sinks)
+                if local[head]
+                else kept_by(mass[head], budgets[head], sinks, recent)
+            )
+            assert held[held >= 0].tolist() == want, f"layer {layer} head {head}"
+        spreads.append(np.ptp(budgets))
+    assert max(spreads) > 0
+    if name == "razorattention" and budget == 50:
+        assert np.asarray(cache.held()).max() == TOKENS, "a retrieval head is whole where the budget holds it"
+
+
+def test_a_head_that_retrieves_nothing_keeps_its_base():
+    """Scores of 0 leave the base; where all are 0 the heads are equal. Caps go to the others."""
+    share, many = Proportional(beta=2.0), jnp.full((1, 3), 500, jnp.int32)
+    total, guard = jnp.array([300], jnp.int32), jnp.array([50], jnp.int32)
+    quotas = lambda scores, held: np.asarray(share.quotas(jnp.array(scores), total, guard, held))[0].tolist()  # noqa: E731
+    assert quotas([1.0, 0.0, 0.0], many) == [200, 50, 50]
+    assert quotas([0.0, 0.0, 0.0], many) == [100, 100, 100]
+    assert quotas([1.0, 0.0, 0.0], jnp.array([[120, 500, 500]], jnp.int32)) == [120, 90, 90]
+    assert quotas([1.0, 0.0, 0.0], jnp.array([[10, 20, 500]], jnp.int32)) == [10, 20, 270]
+    assert quotas([1.0, 0.0, 0.0], jnp.array([[10, 20, 30]], jnp.int32)) == [10, 20, 30]
+
+
+@pytest.mark.parametrize("heads, count", [(1, 1), (2, 1), (3, 2), (8, 4)])
+def test_how_many_heads_are_local(heads, count):
+    scores = jnp.asarray(np.random.default_rng(heads).permutation(heads), jnp.float32)
+    local = np.asarray(Divided(retrieval=0.5).local(scores))
+    assert (~local).sum() == count and (heads == count or scores[local].max() < scores[~local].min())
+    assert not np.asarray(Divided(retrieval=1.0).local(scores)).any()
+
+
+# ---- at decode
+
+
+@pytest.mark.parametrize(
+    ("name", "score"),
+    [
+        ("duo", Attention()),
+        ("razorattention", KeyDiff()),
+        pytest.param("razorattention", Attention(), marks=pytest.mark.slow),
+    ],
+)
+def test_the_window_of_a_local_head_slides(tiny, name, score):
+    """Local heads hold the sinks and the newest after the prompt and 25 more tokens; no segment changes its size."""
+    params, options = tiny(FAMILY), {"sinks": 2, "recent": 5} if name == "duo" else {"window": 5, "decode_recent": 5}
+    policy = jaxkv.policy(name, budget=20, block=24, **options)
+    policy = dataclasses.replace(policy, decode=dataclasses.replace(policy.decode, score=score))
+    out = jaxkv.generate(params, [ids(60), ids(33, 1)], policy=policy, max_new_tokens=26, stop_tokens=())
+    share, sinks = policy.allocate, policy.decode.protects.sinks
+    floor = 8 if name == "duo" else 9 + 5  # sinks, recents and one entry; sinks, recents and half of the others
+    for index, layer in enumerate(out.cache.layers):
+        scores = share.scores(jnp.asarray(params.learned["retrieval"])[index], layer.heads)
+        local = np.asarray(share.local(scores))
+        for row, tokens in enumerate((60, 33)):
+            held = heads_of(layer, row)
+            assert [len(each) for each in held] == divided_budgets(local, 20, floor, tokens).tolist()
+            for head in np.flatnonzero(local):
+                assert sorted(held[head]) == newest(tokens + 25, len(held[head]), sinks)
+
+
+def test_cuts_every_few_tokens_keep_the_shares(tiny):
+    """A decode phase that cuts every 4 tokens gives each head its share again, also when the prompt was short."""
+    params, budget = tiny(FAMILY), 16
+    policy = jaxkv.policy("headkv", budget=budget, window=4)
+    decode = Phase(CurrentQuery(), Attention(), select=Select(recent=4), every=4)
+    policy = dataclasses.replace(policy, decode=decode)
+    out = jaxkv.generate(params, [ids(50), ids(6, 1)], policy=policy, max_new_tokens=31, stop_tokens=())
+    guard = guarded(policy, jnp.array([budget, budget], jnp.int32))
+    assert guard.tolist() == [4 + 2, 4 + 2]
+    for index, layer in enumerate(out.cache.layers):
+        assert layer.slots == budget + 4
+        held = np.asarray(layer.held())
+        assert (held.sum(1) >= budget * layer.heads).all() and (held >= 6).all()
+        share = policy.allocate
+        scores = share.scores(jnp.asarray(params.learned["retrieval"])[index], layer.heads)
+        plenty = jnp.full((2, layer.heads), 999, jnp.int32)
+        total = jnp.full((2,), budget * layer.heads, jnp.int32)
+        quotas = np.asarray(share.quotas(scores, total, guard, plenty))
+        assert (np.asarray(layer.sizes) == quotas + 4).all(), "a cut frees as many slots in every head"
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: jaxkv.policy("headkv", budget=99, beta=0.5), "beta=0.5"),
+        (lambda: jaxkv.policy("duo", budget=999, retrieval=0.0), "retrieval=0.0"),
+        (lambda: jaxkv.policy("duo", budget=999, base=1.5), "base=1.5"),
+        (lambda: jaxkv.policy("duo", budget=384), "at least 385"),
+        (lambda: jaxkv.policy("headkv", budget=99, of_group="sum"), "'mean' or 'max'"),
+        (lambda: jaxkv.policy("headkv", budget=99, heads="sum"), "decide as one"),
+        (lambda: jaxkv.policy("headkv", budget=99, rope="cache"), "rope='text'"),
+        (lambda: dataclasses.replace(catalogue()["full"], allocate=Divided()), "evicts nothing"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make, words):
+    with pytest.raises(BadValue, match=words):
+        make()
+
+
+def test_the_shares_compile_once_for_every_split(tiny):
+    """What was measured is data: other scores, other borders, the same program and bytes."""
+    params, policy = tiny(FAMILY), jaxkv.policy("headkv", budget=24, window=6)
+    one = jaxkv.prefill(params, ids(TOKENS), policy=policy)
+    before = jaxkv.run.prefill._cache_size()
+    turned = {**params.learned, "retrieval": jnp.flip(jnp.asarray(params.learned["retrieval"]), axis=-1)}
+    two = jaxkv.prefill(dataclasses.replace(params, learned=turned), ids(TOKENS), policy=policy)
+    assert jaxkv.run.prefill._cache_size() == before and one.nbytes == two.nbytes
+    moved = [np.asarray(a.offsets) != np.asarray(b.offsets) for a, b in zip(one.layers, two.layers, strict=True)]
+    assert np.any(moved)
