@@ -1,8 +1,11 @@
 """What the TPU kernels share: sizes of blocks, and values of empty slots set to zero inside a block."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 LANES = 128  # a vector register holds 8 sublanes of 128 lanes
 SUBLANES = 8
@@ -32,6 +35,37 @@ def exact(dtype) -> lax.Precision | None:
 def slots_along_lanes(slots: int, dim: int) -> bool:
     """Whether XLA lays out `[..., slots, dim]` with the slots along the lanes: where that pads less."""
     return round_up(slots, LANES) * round_up(dim, SUBLANES) < round_up(slots, SUBLANES) * round_up(dim, LANES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """How a kernel walks over the slots of a cache: `blocks` blocks of `block`, each [S, D], or [D, S] (`columns`)."""
+
+    slots: int
+    columns: bool
+    block: int
+    blocks: int
+
+    @property
+    def width(self) -> int:
+        """Slots of whole blocks."""
+        return self.block * self.blocks
+
+    @property
+    def tile(self) -> int:
+        """Slots written back at a time: what memory holds as one piece."""
+        return LANES if self.columns else SUBLANES
+
+    def around(self, slot) -> tuple:
+        """Indices of the tile that holds a slot."""
+        some = pl.ds(pl.multiple_of(lax.div(slot, self.tile) * self.tile, self.tile), self.tile)
+        return (slice(None), some) if self.columns else (some, slice(None))
+
+    def whole(self, x: jax.Array) -> jax.Array:
+        """A cache filled up to whole blocks with NaN, as the interpreter does, which gives an aliased one back so."""
+        axis = x.ndim - (1 if self.columns else 2)
+        grow = [(0, (self.width - self.slots) * (at == axis)) for at in range(x.ndim)]
+        return jnp.pad(x, grow, constant_values=jnp.nan)
 
 
 def zero_empty(block: jax.Array, filled: jax.Array, columns: bool) -> jax.Array:

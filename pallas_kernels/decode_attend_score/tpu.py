@@ -30,14 +30,10 @@ LAST = jnp.iinfo(jnp.int32).max
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class _Plan(blocks_of.Walk):
     """The numbers that the kernel is compiled for."""
 
     kv_heads: int
-    slots: int
-    columns: bool  # blocks of K and V are [D, S], not [S, D]
-    block: int
-    blocks: int
     scale: float
     window: int | None
     softcap: float | None
@@ -45,16 +41,6 @@ class _Plan:
     rule: Rule | None
     weight: float | None  # None: an array, which is an input then
     bias: float | None
-
-    @property
-    def tile(self) -> int:
-        """Slots written back at a time: what memory holds as one piece."""
-        return blocks_of.LANES if self.columns else blocks_of.SUBLANES
-
-    def around(self, start) -> tuple:
-        """Indices into a head's block of the tile that begins at slot `start`."""
-        some = pl.ds(pl.multiple_of(start, self.tile), self.tile)
-        return (slice(None), some) if self.columns else (some, slice(None))
 
 
 def decode_attend_score(
@@ -99,10 +85,10 @@ def decode_attend_score(
         weight = bias = 0.0
     factors = [factor for factor in (weight, bias) if not isinstance(factor, float)]
     plan = _Plan(
-        kv_heads, slots, columns, block, blocks, scale, window, softcap, group, rule,
+        slots, columns, block, blocks, kv_heads, scale, window, softcap, group, rule,
         weight if isinstance(weight, float) else None, bias if isinstance(bias, float) else None,
     )  # fmt: skip
-    width = blocks * block
+    width = plan.width
     vmem = _vmem_bytes(plan, heads, row_bytes, len(factors))
     if vmem > blocks_of.VMEM_BYTES:
         raise NotImplementedError(f"{slots} slots of {heads} query heads need {vmem} bytes of on-chip memory")
@@ -120,9 +106,8 @@ def decode_attend_score(
     else:
         cache = pl.BlockSpec((1, kv_heads, block, dim), lambda b, j, *_: (b, 0, j, 0))
     untouched = pl.BlockSpec(memory_space=pltpu.HBM)
-    if interpret:  # the interpreter fills an array up to whole blocks, and gives an aliased one back so
-        grow = [(0, 0), (0, 0), (0, 0), (0, width - slots)] if columns else [(0, 0), (0, 0), (0, width - slots), (0, 0)]
-        keys, values = (jnp.pad(x, grow, constant_values=jnp.nan) for x in (keys, values))
+    if interpret:
+        keys, values = plan.whole(keys), plan.whole(values)
     line = row(kv_heads, width)
     group_size = heads // kv_heads
     call = pl.pallas_call(
@@ -198,7 +183,7 @@ def decode_attend_score(
 def _vmem_bytes(plan: _Plan, heads: int, row_bytes: int, factors: int) -> int:
     """On-chip memory: two blocks each of K and V, a row's logits, and two each of its positions, masses, factors."""
     rows = blocks_of.round_up(plan.kv_heads, blocks_of.SUBLANES)
-    width = plan.block * plan.blocks
+    width = plan.width
     group = heads // plan.kv_heads
     padded = (
         2 ** (group - 1).bit_length() if group < blocks_of.SUBLANES else blocks_of.round_up(group, blocks_of.SUBLANES)
@@ -228,14 +213,14 @@ def _kernel(plan: _Plan, position_ref, slot_ref, limits_ref, recents_ref, *refs)
             pl.when((position >= 0) & (lax.div(slot, plan.block) == step))(functools.partial(act, head, slot))
 
     def copies(head: int, slot):
-        around = plan.around(lax.div(slot, plan.tile) * plan.tile)
+        around = plan.around(slot)
         return [
             pltpu.make_async_copy(tiles.at[which, head], cache.at[row, head, *around], copied)
             for which, cache in enumerate((keys_out, values_out))
         ]
 
     def write(head: int, slot):
-        around = plan.around(lax.div(lax.rem(slot, plan.block), plan.tile) * plan.tile)
+        around = plan.around(lax.rem(slot, plan.block))
         here = lax.broadcasted_iota(jnp.int32, tiles.shape[2:], int(plan.columns)) == lax.rem(slot, plan.tile)
         for which, (block, new) in enumerate(((keys, new_key), (values, new_value))):
             one = pl.ds(head, 1)

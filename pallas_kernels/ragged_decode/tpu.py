@@ -29,28 +29,14 @@ from pallas_kernels.ragged_decode.reference import Weight, aim
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class _Plan(blocks_of.Walk):
     """The numbers that the kernel is compiled for."""
 
     heads: int  # query heads
     kv_heads: int
-    slots: int
-    columns: bool  # blocks of K and V are [D, S], not [S, D]
-    block: int
-    blocks: int
     scale: float
     softcap: float | None
     group: str
-
-    @property
-    def tile(self) -> int:
-        """Slots written back at a time: what memory holds as one piece."""
-        return blocks_of.LANES if self.columns else blocks_of.SUBLANES
-
-    def around(self, slot) -> tuple:
-        """Indices of the tile that holds a slot."""
-        some = pl.ds(pl.multiple_of(lax.div(slot, self.tile) * self.tile, self.tile), self.tile)
-        return (slice(None), some) if self.columns else (some, slice(None))
 
 
 def ragged_decode(
@@ -84,8 +70,8 @@ def ragged_decode(
     columns = blocks_of.slots_along_lanes(slots, dim)
     slot_bytes = blocks_of.round_up(dim, blocks_of.SUBLANES if columns else blocks_of.LANES) * keys.dtype.itemsize
     blocks, block = blocks_of.even_blocks(slots, BLOCK_BYTES // slot_bytes)
-    plan = _Plan(heads, kv_heads, slots, columns, block, blocks, scale, softcap, group)
-    width = blocks * block
+    plan = _Plan(slots, columns, block, blocks, heads, kv_heads, scale, softcap, group)
+    width = plan.width
     vmem = _vmem_bytes(plan, slot_bytes)
     if vmem > blocks_of.VMEM_BYTES:
         raise NotImplementedError(f"{slots} slots under {heads} query heads need {vmem} bytes of on-chip memory")
@@ -103,9 +89,8 @@ def ragged_decode(
     else:
         cache = pl.BlockSpec((1, block, dim), lambda b, j, *_: (b, j, 0))
     untouched = pl.BlockSpec(memory_space=pltpu.HBM)
-    if interpret:  # the interpreter fills an array up to whole blocks, and gives an aliased one back so
-        grow = [(0, 0), (0, 0), (0, width - slots)] if columns else [(0, 0), (0, width - slots), (0, 0)]
-        keys, values = (jnp.pad(x, grow, constant_values=jnp.nan) for x in (keys, values))
+    if interpret:
+        keys, values = plan.whole(keys), plan.whole(values)
     call = pl.pallas_call(
         functools.partial(_kernel, plan),
         out_shape=(
@@ -159,8 +144,8 @@ def ragged_decode(
 
 def _vmem_bytes(plan: _Plan, slot_bytes: int) -> int:
     """On-chip memory: two blocks each of K and V, a row's logits, and two each of its positions and masses."""
-    rows, width = blocks_of.round_up(plan.heads, blocks_of.SUBLANES), plan.block * plan.blocks
-    return 4 * plan.block * slot_bytes + 4 * width * (rows + 4 * blocks_of.SUBLANES) + 2**22
+    rows = blocks_of.round_up(plan.heads, blocks_of.SUBLANES)
+    return 4 * plan.block * slot_bytes + 4 * plan.width * (rows + 4 * blocks_of.SUBLANES) + 2**22
 
 
 def _kernel(plan: _Plan, position_ref, slot_ref, offsets_ref, *refs):
