@@ -136,13 +136,12 @@ def aim(
     """The pool with every head's next slot: its first empty one, else the one that the decode phase values least."""
     if policy.decode is None or policy.decode.every > 1:  # there always is an empty one
         return dataclasses.replace(pool, next_slot=first_empty(pool.positions, pool.offsets))
-    worth = worth_at_decode(policy, policy.decode, pool, pool.stats, mass, now, limits, sight)
+    worth = worth_at_decode(policy, pool, pool.stats, mass, now, limits, sight)
     return dataclasses.replace(pool, next_slot=lowest(worth, pool.positions, pool.offsets))
 
 
 def worth_at_decode(
     policy: Policy,
-    phase: Phase,
     pool: Pool,
     stats: dict,
     mass: Float[Array, "B P"] | None,
@@ -151,6 +150,8 @@ def worth_at_decode(
     sight: Sight,
 ) -> Float[Array, "B P"]:
     """What the decode phase values each entry at, from the statistics before this mass; +inf for what it protects."""
+    phase = policy.decode
+    assert phase is not None
     if mass is None:
         mass = jnp.zeros(pool.positions.shape, jnp.float32)
     by_place = lambda worth: _by_place(policy, sight.learned, worth, pool.positions, pool.owner, pool.heads)  # noqa: E731
@@ -216,7 +217,7 @@ def decode_pool(
         return result.output, pool
 
     output, pool = jax.lax.optimization_barrier((result.output, pool))  # read before a move, or values would be copied
-    worth = lambda pool: worth_at_decode(policy, phase, pool, before, result.mass, now, limits, sight)  # noqa: E731
+    worth = lambda pool: worth_at_decode(policy, pool, before, result.mass, now, limits, sight)  # noqa: E731
     if not at_once:
         full = jnp.min(pool.sizes - pool.held(), axis=-1) <= 0
         return output, _moved(policy, pool, worth, active & full, limits, limits, sight.learned)
