@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import jaxkv
-from benchmarks.bandwidth import read_bandwidth
+from benchmarks.bandwidth import ReadBandwidth
 from benchmarks.peer import Peer
 from benchmarks.report import cores, prose_rows, table, write
 from jaxkv.lowering import held
@@ -44,7 +44,7 @@ def compare(params, policy, peer: Peer, batch: int, length: int, new_tokens: int
     }
     first = {name: side(new_tokens if name == "jaxkv" else 4) for name, side in sides.items()}  # compiles, warms up
     runs: dict[str, list[dict]] = {name: [] for name in sides}
-    bandwidths = []
+    read_bandwidth, bandwidths = ReadBandwidth(), []
     for _ in range(rounds):
         for name, side in sides.items():
             before = read_bandwidth(repeats=5) if name == "jaxkv" else 0.0
