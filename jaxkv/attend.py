@@ -20,7 +20,6 @@ from jaxkv import pool as pools
 from jaxkv.cache import EMPTY, LayerCache
 from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import rotate
-from jaxkv.policies.observe import LastShare
 from jaxkv.policies.policy import Phase, Policy, priority
 from jaxkv.policies.propagate import Propagate
 from jaxkv.policies.score import Sight
@@ -46,7 +45,7 @@ class LayerState:
     limits: Int[Array, "B"]
     look: bool = True
     extra: int = 0
-    layer: int = 0
+    layer: int | Int[Array, ""] = 0
     out: Float[Array, "Hq D M"] | None = None
     learned: Mapping[str, Array] = dataclasses.field(default_factory=dict)
     onward: int = 0
@@ -152,11 +151,10 @@ def _prompt_mass(
 ) -> Float[Array, "B Hk S"]:
     """The attention mass of every entry from the phase's observing queries, pooled and reduced over the group."""
     observe, aggregate, key_positions = phase.observe, phase.aggregate, joined.positions
-    last = state.extra or observe.window or query.shape[2]
-    at = observe.looking(query_positions) if isinstance(observe, LastShare) else query_positions[:, -last:]
+    at = observe.looking(query_positions, state.extra)
     query = query[:, :, -at.shape[1] :]
     if not getattr(observe, "own_keys", True):
-        key_positions = key_positions.at[:, :, -last:].set(EMPTY)
+        key_positions = key_positions.at[:, :, -at.shape[1] :].set(EMPTY)
     weights = None if sizes is None else 1 / jnp.maximum(sizes[:, -at.shape[1] :], 1e-12)
     mass = prefill_attend_mass(
         layout, query, keys, at, key_positions, reduce=aggregate.queries, weights=weights, **softmax

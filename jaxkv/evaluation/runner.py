@@ -134,7 +134,7 @@ def _contexts(rows: list[tuple[Example, int]], row: tuple[Example, int]) -> int:
 def _answers(params: Params, settings: Settings, job: Job) -> list[Record]:
     """The records of one batch."""
     if job.cell.policy is None:
-        return [{**_about(job, row), "score": None, "skipped": job.cell.reason, "answer": None} for row in job.rows]
+        return [{**about(job, row), "score": None, "skipped": job.cell.reason, "answer": None} for row in job.rows]
     if job.mode == "agnostic":
         return _compressed_first(params, settings, job, job.cell.policy)
     rows = list(job.rows)
@@ -208,7 +208,7 @@ def _records(
         question = example.questions[number]
         records.append(
             {
-                **_about(job, rows[place]),
+                **about(job, rows[place]),
                 "score": score(example.scorer, answer, question.answers),
                 "answer": answer,
                 "answers": list(question.answers),
@@ -224,7 +224,7 @@ def _records(
     return records
 
 
-def _about(job: Job, row: tuple[Example, int]) -> Record:
+def about(job: Job, row: tuple[Example, int]) -> Record:
     """What a record says of its cell and example."""
     example, number = row
     depth = example.questions[number].depth

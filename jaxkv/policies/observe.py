@@ -10,8 +10,18 @@ from jaxtyping import Array, Int
 from jaxkv.errors import BadValue
 
 
+class Observer:
+    """Whoever looks: the `extra` tokens behind the prompt if there are any, else the last `window`, else all."""
+
+    window: int
+
+    def looking(self, positions: Int[Array, "B T"], extra: int) -> Int[Array, "B N"]:
+        """The positions of those that look, the last N of the T; `extra` tokens stand behind the prompt's own."""
+        return positions[:, -(extra or self.window or positions.shape[1]) :]
+
+
 @dataclasses.dataclass(frozen=True)
-class NoQueries:
+class NoQueries(Observer):
     """Nobody looks: for scores that need no attention (recency, key norm)."""
 
     kind: ClassVar[str] = "none"
@@ -20,7 +30,7 @@ class NoQueries:
 
 
 @dataclasses.dataclass(frozen=True)
-class LastQueries:
+class LastQueries(Observer):
     """The last `window` prompt tokens look. With `own_keys=False` the window's own keys stay out of the softmax.
 
     Source: SnapKV (arXiv 2404.14469, section 4); `own_keys=False` as in LongFlow's released prefill.
@@ -37,7 +47,7 @@ class LastQueries:
 
 
 @dataclasses.dataclass(frozen=True)
-class LastShare:
+class LastShare(Observer):
     """The last `share` of the prompt's tokens look (of each block, where a prompt is longer than one).
 
     Source: MPCache (arXiv 2501.06807), which looks once, with the last fifth of the prompt.
@@ -52,8 +62,8 @@ class LastShare:
         if not 0 < self.share <= 1:
             raise BadValue(f"share={self.share}: expected a fraction of the prompt above 0 and up to 1")
 
-    def looking(self, positions: Int[Array, "B T"]) -> Int[Array, "B N"]:
-        """The last N positions, -1 for those that don't look: of each row its own share, whatever its padding (-1)."""
+    def looking(self, positions: Int[Array, "B T"], extra: int) -> Int[Array, "B N"]:
+        """As above, -1 for those that don't look: of each row its own share, whatever its padding (-1)."""
         tokens = jnp.sum(positions >= 0, axis=1, keepdims=True, dtype=jnp.int32)
         many = jnp.ceil(tokens.astype(jnp.float32) * jnp.float32(self.share)).astype(jnp.int32)
         most = int(np.ceil(np.float32(positions.shape[1]) * np.float32(self.share)))
@@ -61,7 +71,7 @@ class LastShare:
 
 
 @dataclasses.dataclass(frozen=True)
-class AllQueries:
+class AllQueries(Observer):
     """Every prompt token looks (causally)."""
 
     kind: ClassVar[str] = "all-queries"
@@ -70,7 +80,7 @@ class AllQueries:
 
 
 @dataclasses.dataclass(frozen=True)
-class CurrentQuery:
+class CurrentQuery(Observer):
     """The token being decoded looks; in prefill, the last prompt token."""
 
     kind: ClassVar[str] = "current-query"
@@ -79,10 +89,10 @@ class CurrentQuery:
 
 
 @dataclasses.dataclass(frozen=True)
-class PseudoQueries:
+class PseudoQueries(Observer):
     """`count` synthetic tokens at the first decode positions look, run through the whole model behind each block.
 
-    Their keys and values are never kept. `content`: "prompt" repeats the first `prefix` and the last
+    Their keys and values are never kept. `content`: "prompt" repeats the first `prefix` (at most `count`) and the last
     `count - prefix` prompt tokens, "random" draws from the vocabulary by `seed`, "last" repeats the last `count`.
     Source: DapQ (arXiv 2603.11564): 32 tokens, 4 + 28; "random" and "last" are its ablation and ours.
     """
@@ -95,8 +105,10 @@ class PseudoQueries:
     window: ClassVar[int] = 0
 
     def __post_init__(self):
-        if self.count < 1 or not 0 <= self.prefix <= self.count:
-            raise BadValue(f"count={self.count}, prefix={self.prefix}: expected 1 <= count and 0 <= prefix <= count")
+        if self.count < 1 or self.prefix < 0:
+            raise BadValue(
+                f"count={self.count}, prefix={self.prefix}: expected at least 1 token, and no prefix below 0"
+            )
         if self.content not in ("prompt", "random", "last"):
             raise BadValue(f"content={self.content!r}: expected 'prompt', 'random' or 'last'")
 
@@ -109,15 +121,15 @@ class PseudoQueries:
         """The pseudo tokens' ids `[count]` for one prompt `[T]`, a short one repeated as often as needed."""
         if self.content == "random":
             return np.random.default_rng(self.seed).integers(0, vocab_size, self.count).astype(np.int32)
-        prefix = self.prefix if self.content == "prompt" else 0
+        prefix = min(self.prefix, self.count) if self.content == "prompt" else 0
         suffix = self.count - prefix
         head = np.resize(prompt[:prefix], prefix)
-        tail = prompt[-suffix:] if suffix <= len(prompt) else np.resize(prompt, suffix)
-        return np.concatenate([head, tail[: self.count - prefix]]).astype(np.int32)
+        tail = prompt[len(prompt) - suffix :] if suffix <= len(prompt) else np.resize(prompt, suffix)
+        return np.concatenate([head, tail]).astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
-class Lookahead:
+class Lookahead(Observer):
     """`count` tokens that the model itself goes on with look, run behind each block like `PseudoQueries`.
 
     They come from a first pass: the prompt under SnapKV (window `draft_window`) at the same budget, then `count` greedy
@@ -142,7 +154,7 @@ class Lookahead:
 
 
 @dataclasses.dataclass(frozen=True)
-class Replay:
+class Replay(Observer):
     """Every block of the prompt is run once more behind itself, behind an `instruction` (text), and that looks.
 
     What the model needs to say the block again is what it has to keep; prefill costs twice or more. The softmax is

@@ -57,7 +57,7 @@ class Sight:
     query_places: Int[Array, "B T"] | None = None
     rotate: Rotate | None = None
     scale: float = 1.0
-    layer: int = 0
+    layer: int | Int[Array, ""] = 0
     out: Float[Array, "Hq D M"] | None = None
     positions: Int[Array, "B Hk S"] | None = None
     mass: Float[Array, "B Hk S"] | None = None

@@ -1,0 +1,292 @@
+"""`jaxkv eval`, for what policies keep of a prompt, with one prefill per prompt for all policies and budgets.
+
+A prompt that runs as one block attends to itself whole, whatever is evicted behind it: queries, keys and values are the
+same for every policy. So they are computed once, and scored and cut by each policy (by the code that `jaxkv.prefill`
+runs); then the answers are decoded side by side, and there nothing is evicted: every policy is measured by its
+prefill, at the positions of the text. Results are records like those of `jaxkv eval`, for `jaxkv report`.
+
+    python -m benchmarks.one_prefill needles --out DIR          # a TOML of configs/evals, or your own
+    python -m benchmarks.one_prefill needles --out DIR --model qwen2.5-coder-1.5b --lengths 1024 4096
+"""
+
+import argparse
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+import jaxkv
+from jaxkv import cache as slots_of
+from jaxkv import run
+from jaxkv.attend import LayerState, prefill_layer
+from jaxkv.cache import EMPTY, KVCache, LayerCache
+from jaxkv.errors import BadValue
+from jaxkv.evaluation import asking, settings, summary
+from jaxkv.evaluation.results import Store, table
+from jaxkv.evaluation.runner import Job, about, examples_of
+from jaxkv.evaluation.scorers import score
+from jaxkv.models import AttentionSpec, ModelConfig
+from jaxkv.models.rope import rotate
+from jaxkv.plan import plan
+from jaxkv.policies.catalogue import catalogue
+from jaxkv.policies.observe import Lookahead, PseudoQueries, Replay
+from jaxkv.policies.policy import Policy
+from jaxkv.sampling import Sampler
+from jaxkv.sharding.layout import ONE_DEVICE
+from jaxkv.weights.params import Params
+from pallas_kernels.prefill_attend.api import prefill_attend
+
+FULL = catalogue()["full"]
+Seen = tuple[Float[Array, "1 T Hq D"], Float[Array, "1 T Hk D"], Float[Array, "1 T Hk D"]]  # before RoPE
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def look(
+    weights, tokens: Int[Array, "1 T"], positions: Int[Array, "1 T"], before: list[Seen], past: Int[Array, "1 P"],
+    *, config: ModelConfig,
+) -> tuple[Float[Array, "1 V"], list[Seen]]:  # fmt: skip
+    """Run tokens behind those seen `before` at positions `past`: the last logits, and each layer's queries, keys and
+    values before RoPE."""
+
+    def attend(spec: AttentionSpec, query, key, value, state):
+        keys, values = (jnp.concatenate([old, new], axis=1) for old, new in zip(state[1:], (key, value), strict=True))
+        places = jnp.concatenate([past, positions], axis=1)
+        turned = rotate(jnp.swapaxes(query, 1, 2), positions[:, None], spec.rope)
+        read = rotate(jnp.swapaxes(keys, 1, 2), places[:, None], spec.rope)
+        each_head = jnp.broadcast_to(places[:, None], read.shape[:3])
+        context = prefill_attend(
+            turned, read, jnp.swapaxes(values, 1, 2), positions, each_head,
+            scale=spec.scale, window=spec.window, softcap=spec.softcap,
+        )  # fmt: skip
+        return jnp.swapaxes(context, 1, 2), (query, key, value)
+
+    model = run.model_of(config, weights)
+    hidden, seen = model(tokens, before, attend, behind=0)
+    return model.logits(hidden[:, -1]), list(seen)
+
+
+def nothing(config: ModelConfig, dtype: Any) -> list[Seen]:
+    """What was seen before the first token."""
+    empty = lambda heads, spec: jnp.zeros((1, 0, heads, spec.head_dim), dtype)  # noqa: E731
+    return [
+        (empty(config.num_heads, spec), empty(spec.num_kv_heads, spec), empty(spec.num_kv_heads, spec))
+        for spec in config.specs
+    ]
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "spec", "slots", "wide"))
+def cut(
+    seen: Seen, behind: Seen, positions: Int[Array, "1 T"], limits: Int[Array, "1"], layer: Int[Array, ""],
+    out, learned, *, policy: Policy, spec: AttentionSpec, slots: int, wide: int,
+) -> LayerCache:  # fmt: skip
+    """What the policy keeps of one layer, `behind` looking too, in `slots` slots, then in `wide` with empty ones."""
+    query, key, value = (jnp.concatenate(pair, axis=1) for pair in zip(seen, behind, strict=True))
+    now, extra = positions[:, -1] + 1, behind[0].shape[1]
+    places = jnp.concatenate([positions, now[:, None] + jnp.arange(extra)], axis=1)
+    empty = slots_of.empty(1, spec.num_kv_heads, 0, spec.head_dim, key.dtype, policy.stats)
+    state = LayerState(empty, slots, limits, policy.prefill is not None, extra, layer, out, learned)
+    _, state = prefill_layer(policy, places, now, ONE_DEVICE, None, spec, query, key, value, state)
+    kept = state.cache
+    keys = kept.keys
+    if policy.rope == "cache":  # kept unturned: decoding here turns by the text
+        keys = rotate(keys, kept.positions, spec.rope)
+    front = ((0, 0), (0, 0), (wide - kept.slots, 0), (0, 0))
+    return LayerCache(
+        jnp.pad(keys, front),
+        jnp.pad(kept.values, front),
+        jnp.pad(kept.positions, front[:3], constant_values=EMPTY),
+        jnp.zeros_like(kept.next_slot),
+        {},
+    )
+
+
+def measurable(policy: Policy, tokens: int) -> str:
+    """Why what a policy keeps of a prompt can't be told from one prefill, or nothing."""
+    if policy.allocate.pooled:
+        return "its heads share a pool"
+    if policy.prefill is not None and isinstance(policy.prefill.observe, Replay):
+        return "it replays the prompt"
+    if policy.propagate is not None or policy.reuse > 1:
+        return "its layers depend on each other"
+    if policy.sizes:
+        return "it needs the sizes of hidden states"
+    return f"it runs blocks of {policy.block} tokens" if tokens > policy.block else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One prompt run whole: its tokens, left-padded, with what every layer made of them, and the first new token."""
+
+    params: Params
+    tokens: np.ndarray
+    positions: np.ndarray
+    seen: list[Seen]
+    first: int
+    steps: int
+    looks: dict[tuple[int, ...], list[Seen]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def ids(self) -> np.ndarray:
+        """The tokens without padding."""
+        return self.tokens[0, self.positions[0] >= 0]
+
+    def behind(self, tokens: Sequence[int]) -> list[Seen]:
+        """What tokens that stand behind the prompt make of it."""
+        known = tuple(int(token) for token in tokens)
+        if known not in self.looks:
+            there = jnp.asarray(len(self.ids) + np.arange(len(known))[None], jnp.int32)
+            self.looks[known] = look(
+                self.params.weights, jnp.asarray([known], jnp.int32), there, self.seen, jnp.asarray(self.positions),
+                config=self.params.config,
+            )[1]  # fmt: skip
+        return self.looks[known]
+
+    def kept(self, policy: Policy, wide: int) -> list[LayerCache]:
+        """Each layer's cache under the policy, in `wide` slots."""
+        config = self.params.config
+        observe = policy.prefill.observe if policy.prefill else None
+        behind = nothing(config, self.params.dtype)
+        if isinstance(observe, PseudoQueries):
+            behind = self.behind(observe.tokens(self.ids, config.vocab_size))
+        elif isinstance(observe, Lookahead):
+            behind = self.behind(self.ahead(policy, observe))
+        shapes, limits = plan(policy, config, None, np.array([len(self.ids)]), 0)
+        model = run.model_of(config, self.params.weights) if policy.projects else None
+        learned = self.params.learned_for(policy.learns, policy.name)
+        return [
+            cut(
+                self.seen[i], behind[i], jnp.asarray(self.positions), jnp.asarray(limits[i]), jnp.int32(i),
+                model.output_matrix(i) if model is not None else None, {k: v[i] for k, v in learned.items()},
+                policy=policy, spec=config.attention_spec(i), slots=shapes.slots[i], wide=wide,
+            )
+            for i in range(config.num_layers)
+        ]  # fmt: skip
+
+    def ahead(self, policy: Policy, observe: Lookahead) -> np.ndarray:
+        """The tokens that a lookahead policy's own first pass goes on with."""
+        draft = jaxkv.policy("snapkv", budget=policy.budget, window=observe.draft_window)
+        assert policy.budget is not None
+        return self.answers([self.kept(draft, policy.budget + self.steps)])[0][: observe.count]
+
+    def answers(self, caches: Sequence[list[LayerCache]]) -> np.ndarray:
+        """The first token and `steps` more from each of the caches, int32 `[R, steps + 1]`."""
+        rows = len(caches)
+        layers = [jax.tree.map(lambda *x: jnp.concatenate(x), *each) for each in zip(*caches, strict=True)]
+        width = layers[0].slots
+        same = lambda value: jnp.full(rows, value, jnp.int32)  # noqa: E731
+        cache = KVCache(
+            tuple(layers), same(len(self.ids)), jnp.full((len(layers), rows), width, jnp.int32), same(self.first)
+        )
+        keys = jax.vmap(jax.random.key)(same(0))
+        state = run.DecodeState(cache, jnp.zeros(rows, bool), same(self.steps + 1), None, keys)
+        _, tokens = run.decode(
+            self.params.weights, state, steps=self.steps, config=self.params.config, policy=FULL, sampler=Sampler(),
+            stop=(),
+        )  # fmt: skip
+        return np.concatenate([np.full((rows, 1), self.first), np.asarray(tokens)], axis=1)
+
+
+def run_whole(params: Params, ids: np.ndarray, length: int, steps: int) -> Prompt:
+    """The prompt in one block, left-padded to `length`."""
+    pad = length - len(ids)
+    tokens = np.pad(ids, (pad, 0))[None].astype(np.int32)
+    positions = np.concatenate([np.full(pad, EMPTY), np.arange(len(ids))])[None].astype(np.int32)
+    none = jnp.zeros((1, 0), jnp.int32)
+    logits, seen = look(
+        params.weights, jnp.asarray(tokens), jnp.asarray(positions), nothing(params.config, params.dtype), none,
+        config=params.config,
+    )  # fmt: skip
+    return Prompt(params, tokens, positions, seen, int(jnp.argmax(logits[0])), steps)
+
+
+def ask(prompt: Prompt, policies: Sequence[Policy], wide: int, chunk: int) -> np.ndarray:
+    """The tokens that the prompt leads to under each policy, `chunk` of them side by side."""
+    out = []
+    for start in range(0, len(policies), chunk):
+        some = [prompt.kept(policy, wide) for policy in policies[start : start + chunk]]
+        filled = [*some, *[some[-1]] * (min(chunk, len(policies)) - len(some))]  # one batch size, one compilation
+        out.append(prompt.answers(filled)[: len(some)])
+    return np.concatenate(out)
+
+
+def evaluate(params: Params, asked: settings.Settings, folder: Path, chunk: int) -> Store:
+    """Every cell's answer to every question that the folder does not hold yet."""
+    store = Store(folder)
+    done = store.open({**settings.to_dict(asked), "decode": "nothing evicted"}, params.fingerprint)
+    examples, cells, started = examples_of(asked, params.tokenizer), asked.cells(), time.perf_counter()
+    for number, example in enumerate(examples):
+        jobs = [Job(cell, "aware", ((example, 0),)) for cell in cells]
+        parts = asking.asked(params.tokenizer, example, example.questions[0])
+        ids = np.concatenate(parts)
+        length = -(-max(len(ids), example.length or 0) // 16) * 16
+        if done.issuperset(key for job in jobs for key in job.keys):
+            continue
+        prompt = run_whole(params, ids, length, example.max_new_tokens - 1)
+        records = []
+        widths = {job.cell.budget: (job.cell.budget or length) + example.max_new_tokens for job in jobs}
+        for budget, wide in widths.items():
+            some = [job for job in jobs if job.cell.budget == budget]
+            why = {id(job): job.cell.reason or measurable(job.cell.policy or FULL, length) for job in some}
+            records += [
+                {**about(job, job.rows[0]), "score": None, "skipped": why[id(job)], "answer": None}
+                for job in some
+                if why[id(job)]
+            ]
+            some = [job for job in some if not why[id(job)]]
+            policies = [job.cell.policy for job in some if job.cell.policy is not None]
+            for job, tokens in zip(some, ask(prompt, policies, wide, chunk), strict=True):
+                kept = min(budget or len(ids), len(ids))
+                records.append({**about(job, job.rows[0]), **_graded(params, example, tokens.tolist(), kept, len(ids))})
+        store.add(records)
+        took = time.perf_counter() - started
+        print(f"[{number + 1}/{len(examples)}] {example.task}, {length} tokens ({took:.0f} s)", flush=True)
+    return store
+
+
+def _graded(params: Params, example: Any, tokens: list[int], kept: int, size: int) -> dict:
+    ends = [at for at, token in enumerate(tokens) if token in params.config.stop_tokens]
+    answer = params.tokenizer.decode(tokens[: ends[0]] if ends else tokens, skip_special_tokens=True)
+    answers = example.questions[0].answers
+    spec, config = params.config.attention_spec(0), params.config
+    per_token = 2 * config.num_layers * spec.num_kv_heads * spec.head_dim * np.dtype(params.dtype).itemsize
+    return {
+        "score": score(example.scorer, answer, answers), "answer": answer, "answers": list(answers),
+        "prompt_tokens": size, "kept": kept, "cache_bytes": kept * per_token,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Ask, print the table, store records and CSV."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", help="a TOML of configs/evals, or a path")
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--model", default=None)
+    parser.add_argument("--budgets", type=int, nargs="+", default=None)
+    parser.add_argument("--lengths", type=int, nargs="+", default=None, help="of every task that it fits")
+    parser.add_argument("--chunk", type=int, default=32, help="answers decoded side by side")
+    options = parser.parse_args()
+    asked = settings.load(options.run)
+    asked = dataclasses.replace(
+        asked, model=options.model or asked.model, budgets=tuple(options.budgets or asked.budgets)
+    )
+    if options.lengths:
+        asked = dataclasses.replace(
+            asked, tasks=tuple(dataclasses.replace(each, lengths=tuple(options.lengths)) for each in asked.tasks)
+        )
+    if asked.ratios:
+        raise BadValue(f"ratios={asked.ratios}: expected budgets, tokens per KV head")
+    store = evaluate(jaxkv.load(asked.model), asked, options.out, options.chunk)
+    records = list(store.records())
+    table(records, store.folder)
+    print(summary.text_table(summary.quality(records)))
+
+
+if __name__ == "__main__":
+    main()
