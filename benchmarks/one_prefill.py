@@ -107,6 +107,12 @@ def cut(
     )
 
 
+def in_one_block(policy: Policy, tokens: int) -> Policy:
+    """The policy with the prompt as one block, as papers run it, unless shorter blocks are part of the method."""
+    usual = FULL.block
+    return dataclasses.replace(policy, block=max(tokens, usual)) if policy.block == usual else policy
+
+
 def measurable(policy: Policy, tokens: int) -> str:
     """Why what a policy keeps of a prompt can't be told from one prefill, or nothing."""
     if policy.allocate.pooled:
@@ -171,7 +177,7 @@ class Prompt:
 
     def ahead(self, policy: Policy, observe: Lookahead) -> np.ndarray:
         """The tokens that a lookahead policy's own first pass goes on with."""
-        draft = jaxkv.policy("snapkv", budget=policy.budget, window=observe.draft_window)
+        draft = jaxkv.policy("snapkv", budget=policy.budget, window=observe.draft_window, block=policy.block)
         assert policy.budget is not None
         return self.answers([self.kept(draft, policy.budget + self.steps)])[0][: observe.count]
 
@@ -233,14 +239,17 @@ def evaluate(params: Params, asked: settings.Settings, folder: Path, chunk: int)
         widths = {job.cell.budget: (job.cell.budget or length) + example.max_new_tokens for job in jobs}
         for budget, wide in widths.items():
             some = [job for job in jobs if job.cell.budget == budget]
-            why = {id(job): job.cell.reason or measurable(job.cell.policy or FULL, length) for job in some}
+            why = {
+                id(job): job.cell.reason or measurable(in_one_block(job.cell.policy or FULL, length), length)
+                for job in some
+            }
             records += [
                 {**about(job, job.rows[0]), "score": None, "skipped": why[id(job)], "answer": None}
                 for job in some
                 if why[id(job)]
             ]
             some = [job for job in some if not why[id(job)]]
-            policies = [job.cell.policy for job in some if job.cell.policy is not None]
+            policies = [in_one_block(job.cell.policy, length) for job in some if job.cell.policy is not None]
             for job, tokens in zip(some, ask(prompt, policies, wide, chunk), strict=True):
                 kept = min(budget or len(ids), len(ids))
                 records.append({**about(job, job.rows[0]), **_graded(params, example, tokens.tolist(), kept, len(ids))})
@@ -269,17 +278,22 @@ def main() -> None:
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--model", default=None)
     parser.add_argument("--budgets", type=int, nargs="+", default=None)
-    parser.add_argument("--lengths", type=int, nargs="+", default=None, help="of every task that it fits")
+    parser.add_argument("--lengths", type=int, nargs="+", default=None, help="of every task")
+    parser.add_argument("--depths", type=float, nargs="+", default=None, help="of every task")
+    parser.add_argument("--tasks", nargs="+", default=None, help="only these of the run's")
     parser.add_argument("--chunk", type=int, default=32, help="answers decoded side by side")
     options = parser.parse_args()
     asked = settings.load(options.run)
     asked = dataclasses.replace(
         asked, model=options.model or asked.model, budgets=tuple(options.budgets or asked.budgets)
     )
-    if options.lengths:
-        asked = dataclasses.replace(
-            asked, tasks=tuple(dataclasses.replace(each, lengths=tuple(options.lengths)) for each in asked.tasks)
-        )
+    changes = {name: tuple(value) for name in ("lengths", "depths") if (value := getattr(options, name))}
+    asked = dataclasses.replace(
+        asked,
+        tasks=tuple(
+            dataclasses.replace(each, **changes) for each in asked.tasks if each.name in (options.tasks or (each.name,))
+        ),
+    )
     if asked.ratios:
         raise BadValue(f"ratios={asked.ratios}: expected budgets, tokens per KV head")
     store = evaluate(jaxkv.load(asked.model), asked, options.out, options.chunk)

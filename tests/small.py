@@ -4,8 +4,8 @@ CORE = ("full", "streaming-llm", "snapkv", "h2o", "tova", "knorm", "dapq", "long
 SMALL = {  # published windows are longer than the tiny prompts
     "snapkv": {"window": 6},
     "longflow": {"window": 6},
-    "dapq": {"count": 6},
-    "dapq-longflow": {"count": 6},
+    "dapq": {"count": 6, "kernel": 5},
+    "dapq-longflow": {"count": 6, "kernel": 5},
     "adakv-h2o": {"interval": 4, "shift": 2},
     "ada-pyramidkv": {"window": 6},
     "adakv": {"window": 6},
@@ -31,6 +31,7 @@ SMALL = {  # published windows are longer than the tiny prompts
     "lacache": {"every": 4},
     "lagkv": {"lag": 4, "every": 4},
     "laq": {"count": 4, "draft_window": 6},
+    "laq-longflow": {"count": 4, "draft_window": 6},
     "lazyeviction": {"window": 4, "decode_recent": 4, "every": 4},
     "leverage": {"every": 4},
     "non-causal": {"chunk": 8},

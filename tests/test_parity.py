@@ -191,7 +191,7 @@ def test_dapq(goldens, tiny, scored, monkeypatch, content, budget):
     """Scores from 8 pseudo tokens and what they keep; the random ones are the golden's, as no generator is shared."""
     golden = np.load(goldens / "policies" / "dapq.npz")
     params, ids, pseudo = tiny("llama2"), golden["ids"], golden[f"{content}/pseudo"]
-    policy = jaxkv.policy("dapq", budget=budget, count=8, prefix=4, content=content)
+    policy = jaxkv.policy("dapq", budget=budget, count=8, prefix=4, content=content, pool="none")
     if content == "random":
         monkeypatch.setattr(PseudoQueries, "tokens", lambda self, prompt, vocab_size: pseudo)
     np.testing.assert_array_equal(policy.prefill.observe.tokens(ids, params.config.vocab_size), pseudo)

@@ -44,7 +44,8 @@ def _lines(axes: Any, rows: Sequence[Record], value: Any, styles: dict[str, Any]
     """`value(row)` against budget, a line per policy; policies without a budget as a horizontal line."""
     names = list(styles)
     for order, (name, some) in enumerate(grouped(rows, lambda row: row["policy"]).items()):
-        points = sorted((row["at"], row) for row in some if row["budget"] is not None and row["at"] is not None)
+        known = [(row["at"], row) for row in some if row["budget"] is not None and row["at"] is not None]
+        points = sorted(known, key=lambda point: point[0])
         points = [(x, y) for x, row in points if (y := value(row)) is not None]
         if not points:
             flat = value(some[0])
