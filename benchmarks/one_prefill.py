@@ -12,6 +12,7 @@ prefill, at the positions of the text. Results are records like those of `jaxkv 
 import argparse
 import dataclasses
 import functools
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import jaxkv
+from benchmarks.report import write
 from jaxkv import cache as slots_of
 from jaxkv import run
 from jaxkv.attend import LayerState, prefill_layer
@@ -281,6 +283,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=None, help="of every task")
     parser.add_argument("--depths", type=float, nargs="+", default=None, help="of every task")
     parser.add_argument("--tasks", nargs="+", default=None, help="only these of the run's")
+    parser.add_argument("--name", default=None, help="of the JSON file in benchmarks/results")
     parser.add_argument("--chunk", type=int, default=32, help="answers decoded side by side")
     options = parser.parse_args()
     asked = settings.load(options.run)
@@ -300,6 +303,24 @@ def main() -> None:
     records = list(store.records())
     table(records, store.folder)
     print(summary.text_table(summary.quality(records)))
+    print(
+        "written to",
+        write(options.name or f"one_prefill-{asked.name}", {"model": asked.model, "means": means(records)}),
+    )
+
+
+def means(records: Sequence[dict]) -> list[dict]:
+    """The mean score of every policy and budget by length, task and haystack, and of how many answers."""
+    names = ("policy", "budget", "length", "task", "haystack")
+    found = summary.grouped(summary.answers(records), lambda record: tuple(record[name] for name in names))
+    return [
+        {
+            **dict(zip(names, key, strict=True)),
+            "score": statistics.fmean(r["score"] for r in some),
+            "answers": len(some),
+        }
+        for key, some in found.items()
+    ]
 
 
 if __name__ == "__main__":
