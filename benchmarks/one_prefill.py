@@ -31,15 +31,18 @@ from jaxkv.attend import LayerState, prefill_layer
 from jaxkv.cache import EMPTY, KVCache, LayerCache
 from jaxkv.errors import BadValue
 from jaxkv.evaluation import asking, settings, summary
-from jaxkv.evaluation.results import Store, table
-from jaxkv.evaluation.runner import Job, about, examples_of
+from jaxkv.evaluation.example import Example
+from jaxkv.evaluation.results import Record, Store, table
+from jaxkv.evaluation.runner import Job, about, answer_of, examples_of
 from jaxkv.evaluation.scorers import score
+from jaxkv.generate import first_pass
 from jaxkv.models import AttentionSpec, ModelConfig
 from jaxkv.models.rope import rotate
 from jaxkv.plan import plan
 from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.observe import Lookahead, PseudoQueries, Replay
 from jaxkv.policies.policy import Policy
+from jaxkv.prompts import left_padded
 from jaxkv.sampling import Sampler
 from jaxkv.sharding.layout import ONE_DEVICE
 from jaxkv.weights.params import Params
@@ -179,11 +182,11 @@ class Prompt:
 
     def ahead(self, policy: Policy, observe: Lookahead) -> np.ndarray:
         """The tokens that a lookahead policy's own first pass goes on with."""
-        draft = jaxkv.policy("snapkv", budget=policy.budget, window=observe.draft_window, block=policy.block)
         assert policy.budget is not None
-        return self.answers([self.kept(draft, policy.budget + self.steps)])[0][: observe.count]
+        kept = self.kept(first_pass(policy, observe), policy.budget + observe.count)
+        return self.answers([kept], observe.count - 1)[0]
 
-    def answers(self, caches: Sequence[list[LayerCache]]) -> np.ndarray:
+    def answers(self, caches: Sequence[list[LayerCache]], steps: int) -> np.ndarray:
         """The first token and `steps` more from each of the caches, int32 `[R, steps + 1]`."""
         rows = len(caches)
         layers = [jax.tree.map(lambda *x: jnp.concatenate(x), *each) for each in zip(*caches, strict=True)]
@@ -193,9 +196,9 @@ class Prompt:
             tuple(layers), same(len(self.ids)), jnp.full((len(layers), rows), width, jnp.int32), same(self.first)
         )
         keys = jax.vmap(jax.random.key)(same(0))
-        state = run.DecodeState(cache, jnp.zeros(rows, bool), same(self.steps + 1), None, keys)
+        state = run.DecodeState(cache, jnp.zeros(rows, bool), same(steps + 1), None, keys)
         _, tokens = run.decode(
-            self.params.weights, state, steps=self.steps, config=self.params.config, policy=FULL, sampler=Sampler(),
+            self.params.weights, state, steps=steps, config=self.params.config, policy=FULL, sampler=Sampler(),
             stop=(),
         )  # fmt: skip
         return np.concatenate([np.full((rows, 1), self.first), np.asarray(tokens)], axis=1)
@@ -203,9 +206,7 @@ class Prompt:
 
 def run_whole(params: Params, ids: np.ndarray, length: int, steps: int) -> Prompt:
     """The prompt in one block, left-padded to `length`."""
-    pad = length - len(ids)
-    tokens = np.pad(ids, (pad, 0))[None].astype(np.int32)
-    positions = np.concatenate([np.full(pad, EMPTY), np.arange(len(ids))])[None].astype(np.int32)
+    tokens, positions = left_padded([ids], length, np.zeros(1, np.int32))
     none = jnp.zeros((1, 0), jnp.int32)
     logits, seen = look(
         params.weights, jnp.asarray(tokens), jnp.asarray(positions), nothing(params.config, params.dtype), none,
@@ -220,56 +221,50 @@ def ask(prompt: Prompt, policies: Sequence[Policy], wide: int, chunk: int) -> np
     for start in range(0, len(policies), chunk):
         some = [prompt.kept(policy, wide) for policy in policies[start : start + chunk]]
         filled = [*some, *[some[-1]] * (min(chunk, len(policies)) - len(some))]  # one batch size, one compilation
-        out.append(prompt.answers(filled)[: len(some)])
+        out.append(prompt.answers(filled, prompt.steps)[: len(some)])
     return np.concatenate(out)
 
 
 def evaluate(params: Params, asked: settings.Settings, folder: Path, chunk: int) -> Store:
-    """Every cell's answer to every question that the folder does not hold yet."""
+    """Every cell's answer to the first question of every example that the folder does not hold yet."""
     store = Store(folder)
     done = store.open({**settings.to_dict(asked), "decode": "nothing evicted"}, params.fingerprint)
     examples, cells, started = examples_of(asked, params.tokenizer), asked.cells(), time.perf_counter()
     for number, example in enumerate(examples):
         jobs = [Job(cell, "aware", ((example, 0),)) for cell in cells]
-        parts = asking.asked(params.tokenizer, example, example.questions[0])
-        ids = np.concatenate(parts)
-        length = -(-max(len(ids), example.length or 0) // 16) * 16
         if done.issuperset(key for job in jobs for key in job.keys):
             continue
+        ids = np.concatenate(asking.asked(params.tokenizer, example, example.questions[0]))
+        length = -(-max(len(ids), example.length or 0) // 16) * 16
         prompt = run_whole(params, ids, length, example.max_new_tokens - 1)
-        records = []
-        widths = {job.cell.budget: (job.cell.budget or length) + example.max_new_tokens for job in jobs}
-        for budget, wide in widths.items():
-            some = [job for job in jobs if job.cell.budget == budget]
-            why = {
-                id(job): job.cell.reason or measurable(in_one_block(job.cell.policy or FULL, length), length)
-                for job in some
-            }
+        records: list[Record] = []
+        alike: dict[int | None, list[tuple[Job, Policy]]] = {}  # by budget: their caches have one shape
+        for job in jobs:
+            policy = in_one_block(job.cell.policy, length) if job.cell.policy is not None else None
+            reason = job.cell.reason if policy is None else measurable(policy, length)
+            if policy is None or reason:
+                records.append({**about(job, job.rows[0]), "score": None, "skipped": reason, "answer": None})
+            else:
+                alike.setdefault(job.cell.budget, []).append((job, policy))
+        for budget, some in alike.items():
+            kept = min(budget or len(ids), len(ids))
+            said = ask(prompt, [policy for _, policy in some], (budget or length) + example.max_new_tokens, chunk)
             records += [
-                {**about(job, job.rows[0]), "score": None, "skipped": why[id(job)], "answer": None}
-                for job in some
-                if why[id(job)]
+                {**about(job, job.rows[0]), **_graded(params, example, tokens, kept, len(ids))}
+                for (job, _), tokens in zip(some, said.tolist(), strict=True)
             ]
-            some = [job for job in some if not why[id(job)]]
-            policies = [in_one_block(job.cell.policy, length) for job in some if job.cell.policy is not None]
-            for job, tokens in zip(some, ask(prompt, policies, wide, chunk), strict=True):
-                kept = min(budget or len(ids), len(ids))
-                records.append({**about(job, job.rows[0]), **_graded(params, example, tokens.tolist(), kept, len(ids))})
         store.add(records)
         took = time.perf_counter() - started
         print(f"[{number + 1}/{len(examples)}] {example.task}, {length} tokens ({took:.0f} s)", flush=True)
     return store
 
 
-def _graded(params: Params, example: Any, tokens: list[int], kept: int, size: int) -> dict:
-    ends = [at for at, token in enumerate(tokens) if token in params.config.stop_tokens]
-    answer = params.tokenizer.decode(tokens[: ends[0]] if ends else tokens, skip_special_tokens=True)
-    answers = example.questions[0].answers
-    spec, config = params.config.attention_spec(0), params.config
-    per_token = 2 * config.num_layers * spec.num_kv_heads * spec.head_dim * np.dtype(params.dtype).itemsize
+def _graded(params: Params, example: Example, tokens: list[int], kept: int, size: int) -> Record:
+    answer, answers = answer_of(params, tokens), example.questions[0].answers
+    per_token = sum(2 * spec.num_kv_heads * spec.head_dim for spec in params.config.specs)
     return {
         "score": score(example.scorer, answer, answers), "answer": answer, "answers": list(answers),
-        "prompt_tokens": size, "kept": kept, "cache_bytes": kept * per_token,
+        "prompt_tokens": size, "kept": kept, "cache_bytes": kept * per_token * np.dtype(params.dtype).itemsize,
     }  # fmt: skip
 
 
@@ -279,6 +274,7 @@ def main() -> None:
     parser.add_argument("run", help="a TOML of configs/evals, or a path")
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--model", default=None)
+    parser.add_argument("--policies", nargs="+", default=None, help="instead of the run's")
     parser.add_argument("--budgets", type=int, nargs="+", default=None)
     parser.add_argument("--lengths", type=int, nargs="+", default=None, help="of every task")
     parser.add_argument("--depths", type=float, nargs="+", default=None, help="of every task")
@@ -287,15 +283,14 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=32, help="answers decoded side by side")
     options = parser.parse_args()
     asked = settings.load(options.run)
-    asked = dataclasses.replace(
-        asked, model=options.model or asked.model, budgets=tuple(options.budgets or asked.budgets)
-    )
-    changes = {name: tuple(value) for name in ("lengths", "depths") if (value := getattr(options, name))}
+    given = {name: value for name in ("policies", "budgets", "lengths", "depths") if (value := getattr(options, name))}
+    each = {name: tuple(given.pop(name)) for name in ("lengths", "depths") if name in given}
+    chosen = [task for task in asked.tasks if task.name in (options.tasks or (task.name,))]
     asked = dataclasses.replace(
         asked,
-        tasks=tuple(
-            dataclasses.replace(each, **changes) for each in asked.tasks if each.name in (options.tasks or (each.name,))
-        ),
+        model=options.model or asked.model,
+        tasks=tuple(dataclasses.replace(task, **each) for task in chosen),
+        **{name: tuple(value) for name, value in given.items()},
     )
     if asked.ratios:
         raise BadValue(f"ratios={asked.ratios}: expected budgets, tokens per KV head")

@@ -306,14 +306,19 @@ def _pseudo_tokens(
     if isinstance(observe, Lookahead):
         draft = catalogue()["full"]
         if cache is None:
-            draft = by_name("snapkv", budget=policy.budget, ratio=policy.ratio, window=observe.draft_window)
-            draft = dataclasses.replace(draft, rope=policy.rope, block=policy.block)
+            draft = first_pass(policy, observe)
         else:  # its token to run next already stands in front of the rows
             cache = dataclasses.replace(cache, pending=jnp.full_like(cache.pending, -1))
         once = {"cache": cache, "stop_tokens": (), "implementation": implementation}
         ahead = generate(params, rows, policy=draft, max_new_tokens=observe.count, **once)
         return ahead.tokens
     return np.zeros((len(rows), 0), np.int32)
+
+
+def first_pass(policy: Policy, observe: Lookahead) -> Policy:
+    """The policy under which a lookahead policy drafts: SnapKV at the same budget."""
+    draft = by_name("snapkv", budget=policy.budget, ratio=policy.ratio, window=observe.draft_window)
+    return dataclasses.replace(draft, rope=policy.rope, block=policy.block)
 
 
 def _branched(cache: KVCache, batch: int) -> KVCache:

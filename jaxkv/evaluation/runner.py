@@ -201,10 +201,7 @@ def _records(
     """A record per row of the generation; rows that only fill the batch have none."""
     seconds, records = out.stats.decode_seconds, []
     for place, (example, number) in enumerate(rows):
-        tokens = out.tokens[place].tolist()
-        ends = [at for at, token in enumerate(tokens) if token in params.config.stop_tokens]
-        tokens = tokens[: ends[0]] if ends else tokens
-        answer = params.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        answer = answer_of(params, out.tokens[place].tolist())
         question = example.questions[number]
         records.append(
             {
@@ -222,6 +219,13 @@ def _records(
             }
         )
     return records
+
+
+def answer_of(params: Params, tokens: list[int]) -> str:
+    """The text of the tokens up to the model's first stop token."""
+    ends = [at for at, token in enumerate(tokens) if token in params.config.stop_tokens]
+    tokens = tokens[: ends[0]] if ends else tokens
+    return params.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def about(job: Job, row: tuple[Example, int]) -> Record:
