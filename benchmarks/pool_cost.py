@@ -16,12 +16,13 @@ import jaxkv
 from benchmarks.family_cost import decoded, prefilled
 from benchmarks.flat_cost import in_turns
 from benchmarks.report import prose_rows, table, write
+from jaxkv.policies import Uniform
 from jaxkv.policies.catalogue import catalogue
 
 
 def uniform(policy: jaxkv.Policy) -> jaxkv.Policy:
-    """The same parts with equal heads."""
-    return dataclasses.replace(policy, allocate=policy.allocate.layers)
+    """The same parts with equal heads and layers."""
+    return dataclasses.replace(policy, allocate=getattr(policy.allocate, "layers", Uniform()))
 
 
 def costs(params: Any, policy: jaxkv.Policy, batch: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -39,10 +40,16 @@ def costs(params: Any, policy: jaxkv.Policy, batch: int, options: argparse.Names
     return {"policy": policy.name, "batch": batch, "step": step, "prefill": prefill, "ratio": ratio}
 
 
+def _bytes(cache: jaxkv.KVCache) -> int:
+    """Of all keys and values."""
+    lines = [getattr(layer, "line", layer) for layer in cache.layers]
+    return sum(line.keys.nbytes + line.values.nbytes for line in lines if line is not None)
+
+
 def held(params: Any, policy: jaxkv.Policy, full: int, rows: list[list[int]]) -> dict[str, Any]:
     """Bytes of keys and values held after the prompt, over the full cache's, beside the fraction asked for."""
     cache = jaxkv.prefill(params, rows, policy=policy)
-    mine = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    mine = _bytes(cache)
     spread = np.asarray(cache.held())[:, 0]
     return {
         "policy": policy.name, "asked": policy.budget / len(rows[0]), "held": mine / full,
@@ -65,7 +72,7 @@ def main() -> None:
     params = jaxkv.load(options.model)
     pooled = [name for name, policy in catalogue().items() if policy.allocate.pooled and policy.floor <= options.budget]
     rows = prose_rows(params.tokenizer, 1, options.tokens)
-    full = sum(layer.keys.nbytes + layer.values.nbytes for layer in jaxkv.prefill(params, rows).layers)
+    full = _bytes(jaxkv.prefill(params, rows))
     bytes_held = [held(params, jaxkv.policy(name, budget=options.budget), full, rows) for name in pooled]
     names = ("policy", "asked", "held", "least", "most")
     print(

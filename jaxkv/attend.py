@@ -14,12 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv import attend_pool
+from jaxkv import attend_model, attend_pool
 from jaxkv import cache as slots_of
 from jaxkv import pool as pools
 from jaxkv.cache import EMPTY, LayerCache
 from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import rotate
+from jaxkv.policies.across import Across
 from jaxkv.policies.policy import Phase, Policy, priority
 from jaxkv.policies.propagate import Propagate
 from jaxkv.policies.score import Sight
@@ -37,7 +38,7 @@ class LayerState:
     `extra` tokens behind the block's own are pseudo tokens; `out` is the layer's output matrix where a score needs it,
     and `learned` what was measured on the layer beforehand. `onward` tokens go on to deeper layers (0: all),
     the `chosen` ones, by their index in the block. `worth` is what the policy valued the entries of cache and block
-    at, for the layers that keep the same.
+    at, for the layers that keep the same; `profile` what the layer says of itself where layers share a budget.
     """
 
     cache: Any  # LayerCache or Pool
@@ -51,6 +52,7 @@ class LayerState:
     onward: int = 0
     chosen: Int[Array, "B N"] | None = None
     worth: Float[Array, "B Hk S"] | None = None
+    profile: Float[Array, "B _"] | None = None
 
 
 def prefill_layer(
@@ -181,8 +183,12 @@ def _cut_prompt(
     live = alive(joined.positions, now, window)
     joined = dataclasses.replace(joined, positions=jnp.where(live, joined.positions, EMPTY))
     pooled = window is None and (policy.allocate.pooled or isinstance(state.cache, Pool))
+    share = policy.allocate if window is None and isinstance(policy.allocate, Across) else None
     if policy.prefill is None or not state.look:
         rank = joined.positions.astype(jnp.float32)
+        if share is not None:
+            put_up = attend_model.candidates(share, joined, rank, state.slots, state.limits, state.limits)
+            return dataclasses.replace(state, cache=put_up)
         if pooled:
             pool = attend_pool.cut(
                 policy, joined, state.slots, state.limits, jnp.zeros_like(state.limits), lambda *_: rank, state.learned
@@ -198,6 +204,16 @@ def _cut_prompt(
     )
     carried = joined.stats if mass is None else {**joined.stats, "mass": mass}  # moves with its entries, then goes
     carrying = dataclasses.replace(joined, stats=carried)
+    if share is not None:
+        protected = policy.prefill.protects.protected(joined.positions, now, state.limits)
+        facts = {
+            "positions": joined.positions, "mass": mass, "now": now, "limits": state.limits, "protected": protected,
+        }  # fmt: skip
+        profile = share.profile(dataclasses.replace(sight, **facts), state.slots)
+        guard = attend_pool.guarded(policy, state.limits)
+        worth = share.worth(worth_of(policy.prefill, room), joined.positions, profile)
+        put_up = attend_model.candidates(share, carrying, worth, state.slots, room, guard)
+        return dataclasses.replace(state, cache=put_up, profile=profile)
     if pooled:
         kept = attend_pool.cut(policy, carrying, state.slots, state.limits, reserved, worth_of, state.learned)
     else:

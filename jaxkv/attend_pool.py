@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxkv import pool as slots_of
 from jaxkv.cache import LayerCache
+from jaxkv.policies.across import Across
 from jaxkv.policies.allocate import Adaptive, Divided, Measured
 from jaxkv.policies.policy import Phase, Policy, priority
 from jaxkv.policies.score import Sight
@@ -76,7 +77,7 @@ def guarded(policy: Policy, limits: Int[Array, "B"]) -> Int[Array, "B"]:
         spared = jax.tree.reduce(jnp.maximum, spared)
         rest = jnp.floor((limits - spared).astype(jnp.float32) * share.least).astype(jnp.int32)
         return jnp.minimum(spared + jnp.maximum(rest, 1), limits)
-    if not isinstance(share, Adaptive):
+    if not isinstance(share, Adaptive | Across):
         return limits
     guard = jnp.maximum(jnp.floor(limits.astype(jnp.float32) * share.safeguard).astype(jnp.int32), 1)
     if policy.decode is not None:

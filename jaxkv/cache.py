@@ -47,7 +47,8 @@ class LayerCache:
 class KVCache:
     """The bounded cache of a batch, and where each row stands in its text.
 
-    One `LayerCache` per layer, or one `pool.Pool` where the layer's heads share a budget.
+    One `LayerCache` per layer, or one `pool.Pool` where the layer's heads share a budget, or its `model_pool.Share` of
+    what all layers share; `views` are the layers whatever holds them.
     `lengths [B]` counts the tokens seen, so it is the position of the next token; `limits [L, B]` is each row's
     budget per layer; `pending [B]` is a token already sampled but not yet run through the model (-1: none).
     `policy` and `model` say under what the cache was made: another policy's statistics or another model's keys would
@@ -71,9 +72,20 @@ class KVCache:
         """Bytes of keys, values, positions and statistics held."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.layers))
 
+    @property
+    def views(self) -> tuple[Any, ...]:
+        """Every layer as a `LayerCache` or a `Pool`."""
+        return opened(self.layers)
+
     def held(self) -> Int[Array, "L B Hk"]:
         """Entries held per layer, row and KV head."""
-        return jnp.stack([layer.held() for layer in self.layers])
+        return jnp.stack([layer.held() for layer in self.views])
+
+
+def opened(layers: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The layers, those that share one line of slots as their views of it."""
+    line = next((layer.line for layer in layers if getattr(layer, "line", None) is not None), None)
+    return tuple(layer if line is None or not hasattr(layer, "view") else layer.view(line) for layer in layers)
 
 
 def one_row(cache: KVCache, index: int) -> KVCache:

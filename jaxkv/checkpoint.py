@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 
 from jaxkv.cache import KVCache, LayerCache
 from jaxkv.errors import BadCheckpoint
+from jaxkv.model_pool import Share
 from jaxkv.policies.policy import from_dict, to_dict
 from jaxkv.pool import Pool
 from jaxkv.sharding.hosts import together
@@ -69,7 +70,7 @@ def restore(path: str | os.PathLike, params: Any = None) -> KVCache:
             f"{path}: made by model {facts['model']}, but these params are {params.fingerprint}; load that model"
         )
     cache = KVCache(
-        layers=tuple((Pool if "offsets" in layer else LayerCache)(**layer) for layer in arrays["layers"]),
+        layers=tuple(map(_layer, arrays["layers"], facts["layers"])),
         lengths=arrays["lengths"],
         limits=arrays["limits"],
         pending=arrays["pending"],
@@ -80,11 +81,23 @@ def restore(path: str | os.PathLike, params: Any = None) -> KVCache:
 
 
 def _arrays(cache: KVCache) -> dict[str, Any]:
-    layers = [{f.name: getattr(layer, f.name) for f in dataclasses.fields(layer)} for layer in cache.layers]
+    flat = lambda layer: {f.name: getattr(layer, f.name) for f in dataclasses.fields(layer)}  # noqa: E731
+    held = [layer.line if isinstance(layer, Share) else layer for layer in cache.layers]
+    layers = [{} if layer is None else flat(layer) for layer in held]
     return {"layers": layers, "lengths": cache.lengths, "limits": cache.limits, "pending": cache.pending}
 
 
-def _shape_of(layer: LayerCache | Pool) -> dict[str, Any]:
+def _layer(arrays: dict[str, Any], fact: dict[str, Any]) -> LayerCache | Pool | Share:
+    """A layer of its arrays; of a model's pool, its place."""
+    if "share" in fact:
+        return Share(Pool(**arrays) if arrays else None, **fact["share"])
+    return (Pool if "offsets" in arrays else LayerCache)(**arrays)
+
+
+def _shape_of(layer: LayerCache | Pool | Share) -> dict[str, Any]:
+    if isinstance(layer, Share):
+        place = {"number": layer.number, "reach": layer.reach, "heads": layer.heads}
+        return {"share": place} | ({} if layer.line is None else _shape_of(layer.line))
     fact = {"shape": list(layer.keys.shape), "dtype": str(layer.keys.dtype), "stats": sorted(layer.stats)}
     return {**fact, "heads": layer.heads} if isinstance(layer, Pool) else fact
 
@@ -98,6 +111,8 @@ def _template(facts: dict[str, Any], layout: Layout) -> dict[str, Any]:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=layout.sharding(shape, axes))
 
     def layer(fact):
+        if "shape" not in fact:
+            return {}
         shape, flat = tuple(fact["shape"]), tuple(fact["shape"][:-1])
         heads = (batch, fact.get("heads", flat[1]))
         more = {"offsets": array((batch, heads[1] + 1), jnp.int32, divided=False)} if "heads" in fact else {}

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import cache as slots_of
+from jaxkv import model_pool, run
 from jaxkv import pool as pools
-from jaxkv import run
 from jaxkv.cache import KVCache, LayerCache
 from jaxkv.errors import BadCheckpoint, BadValue
+from jaxkv.model_pool import Share
 from jaxkv.plan import plan
 from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.catalogue import policy as by_name
@@ -258,9 +259,7 @@ def _prefill(
     if cache is None:
         layers = layout.layers(run.empty_layers(config, policy, batch, params.dtype))
     else:
-        layers = tuple(
-            dataclasses.replace(layer, stats={k: layer.stats[k] for k in policy.stats}) for layer in cache.layers
-        )
+        layers = _keeping(cache.layers, policy)
     layers, logits, expected = run.prefill(
         params.weights, layers, *map(layout.put, (tokens, positions, pseudo, lengths, limits)),
         config=config, policy=policy, plan=shapes, layout=layout, implementation=implementation, progress=progress,
@@ -279,7 +278,7 @@ def _prefill(
 
 def _check_pools(params: Params, policy: Policy, cache: KVCache | None, speculative: Speculative | None = None) -> None:
     """Raises `BadValue` for a pool on a mesh or under drafts, which know only layers whose heads hold equally many."""
-    if not policy.allocate.pooled and not any(isinstance(layer, Pool) for layer in (cache.layers if cache else ())):
+    if not policy.allocate.pooled and not any(isinstance(layer, Pool) for layer in (cache.views if cache else ())):
         return
     asked = "a mesh" if params.layout.mesh is not None else "speculative=" if speculative is not None else None
     if asked is not None:
@@ -466,10 +465,20 @@ def with_room(policy: Policy, config: Any, cache: KVCache, room: int) -> KVCache
             _widened(layer, room)
             if isinstance(layer, Pool)
             else _grown(layer, int(held[index]) + room, config.attention_spec(index).window)
+            if isinstance(layer, LayerCache)
+            else layer
             for index, layer in enumerate(layers)
         )
-    layers = tuple(dataclasses.replace(layer, stats={k: layer.stats[k] for k in policy.stats}) for layer in layers)
-    return jax.tree.map(jnp.copy, dataclasses.replace(cache, layers=layers, policy=policy))
+        lacking = [_lacking(layer.line, room) for layer in layers if isinstance(layer, Share) and layer.line]
+        layers = model_pool.room_for(layers, *lacking) if lacking else layers
+    return jax.tree.map(jnp.copy, dataclasses.replace(cache, layers=_keeping(layers, policy), policy=policy))
+
+
+def _keeping(layers: tuple[Any, ...], policy: Policy) -> tuple[Any, ...]:
+    """The layers with those statistics that the policy keeps."""
+    return model_pool.changed(
+        layers, lambda layer: dataclasses.replace(layer, stats={k: layer.stats[k] for k in policy.stats})
+    )
 
 
 def _grown(layer: LayerCache, tokens: int, window: int | None) -> LayerCache:
@@ -485,8 +494,13 @@ def _grown(layer: LayerCache, tokens: int, window: int | None) -> LayerCache:
 
 def _widened(pool: Pool, tokens: int) -> Pool:
     """The pool with slots for so many tokens more in every head."""
-    lacking = tokens - int(np.min(np.asarray(pool.sizes - pool.held())))
-    return pools.widened(pool, -(-lacking // GROW) * GROW) if lacking > 0 else pool
+    more = _lacking(pool, tokens)
+    return pools.widened(pool, more) if more else pool
+
+
+def _lacking(pool: Pool, tokens: int) -> int:
+    """Slots that every head of the pool needs besides its empty ones, a multiple of GROW."""
+    return -(-max(tokens - int(np.min(np.asarray(pool.sizes - pool.held()))), 0) // GROW) * GROW
 
 
 def _row_keys(seed: int, rows: list[np.ndarray] | None, cache: KVCache, samples: int) -> jax.Array:

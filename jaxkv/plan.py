@@ -1,12 +1,14 @@
 """The static shapes of a run: slots per layer, blocks of the prompt; and every row's budget."""
 
 import dataclasses
+import math
 
 import numpy as np
 
 from jaxkv.cache import KVCache
 from jaxkv.errors import BadValue
 from jaxkv.models import ModelConfig
+from jaxkv.policies.across import Across
 from jaxkv.policies.policy import Policy
 from jaxkv.pool import Pool
 from jaxkv.sharding.layout import on_host
@@ -19,6 +21,7 @@ class Plan:
     """`slots` per layer; the padded prompt is `first` tokens and then `blocks` times `block`.
 
     `look` is False when every row's budget holds all of it: then nothing need be scored, and no pseudo token runs.
+    `reach` is the most slots per KV head of a layer that shares the model's budget.
     """
 
     slots: tuple[int, ...]
@@ -26,6 +29,7 @@ class Plan:
     blocks: int
     block: int
     look: bool
+    reach: int = 0
 
     @property
     def length(self) -> int:
@@ -76,8 +80,11 @@ def plan(
 
     blocks = max(0, -(-int(new.max()) // block) - 1)
     first = int(new.max()) - blocks * block
+    reach = 0
+    if isinstance(policy.allocate, Across):  # the slots of an even share, and what a layer may have of the others'
+        reach = max(slots) + math.ceil((policy.allocate.most - 1) * int(limits.max())) + 1
     return Plan(
-        tuple(slots), min(-(-first // ROUND) * ROUND, block), blocks, block, _looks(policy, total, limits)
+        tuple(slots), min(-(-first // ROUND) * ROUND, block), blocks, block, _looks(policy, total, limits), reach
     ), limits
 
 
@@ -85,7 +92,7 @@ def _held(cache: KVCache) -> np.ndarray:
     """Slots per KV head that hold what each layer holds; in a pool, on average over the heads."""
     held = on_host(cache.held())
     most = [np.ceil(layer.mean(axis=1)).max() for layer in held]
-    return np.array([most[i] if isinstance(cache.layers[i], Pool) else held[i].max() for i in range(len(held))], int)
+    return np.array([most[i] if isinstance(view, Pool) else held[i].max() for i, view in enumerate(cache.views)], int)
 
 
 def _looks(policy: Policy, total: np.ndarray, limits: np.ndarray) -> bool:

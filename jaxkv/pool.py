@@ -24,8 +24,8 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 class Pool:
     """Keys and values of one layer in P slots, with the text position of each slot (-1: empty).
 
-    `offsets` are the heads' borders; slots from the last border on are nobody's (a row whose budget is smaller than
-    another's). `next_slot` is each head's slot, of its own segment, that the next token will fill.
+    `offsets` are the heads' borders; slots outside them are nobody's (a row whose budget is smaller than another's).
+    `next_slot` is each head's slot, of its own segment, that the next token will fill.
     """
 
     keys: Float[Array, "B P D"]
@@ -152,7 +152,7 @@ def rectangle(pool: Pool) -> LayerCache:
 
 def in_time_order(pool: Pool) -> Pool:
     """The pool with every segment's entries in time order behind its empty slots, which are shared evenly."""
-    return build(pool, pool.positions >= 0, pool.total, pool.offsets[:, -1])
+    return build(pool, pool.positions >= 0, pool.total, pool.offsets[:, -1] - pool.offsets[:, 0])
 
 
 def by_head(cache: LayerCache | Pool) -> LayerCache:

@@ -14,19 +14,21 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from jaxkv import attend_model, model_pool, pool
 from jaxkv import cache as slots_of
-from jaxkv import pool
 from jaxkv.attend import LayerState, decode_layer, prefill_layer
 from jaxkv.cache import EMPTY, KVCache
+from jaxkv.model_pool import Share
 from jaxkv.models import Decoder, ModelConfig, graphdef
 from jaxkv.plan import Plan
+from jaxkv.policies.across import Across
 from jaxkv.policies.observe import Replay
 from jaxkv.policies.policy import Policy
 from jaxkv.pool import Pool
 from jaxkv.sampling import Sampler
 from jaxkv.sharding.layout import ONE_DEVICE, Layout
 
-Layers = tuple[Any, ...]  # of LayerCache or Pool
+Layers = tuple[Any, ...]  # of LayerCache, Pool or Share
 Expected = tuple[Int[Array, "B T K"], Float[Array, "B T K"]]  # the likeliest next tokens and their probabilities
 Learned = Mapping[str, Array]  # name -> [L, ...], what was measured beforehand
 NOTHING: Learned = {}
@@ -43,6 +45,8 @@ def _of_layer(learned: Learned, layer: int) -> dict[str, Array]:
 
 
 def _in_time_order(layer: Any, layout: Layout) -> Any:
+    if isinstance(layer, Share):
+        return model_pool.ordered(layer)
     return pool.in_time_order(layer) if isinstance(layer, Pool) else slots_of.in_time_order(layout.gathered(layer))
 
 
@@ -83,7 +87,10 @@ def prefill(
     """
     model = model_of(config, weights)
     # the slots of a cache to go on from lie as decoding left them; from here on they stay in time order
-    layers = tuple(_in_time_order(layer, layout) if layer.slots else layer for layer in layers)
+    layers = tuple(
+        _in_time_order(layer, layout) if isinstance(layer, Share) or layer.slots else layer for layer in layers
+    )
+    share = policy.allocate if isinstance(policy.allocate, Across) else None
     replays = plan.look and policy.prefill is not None and isinstance(policy.prefill.observe, Replay)
     end = lengths + jnp.sum(positions >= 0, axis=-1, dtype=jnp.int32)
     ahead = end[:, None] + jnp.arange(pseudo.shape[1], dtype=jnp.int32)
@@ -102,16 +109,15 @@ def prefill(
             turn = policy.propagate.layer(config.num_layers)
             onward = policy.propagate.count(tokens.shape[1], max(plan.slots))
             onward = min(onward + -(onward + behind.shape[1]) % layout.parts, tokens.shape[1])
+        full = [layer for layer, spec in enumerate(config.specs) if spec.window is None]
         states = [
             LayerState(
-                layer, plan.slots[i], limits[i], plan.look, behind.shape[1], i,
+                layer, plan.reach if share and i in full else plan.slots[i], limits[i], plan.look, behind.shape[1], i,
                 model.output_matrix(i) if policy.projects else None, _of_layer(learned, i),
                 onward=onward if i == turn else 0,
             )
-            for i, layer in enumerate(layers)
+            for i, layer in enumerate(slots_of.opened(layers))
         ]  # fmt: skip
-
-        full = [layer for layer, spec in enumerate(config.specs) if spec.window is None]
 
         def route(index: int, x, state: LayerState, following):
             if policy.reuse > 1 and state.worth is not None and index in full:
@@ -134,7 +140,10 @@ def prefill(
             everything, states, attend, layout.lay, behind=after, route=route, sizes=plan.look and policy.sizes
         )
         expected = _expected(model, hidden[:, tokens.shape[1] - length :], (tokens.shape[0], length), top, wanted)
-        return (tuple(state.cache for state in states), hidden[:, last if top else 0]), expected
+        layers = tuple(state.cache for state in states)
+        if share is not None:
+            layers = _divided(policy, share, states, full, plan, now, limits[full[0]])
+        return (layers, hidden[:, last if top else 0]), expected
 
     (layers, hidden), expected = block(
         layers, tokens[:, : plan.first], positions[:, : plan.first], jnp.bool_(plan.blocks * plan.block < limit)
@@ -155,6 +164,30 @@ def prefill(
         in_order = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], x.shape[0] * x.shape[2], top)  # noqa: E731
         expected = jax.tree.map(lambda a, b: jnp.concatenate([a, in_order(b)], axis=1), expected, later)
     return tuple(map(layout.layer, layers)), layout.constrain(model.logits(hidden)), expected
+
+
+def _divided(
+    policy: Policy,
+    share: Across,
+    states: Any,
+    full: list[int],
+    plan: Plan,
+    now: Int[Array, "B"],
+    limits: Int[Array, "B"],
+) -> Layers:
+    """The layers after a block whose `full` ones divide one budget."""
+    put_up = [states[i].cache for i in full]
+    looked = plan.look and policy.prefill is not None
+    reserved = jnp.zeros_like(limits)
+    if looked:
+        assert policy.prefill is not None
+        reserved += policy.prefill.reserved(limits)
+    heads, slots = put_up[0].heads, sum(plan.slots[i] for i in full)
+    profiles = [states[i].profile for i in full] if looked else None
+    shares = attend_model.divided(
+        policy, share, put_up, profiles, heads * slots, heads * plan.reach, now, limits, reserved
+    )
+    return attend_model.together(states, shares)
 
 
 def _expected(
@@ -249,12 +282,12 @@ def decode_logits(
             out=model.output_matrix(i) if policy.decode is not None and policy.decode.score.projects else None,
             learned=_of_layer(learned, i),
         )
-        for i, layer in enumerate(cache.layers)
+        for i, layer in enumerate(cache.views)
     ]  # fmt: skip
     hidden, states = model(layout.lay("tokens", jnp.maximum(cache.pending, 0)[:, None]), states, attend, layout.lay)
     cache = dataclasses.replace(
         cache,
-        layers=tuple(each.cache for each in states),
+        layers=model_pool.written(cache.layers, tuple(each.cache for each in states)),
         lengths=cache.lengths + running.astype(jnp.int32),
     )
     return cache, model.logits(hidden[:, 0])

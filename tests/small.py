@@ -1,11 +1,28 @@
 """The policies that every suite runs by default, and the options that fit policies to tiny prompts."""
 
-CORE = ("full", "streaming-llm", "snapkv", "h2o", "tova", "knorm", "dapq", "longflow", "dapq-longflow", "adakv-h2o")
+CORE = (
+    "full",
+    "streaming-llm",
+    "snapkv",
+    "h2o",
+    "tova",
+    "knorm",
+    "dapq",
+    "longflow",
+    "dapq-longflow",
+    "adakv-h2o",
+    "global-h2o",
+)
 SMALL = {  # published windows are longer than the tiny prompts
     "snapkv": {"window": 6},
     "longflow": {"window": 6},
     "dapq": {"count": 6, "kernel": 5},
     "dapq-longflow": {"count": 6, "kernel": 5},
+    "cake": {"window": 4},
+    "d2o": {"sinks": 2},
+    "layer-defensivekv": {"window": 4},
+    "prefixkv": {"sinks": 2},
+    "simlayerkv": {"sinks": 2},
     "adakv-h2o": {"interval": 4, "shift": 2},
     "ada-pyramidkv": {"window": 6},
     "adakv": {"window": 6},

@@ -17,16 +17,17 @@ from ordered import heads_of
 from small import CORE, SMALL
 
 import jaxkv
-from jaxkv import run
+from jaxkv import model_pool, run
 from jaxkv.attend_pool import guarded
 from jaxkv.cache import LayerCache
 from jaxkv.policies import catalogue
+from jaxkv.policies.across import Across
 from jaxkv.pool import Pool
 
 LEAN = (
     *("chunkkv-entropy", "compactor", "compresskv", "criticalkv", "expected-attention", "fastkv", "finch"),
     *("kvcrush", "kvzip", "lacache", "lagkv", "laq", "lazyeviction", "q-filters", "r-kv", "scope", "treekv"),
-    *("adakv", "critical-adakv", "duo"),
+    *("adakv", "cake", "critical-adakv", "duo", "prefixkv"),
 )
 OTHERS = [name for name in sorted(catalogue()) if name not in CORE]
 REST = [pytest.param(name, marks=() if name in LEAN else pytest.mark.slow) for name in OTHERS]
@@ -69,13 +70,20 @@ def even(layer):
     """A pool whose heads got equally many slots as the layer that it would be without competition."""
     if not isinstance(layer, Pool):
         return layer
-    assert (np.asarray(layer.sizes) == layer.slots).all()
-    split = lambda x: x.reshape(x.shape[0], layer.heads, layer.slots, *x.shape[2:])  # noqa: E731
+    begin, slots = int(layer.offsets[0, 0]), int(layer.sizes[0, 0])
+    assert (np.asarray(layer.sizes) == slots).all() and (np.asarray(layer.offsets)[:, 0] == begin).all()
+    own = slice(begin, begin + layer.heads * slots)
+    split = lambda x: x[:, own].reshape(x.shape[0], layer.heads, slots, *x.shape[2:])  # noqa: E731
     each = {name: split(getattr(layer, name)) for name in ("keys", "values", "positions")}
     return LayerCache(**each, next_slot=layer.next_slot, stats={})
 
 
-def poisoned(layer):
+def poisoned(cache):
+    """The cache with NaN in every empty slot."""
+    return dataclasses.replace(cache, layers=model_pool.changed(cache.layers, holed))
+
+
+def holed(layer):
     """The layer with NaN in every empty slot."""
     hole = (layer.positions < 0)[..., None]
     return dataclasses.replace(
@@ -89,11 +97,13 @@ def poisoned(layer):
 def assert_rules(cache, chosen, row=0):
     """Never over budget, no position twice, protected entries there, nothing from the future."""
     seen = int(cache.lengths[row])
-    for index, layer in enumerate(cache.layers):
+    if isinstance(chosen.allocate, Across):
+        assert_shared(cache, chosen, row)
+    for index, layer in enumerate(cache.views):
         limit = int(cache.limits[index][row])
         over = chosen.decode.every if chosen.decode is not None and chosen.decode.every > 1 else 0
         each = entries(layer, row)
-        if isinstance(layer, Pool):
+        if isinstance(layer, Pool) and not isinstance(chosen.allocate, Across):
             total = sum(map(len, each))
             assert chosen.decode is None or total <= layer.heads * (limit + over)
             if seen >= limit:
@@ -111,14 +121,28 @@ def assert_rules(cache, chosen, row=0):
                 assert set(range(min(phase.protects.sinks, seen))) <= set(held)
 
 
+def assert_shared(cache, chosen, row):
+    """All layers together hold the budget, each no more than its ceiling, every head its safeguard."""
+    limit, seen = int(cache.limits[0][row]), int(cache.lengths[row])
+    views = [layer for layer in cache.views if isinstance(layer, Pool)]
+    held = np.array([[len(head) for head in entries(layer, row)] for layer in views])
+    reserved = int(chosen.prefill.reserved(np.int32(limit)))
+    if chosen.decode is not None:
+        assert held.sum() <= held.size * limit and held.mean(axis=1).max() <= chosen.allocate.most * limit
+    if seen >= limit:
+        assert held.sum() >= held.size * (limit - reserved)
+        assert held.min() >= min(guard(chosen, limit), limit - reserved)
+
+
 @pytest.mark.parametrize("name", BOUNDED)
 @pytest.mark.parametrize("block", [7, 2048])
 def test_budget_holds_at_prefill_and_decode(tiny, name, block):
     params, chosen = tiny(FAMILY), policy(name, block=block)
     cache = jaxkv.prefill(params, ids(50), policy=chosen)
-    for layer in cache.layers:
-        kept = 16 - chosen.prefill.reserved(np.int32(16))
-        assert int(layer.held().sum()) == kept * layer.held().shape[1], "the prompt fills its budget"
+    kept, across = 16 - chosen.prefill.reserved(np.int32(16)), isinstance(chosen.allocate, Across)
+    assert int(cache.held().sum()) == kept * cache.held().size, "the prompt fills its budget"
+    for layer in cache.views:
+        assert across or int(layer.held().sum()) == kept * layer.held().shape[1], "every layer its own"
         for head in heads_of(layer):
             held = head[head >= 0]
             assert len(held) == kept or isinstance(layer, Pool), "each head its own"
@@ -129,10 +153,10 @@ def test_budget_holds_at_prefill_and_decode(tiny, name, block):
     assert_rules(out.cache, chosen)
     if chosen.decode is not None:
         over = chosen.decode.every if chosen.decode.every > 1 else 0
-        assert all(layer.slots == 16 + over for layer in out.cache.layers)
+        assert across or all(layer.slots == 16 + over for layer in out.cache.views)
         recent = chosen.decode.protects
         count = int(recent.recents(jnp.array([16]))[0])
-        for layer in out.cache.layers:
+        for layer in out.cache.views:
             for held in entries(layer):
                 assert set(range(89 - count, 89)) <= set(held)
 
@@ -147,8 +171,8 @@ def test_enough_budget_is_the_full_cache(tiny, name):
     chosen = dataclasses.replace(chosen, prefill=dataclasses.replace(chosen.prefill, reserve=0))
     ours = generated(params, prompt, chosen, steps)
     assert ours.tokens.tolist() == full.tokens.tolist()
-    for mine, theirs in zip(map(even, ours.cache.layers), full.cache.layers, strict=True):
-        assert mine.slots == theirs.slots
+    for mine, theirs in zip(map(even, ours.cache.views), full.cache.views, strict=True):
+        assert mine.slots == theirs.slots, "no more than they need"
         assert np.array_equal(np.asarray(mine.positions), np.asarray(theirs.positions))
         held = np.asarray(mine.positions)[..., None] >= 0
         if chosen.allocate.pooled:  # attention reads another shape
@@ -173,7 +197,7 @@ def test_padding_and_batch_change_nothing(tiny, name, size):
     others += [(generated(params, prompts[row], chosen, 24), 0, row) for row in alone]  # each compiles on its own
     for other, at, row in others:
         assert together.tokens[row].tolist() == other.tokens[at].tolist()
-        for mine, theirs in zip(together.cache.layers, other.cache.layers, strict=True):
+        for mine, theirs in zip(together.cache.views, other.cache.views, strict=True):
             assert entries(mine, row) == entries(theirs, at)
 
 
@@ -203,7 +227,7 @@ def test_scan_equals_stepping_by_hand(tiny, name):
         cache = out.cache
         by_hand.append(int(out.tokens[0, 0]))
     assert by_hand == whole.tokens[0].tolist()
-    for mine, theirs in zip(cache.layers, whole.cache.layers, strict=True):
+    for mine, theirs in zip(cache.views, whole.cache.views, strict=True):
         assert entries(mine) == entries(theirs)
 
 
@@ -226,11 +250,11 @@ def test_empty_slots_are_never_read(tiny, name):
     params, chosen = tiny(FAMILY), policy(name, budget=32)
     cache = generated(params, [ids(20), ids(9, 1)], chosen, 4).cache
 
-    bad = dataclasses.replace(cache, layers=tuple(poisoned(layer) for layer in cache.layers))
+    bad = poisoned(cache)
     for prompt in (None, [ids(5, 5), ids(30, 6)]):
         clean, dirty = (generated(params, prompt, None, 8, cache=c) for c in (cache, bad))
         assert clean.tokens.tolist() == dirty.tokens.tolist()
-        for a, b in zip(clean.cache.layers, dirty.cache.layers, strict=True):
+        for a, b in zip(clean.cache.views, dirty.cache.views, strict=True):
             assert np.array_equal(np.asarray(a.positions), np.asarray(b.positions))
 
 
@@ -244,10 +268,10 @@ def test_rules_of_the_family(tiny, name):
     for row in range(2):
         assert_rules(cache, chosen, row)
     kept = 16 - chosen.prefill.reserved(np.int32(16))
-    for layer in cache.layers:
+    for layer in cache.views:
         pooled = isinstance(layer, Pool)
         new = 0 if chosen.decode is not None else 8
-        if pooled:
+        if pooled and not isinstance(chosen.allocate, Across):
             assert int(layer.held()[0].sum()) >= (kept + new - freed(chosen)) * layer.heads
         for held, few in zip(entries(layer), entries(layer, 1), strict=True):
             assert few == list(range(11)) and (pooled or len(held) >= kept)
@@ -261,15 +285,14 @@ def test_rules_of_the_family(tiny, name):
     other = generated(params, [prompts[1], ids(45, 3)], chosen, 9)
     assert (run.prefill._cache_size(), run.decode._cache_size()) == compiled
     assert other.tokens[0].tolist() == out.tokens[1].tolist()
-    for mine, theirs in zip(other.cache.layers, cache.layers, strict=True):
+    for mine, theirs in zip(other.cache.views, cache.views, strict=True):
         assert entries(mine) == entries(theirs, 1)
 
     if chosen.decode is None:
         return  # from here on it is the full cache's code
-    dirty = dataclasses.replace(cache, layers=tuple(poisoned(layer) for layer in cache.layers))
-    clean, dirty = (generated(params, None, None, 8, cache=each) for each in (cache, dirty))
+    clean, dirty = (generated(params, None, None, 8, cache=each) for each in (cache, poisoned(cache)))
     assert clean.tokens.tolist() == dirty.tokens.tolist()
-    for mine, theirs in zip(clean.cache.layers, dirty.cache.layers, strict=True):
+    for mine, theirs in zip(clean.cache.views, dirty.cache.views, strict=True):
         assert np.array_equal(np.asarray(mine.positions), np.asarray(theirs.positions))
 
 

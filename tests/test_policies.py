@@ -8,7 +8,7 @@ import pytest
 
 import jaxkv
 from jaxkv.errors import BadValue, UnknownName
-from jaxkv.policies import Aggregate, Pyramid, Select, catalogue
+from jaxkv.policies import Aggregate, Global, Pyramid, Select, catalogue
 from jaxkv.policies.policy import from_dict, to_dict
 
 
@@ -33,12 +33,15 @@ def test_options_reach_their_parts():
     assert (both.prefill.select.sinks, both.decode.select.sinks, both.rope) == (2, 2, "text")
     one = jaxkv.policy("streaming-llm", budget=40, decode_sinks=2)
     assert (one.prefill.select.sinks, one.decode.select.sinks) == (4, 2)
+    for share in (Global(most=3.0), {"kind": "global", "most": 3.0}):
+        assert jaxkv.policy("dapq", budget=40, allocate=share).allocate == Global(most=3.0)
 
 
 @pytest.mark.parametrize(
     "call, error, words",
     [
         (lambda: jaxkv.policy("snapvk", budget=9), UnknownName, "did you mean 'snapkv'"),
+        (lambda: jaxkv.policy("snapkv", budget=99, allocate={"kind": "globe"}), UnknownName, "did you mean 'global'"),
         (lambda: jaxkv.policy("snapkv"), BadValue, "exactly one of"),
         (lambda: jaxkv.policy("snapkv", budget=100, ratio=0.5), BadValue, "budget=100 and ratio=0.5"),
         (lambda: jaxkv.policy("snapkv", budget=64), BadValue, "at least 65"),

@@ -88,7 +88,7 @@ def _logits(
 ) -> tuple[Float[Array, "B N V"], list[np.ndarray]]:
     """Log-probabilities after each continuation token, and each layer's positions `[B, Hk, C]` after the prompt."""
     cache = prefill(params, prompt, policy=policy, room=continuation.shape[1])
-    positions = [np.asarray(by_head(layer).positions) for layer in cache.layers]
+    positions = [np.asarray(by_head(layer).positions) for layer in cache.views]
     _, logits = follow(params, cache, continuation)
     assert logits is not None
     return jax.nn.log_softmax(logits), positions

@@ -33,14 +33,14 @@ def follow(
         raise BadValue("the cache waits for a token that it sampled: expected one straight from prefill")
     cache = with_room(cache.policy, params.config, cache, tokens.shape[1])
     policy = cache.policy
-    return _follow(
+    return followed(
         params.weights, cache, jnp.asarray(tokens), config=params.config, policy=policy,
         implementation=implementation, logits=logits, learned=params.learned_for(policy.learns, policy.name),
     )  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnames=("config", "policy", "implementation", "logits"), donate_argnames="cache")
-def _follow(
+def followed(
     weights,
     cache: KVCache,
     tokens: Int[Array, "B N"],
@@ -51,6 +51,8 @@ def _follow(
     logits: bool,
     learned: run.Learned,
 ) -> tuple[KVCache, Float[Array, "B N V"] | None]:
+    """`follow`, compiled."""
+
     def step(cache: KVCache, token: Int[Array, "B"]):
         cache = dataclasses.replace(cache, pending=token)
         cache, after = run.decode_logits(

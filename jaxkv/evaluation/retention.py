@@ -67,8 +67,9 @@ def retained(params: Params, prompt: Any, policy: Policy, *, steps: int = 64, ev
 
 def _held(cache: KVCache, tokens: int) -> np.ndarray:
     """bool `[L, Hk, tokens]` of row 0."""
-    out = np.zeros((len(cache.layers), cache.layers[0].next_slot.shape[1], tokens), bool)
-    for index, layer in enumerate(cache.layers):
+    views = cache.views
+    out = np.zeros((len(views), views[0].next_slot.shape[1], tokens), bool)
+    for index, layer in enumerate(views):
         positions = np.asarray(by_head(layer).positions[0])
         head, slot = np.nonzero(positions >= 0)
         out[index, head, positions[head, slot]] = True

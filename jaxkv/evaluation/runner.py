@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import run
 from jaxkv.errors import BadValue
-from jaxkv.evaluation import asking, datasets, tasks, texts
+from jaxkv.evaluation import asking, datasets, forced, tasks, texts
 from jaxkv.evaluation.example import Example
 from jaxkv.evaluation.fidelity import fidelity, reference
 from jaxkv.evaluation.forced import follow
@@ -49,6 +50,15 @@ class Job:
         return f"{self.cell.label}{'' if size is None else f' at {size}'}, {self.mode}: {names}"
 
 
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What is done between two writes to the store."""
+
+    cell: Cell
+    title: str
+    records: Callable[[], list[Record]]
+
+
 def key_of(cell: Cell, mode: str, what: str) -> str:
     """16 hexadecimal digits that name a record: the policy with all its parts and numbers, the mode, the example."""
     return hashlib.sha256(f"{cell.label}|{cell.policy!r}|{mode}|{what}".encode()).hexdigest()[:16]
@@ -78,17 +88,21 @@ def evaluate(
     done = store.open(to_dict(settings), model or params.fingerprint)
     examples = examples_of(settings, params.tokenizer)
     todo = [job for job in jobs(settings, examples, params.tokenizer) if not done.issuperset(job.keys)]
-    steps: list[tuple[str, Callable[[], list[Record]]]] = [
-        (job.title, lambda job=job: _answers(params, settings, job)) for job in todo
-    ]
+    steps = [Step(job.cell, job.title, lambda job=job: _answers(params, settings, job)) for job in todo]
     steps += _fidelity_steps(params, settings, done)
+    order = {(cell.label, cell.budget, cell.ratio): place for place, cell in enumerate(settings.cells())}
+    steps.sort(key=lambda step: order[step.cell.label, step.cell.budget, step.cell.ratio])  # stable: cell by cell
     steps += _retention_steps(params, settings, done)
-    started, times = time.perf_counter(), []
-    for number, (title, step) in enumerate(steps):
+    started, times, last = time.perf_counter(), [], steps[0].cell if steps else None
+    for number, step in enumerate(steps):
+        if step.cell != last:  # the programs of the one before are of no more use, and hundreds would fill the memory
+            for program in (run.prefill, run.decode, forced.followed):
+                program.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
+        last = step.cell
         if progress is not None:
             left = None if not times else (time.perf_counter() - started) / number * (len(steps) - number)
-            progress(title, number, len(steps), left)
-        store.add(record for record in step() if record["key"] not in done)
+            progress(step.title, number, len(steps), left)
+        store.add(record for record in step.records() if record["key"] not in done)
         times.append(time.perf_counter() - started)
     if progress is not None:
         progress("done", len(steps), len(steps), 0.0)
@@ -259,7 +273,7 @@ def prose_rows(settings: Settings, tokenizer: Any, count: int, tokens: int, file
     return np.stack([np.resize(np.roll(ids, -at), tokens) for at in start]).astype(np.int32)
 
 
-def _fidelity_steps(params: Params, settings: Settings, done: set[str]) -> list:
+def _fidelity_steps(params: Params, settings: Settings, done: set[str]) -> list[Step]:
     """One step per cell; the full cache is asked once, by the first."""
     wanted = settings.fidelity
     if wanted is None:
@@ -285,11 +299,11 @@ def _fidelity_steps(params: Params, settings: Settings, done: set[str]) -> list:
         if key not in done and not left_out:
             size = cell.budget if cell.ratio is None else cell.ratio
             title = f"{cell.label}{'' if size is None else f' at {size}'}: fidelity"
-            out.append((title, lambda cell=cell, key=key: step(cell, key)))
+            out.append(Step(cell, title, lambda cell=cell, key=key: step(cell, key)))
     return out
 
 
-def _retention_steps(params: Params, settings: Settings, done: set[str]) -> list:
+def _retention_steps(params: Params, settings: Settings, done: set[str]) -> list[Step]:
     """One step per policy of the [retention] table."""
     wanted, out = settings.retention, []
     if wanted is None:
@@ -305,5 +319,6 @@ def _retention_steps(params: Params, settings: Settings, done: set[str]) -> list
     for cell in chosen.cells():
         key = key_of(cell, "retention", repr(wanted))
         if key not in done:
-            out.append((f"{cell.label} at {wanted.budget}: retention", lambda cell=cell, key=key: step(cell, key)))
+            title = f"{cell.label} at {wanted.budget}: retention"
+            out.append(Step(cell, title, lambda cell=cell, key=key: step(cell, key)))
     return out

@@ -1,5 +1,10 @@
 """Policies: the parts, and the catalogue of named methods made of them."""
 
+from jaxkv.policies.across import Cake as Cake
+from jaxkv.policies.across import Density as Density
+from jaxkv.policies.across import Global as Global
+from jaxkv.policies.across import Lazy as Lazy
+from jaxkv.policies.across import Prefix as Prefix
 from jaxkv.policies.aggregate import Aggregate as Aggregate
 from jaxkv.policies.allocate import Adaptive as Adaptive
 from jaxkv.policies.allocate import Divided as Divided
@@ -17,6 +22,7 @@ from jaxkv.policies.by_queries import Capacity as Capacity
 from jaxkv.policies.by_queries import ExpectedAttention as ExpectedAttention
 from jaxkv.policies.by_queries import NonCausal as NonCausal
 from jaxkv.policies.by_queries import QuestionAttention as QuestionAttention
+from jaxkv.policies.by_queries import ShiftingAttention as ShiftingAttention
 from jaxkv.policies.catalogue import catalogue as catalogue
 from jaxkv.policies.catalogue import policy as policy
 from jaxkv.policies.combine import Maximum as Maximum

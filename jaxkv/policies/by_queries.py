@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.errors import BadValue
+from jaxkv.policies.aggregate import Aggregate
 from jaxkv.policies.by_keys import z_score
 from jaxkv.policies.order import count, in_chunks
 from jaxkv.policies.score import Entering, Score, Sight, Stats
@@ -187,18 +188,61 @@ class QuestionAttention(Score):
             raise BadValue(f"question={self.question}: expected at least 1 token")
 
     def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        assert sight.queries is not None and sight.query_positions is not None
-        assert sight.query_places is not None
-        at, place = (x[:, -self.question :] for x in (sight.query_positions, sight.query_places))
-        query = sight.turned(sight.queries[:, :, -self.question :].astype(jnp.float32), place[:, None])
-        logits = jnp.einsum("bhgtd,bhsd->bhgts", _grouped(query, sight.at.shape[1]), sight.k) * sight.scale
-        sees = (sight.live[:, :, None] & (sight.at[:, :, None] <= at[:, None, :, None]))[:, :, None]
-        weight = jnp.where(sees, jax.nn.softmax(jnp.where(sees, logits, -1e30), axis=-1), 0.0)
-        before = sees & (sight.at < (sight.next - self.question)[:, None, None])[:, :, None, None]
-        earlier = jnp.sum(before, axis=-1, keepdims=True, dtype=jnp.float32)
-        weight = weight * (earlier + jnp.arange(at.shape[1], dtype=jnp.float32)[:, None])
-        real = (at >= 0)[:, None, None, :, None]
-        return jnp.mean(jnp.sum(jnp.where(real, weight, 0.0), axis=3), axis=2) / at.shape[1]
+        weight, _ = window_attention(sight, self.question)
+        before = sight.live & (sight.at < (sight.next - self.question)[:, None, None])
+        earlier = jnp.sum(before, axis=-1, dtype=jnp.float32)[:, :, None, None, None]
+        weight = jnp.where(before[:, :, None, None], weight, 0.0)
+        length = weight.shape[3]
+        weight = weight * (earlier + jnp.arange(length, dtype=jnp.float32)[:, None])
+        return jnp.mean(jnp.sum(weight, axis=3), axis=2) / length
+
+
+@dataclasses.dataclass(frozen=True)
+class ShiftingAttention(Score):
+    """score = mean + gamma * variance (W - 1) of the last `window` queries' attention.
+
+    Averaged over `kernel` neighbours and the group. What is looked at now and then is worth more than what always gets
+    the same.
+
+    Source: CAKE (arXiv 2503.12491), its eviction indicator.
+    """
+
+    window: int = 32
+    gamma: float = 200.0
+    kernel: int = 5
+    kind: ClassVar[str] = "shifting-attention"
+    aware: ClassVar[bool] = True
+    straight: ClassVar[bool] = False
+    asks: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if self.window < 2 or self.kernel < 1 or self.kernel % 2 == 0:
+            raise BadValue(
+                f"window={self.window}, kernel={self.kernel}: expected at least 2 queries, for they have a variance, "
+                "and an odd number"
+            )
+
+    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
+        mass, real = window_attention(sight, self.window)
+        many = jnp.maximum(jnp.sum(real, axis=-1), 2).astype(jnp.float32)[:, None, None, None]
+        mean = jnp.sum(mass, axis=3) / many
+        off = jnp.where(real[:, None, None, :, None], mass - mean[:, :, :, None], 0.0)
+        worth = mean + self.gamma * jnp.sum(off * off, axis=3) / (many - 1)
+        worth = worth.reshape(worth.shape[0], -1, worth.shape[-1])  # by query heads
+        apart = sight.at >= (sight.next - self.window)[:, None, None]
+        aggregate = Aggregate(pool="avg", kernel=self.kernel)
+        return aggregate.over_group(aggregate.along_text(worth, sight.at, apart), sight.at.shape[1])
+
+
+def window_attention(sight: Sight, window: int) -> tuple[Float[Array, "B Hk G W S"], Bool[Array, "B W"]]:
+    """The attention of the block's last `window` queries to every entry (0 for padding), and which of them are real."""
+    assert sight.queries is not None and sight.query_positions is not None
+    assert sight.query_places is not None
+    at, place = (x[:, -window:] for x in (sight.query_positions, sight.query_places))
+    query = sight.turned(sight.queries[:, :, -window:].astype(jnp.float32), place[:, None])
+    logits = jnp.einsum("bhgtd,bhsd->bhgts", _grouped(query, sight.at.shape[1]), sight.k) * sight.scale
+    sees = (sight.live[:, :, None] & (sight.at[:, :, None] <= at[:, None, :, None]))[:, :, None]
+    return jnp.where(sees, jax.nn.softmax(jnp.where(sees, logits, -1e30), axis=-1), 0.0), at >= 0
 
 
 def _queries(sight: Sight) -> tuple[Float[Array, "B Hq T D"], Bool[Array, "B T"]]:

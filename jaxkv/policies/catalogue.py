@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxkv.configs import config_files
 from jaxkv.errors import BadValue, unknown
-from jaxkv.policies.policy import Policy, from_dict
+from jaxkv.policies.policy import Policy, from_dict, part
 
 
 @functools.cache
@@ -23,8 +23,9 @@ def policy(name: str, *, budget: int | None = None, ratio: float | None = None, 
     """The named method under a budget (tokens per KV head and layer) or a ratio (fraction removed).
 
     Options are fields of its parts (`window=32`, `sinks=4`, `content="random"`), set wherever the policy has such a
-    field; `prefill_` or `decode_` in front sets it in that phase alone. Raises `UnknownName` with the nearest names,
-    and `BadValue` for both or neither of budget and ratio or a budget below sinks + recent + 1.
+    field; `prefill_` or `decode_` in front sets it in that phase alone. `allocate` is another way to divide the budget
+    over layers and heads, a part or its table: `allocate=Global()`, `allocate={"kind": "cake"}`. Raises `UnknownName`
+    with the nearest names, and `BadValue` for both or neither of budget and ratio or a budget below sinks + recent + 1.
     """
     if name not in catalogue():
         raise unknown("policy", name, catalogue())
@@ -37,6 +38,9 @@ def policy(name: str, *, budget: int | None = None, ratio: float | None = None, 
         )
     if not chosen.evicts and given:
         raise BadValue(f"policy {name!r} keeps everything, so it takes no {given[0]}: leave it out")
+    share = options.pop("allocate", None)
+    if share is not None:
+        chosen = dataclasses.replace(chosen, allocate=part("allocate", share) if isinstance(share, dict) else share)
     for option, value in options.items():
         chosen = _with(chosen, option, value)
     return dataclasses.replace(chosen, budget=budget, ratio=ratio)

@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv.errors import BadValue, unknown
-from jaxkv.policies import allocate, observe, scores
+from jaxkv.policies import across, allocate, observe, scores
+from jaxkv.policies.across import Across
 from jaxkv.policies.aggregate import Aggregate
 from jaxkv.policies.allocate import Adaptive, Allocate, Uniform
 from jaxkv.policies.observe import NoQueries, Observe
@@ -86,7 +87,7 @@ class Policy:
     name: str
     prefill: Phase | None = None
     decode: Phase | None = None
-    allocate: Allocate = Uniform()
+    allocate: Allocate | Across = Uniform()
     budget: int | None = None
     ratio: float | None = None
     rope: str = "text"
@@ -126,6 +127,8 @@ class Policy:
             self._check_shares()
         if isinstance(self.allocate, Adaptive):
             self._check_competition(self.allocate)
+        if isinstance(self.allocate, Across):
+            self._check_layers(self.allocate)
         if self.budget is not None:
             if isinstance(self.budget, bool) or int(self.budget) != self.budget:
                 raise BadValue(f"budget={self.budget!r}: expected a whole number of tokens per KV head")
@@ -168,6 +171,18 @@ class Policy:
             )
         if share.interval and self.budget is not None and share.shift >= self.budget:
             raise BadValue(f"shift={share.shift}: expected fewer entries than the budget of {self.budget}")
+
+    def _check_layers(self, share: Across) -> None:
+        where = f"policy {self.name!r}, whose layers share the model's budget (allocate kind {share.kind!r})"
+        if self.decode is not None and not (self.decode.straight and self.decode.every == 1):
+            raise BadValue(
+                f"{where}: at decode every token takes one slot of its own head; expected a decode score that is a "
+                "straight line in the attention, every=1, or no decode phase"
+            )
+        if share.looks and self.prefill is not None and not self.prefill.score.looks:
+            raise BadValue(f"{where}, goes by attention: expected a prefill score that looks, or kind 'global'")
+        if self.propagate is not None:
+            raise BadValue(f"{where}, must see the whole prompt in each: leave propagate out")
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -289,9 +304,11 @@ def priority(
     return jnp.where(protected, jnp.inf, value)
 
 
-PARTS = {"observe": observe.KINDS, "allocate": allocate.KINDS, "layers": allocate.LAYERS} | dict.fromkeys(
-    ("score", "of", "first", "second"), scores.KINDS
-)
+PARTS = {
+    "observe": observe.KINDS,
+    "allocate": allocate.KINDS | across.KINDS,
+    "layers": allocate.LAYERS,
+} | dict.fromkeys(("score", "of", "first", "second"), scores.KINDS)
 PLAIN = {"aggregate": Aggregate, "select": Select, "propagate": Propagate}
 
 
@@ -313,24 +330,30 @@ def to_dict(policy: Policy) -> dict[str, Any]:
 def from_dict(table: dict[str, Any]) -> Policy:
     """The policy that the tables describe. Raises `UnknownName` for a field or kind that there is not."""
 
-    def build(cls: Any, table: dict[str, Any], where: str) -> Any:
-        fields = {field.name for field in dataclasses.fields(cls)}
-        out = {}
-        for name, value in table.items():
-            if name == "kind":
-                continue
-            if name not in fields:
-                raise unknown(f"field of {where}", name, fields)
-            if name in PARTS:
-                kind = value.get("kind", "")
-                if kind not in PARTS[name]:
-                    raise unknown(f"{name} kind", kind, PARTS[name])
-                value = build(PARTS[name][kind], value, f"{name} {kind!r}")
-            elif name in PLAIN:
-                value = build(PLAIN[name], value, name)
-            elif name in ("prefill", "decode"):
-                value = build(Phase, value, name)
-            out[name] = value
-        return cls(**out)
+    return _built(Policy, table, "policy")
 
-    return build(Policy, table, "policy")
+
+def part(name: str, table: dict[str, Any]) -> Any:
+    """The part of a policy, such as "allocate" or "score", that a table with its `kind` describes."""
+    kind = table.get("kind", "")
+    if kind not in PARTS[name]:
+        raise unknown(f"{name} kind", kind, PARTS[name])
+    return _built(PARTS[name][kind], table, f"{name} {kind!r}")
+
+
+def _built(cls: Any, table: dict[str, Any], where: str) -> Any:
+    fields = {field.name for field in dataclasses.fields(cls)}
+    out = {}
+    for name, value in table.items():
+        if name == "kind":
+            continue
+        if name not in fields:
+            raise unknown(f"field of {where}", name, fields)
+        if name in PARTS:
+            value = part(name, value)
+        elif name in PLAIN:
+            value = _built(PLAIN[name], value, name)
+        elif name in ("prefill", "decode"):
+            value = _built(Phase, value, name)
+        out[name] = value
+    return cls(**out)

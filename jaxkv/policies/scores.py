@@ -1,7 +1,14 @@
 """Every score by its kind, as TOML names it."""
 
 from jaxkv.policies.by_keys import Cur, KeyDiff, LagKV, Leverage, QueryDirection, Redundancy
-from jaxkv.policies.by_queries import CalibratedAttention, Capacity, ExpectedAttention, NonCausal, QuestionAttention
+from jaxkv.policies.by_queries import (
+    CalibratedAttention,
+    Capacity,
+    ExpectedAttention,
+    NonCausal,
+    QuestionAttention,
+    ShiftingAttention,
+)
 from jaxkv.policies.combine import Maximum, PromptFirst, Scaled, Then, Weighted
 from jaxkv.policies.cover import Cover
 from jaxkv.policies.graph import Propagated
@@ -24,7 +31,7 @@ KINDS: dict[str, type[Score]] = {
     for part in (
         *(Recency, Random, Distance, KeyNorm, Attention, AccumulatedAttention, AttentionValue, PeakAttention),
         *(KeyDiff, LagKV, Cur, Leverage, Redundancy, QueryDirection),
-        *(ExpectedAttention, CalibratedAttention, Capacity, NonCausal, QuestionAttention),
+        *(ExpectedAttention, CalibratedAttention, Capacity, NonCausal, QuestionAttention, ShiftingAttention),
         *(Recurrence, Ladder, Neighbours, Crush, Cover),
         *(Scaled, Weighted, Maximum, Then, PromptFirst, Propagated),
     )

@@ -5,8 +5,10 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 
 def segments(offsets: Int[Array, "B Hk_1"], slots: int) -> Int[Array, "B P"]:
-    """The head that each of the slots belongs to; Hk for slots behind the last border."""
-    return jnp.sum(jnp.arange(slots) >= offsets[:, 1:, None], axis=1, dtype=jnp.int32)
+    """The head that each of the slots belongs to; Hk for slots before the first border or behind the last."""
+    place = jnp.arange(slots)
+    owner = jnp.sum(place >= offsets[:, 1:, None], axis=1, dtype=jnp.int32)
+    return jnp.where(place < offsets[:, :1], offsets.shape[1] - 1, owner)
 
 
 def mine(owner: Int[Array, "B P"], heads: int) -> Bool[Array, "B Hk P"]:

@@ -1,0 +1,160 @@
+"""The pool of a whole model: one line of slots that its layers share, a segment per layer and KV head.
+
+The line is a `Pool` with layers x KV heads segments, so the bytes held are the budget whatever each layer gets. A layer
+reads it through a `view`: `reach` slots from its first border on, a static number, of which those of other layers count
+as empty. A decode step writes one slot per segment, and only these go back into the line.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from jaxkv.cache import EMPTY
+from jaxkv.pool import Pool, in_time_order, widened
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """A layer's place in the model's pool; the first one's holds the line of all.
+
+    `number` counts the layers that share, from 0; each reads `reach` slots, and has `heads` KV heads.
+    """
+
+    line: Pool | None
+    number: int = dataclasses.field(metadata={"static": True})
+    reach: int = dataclasses.field(metadata={"static": True})
+    heads: int = dataclasses.field(metadata={"static": True})
+
+    def view(self, line: Pool) -> Pool:
+        """The layer's segments as a pool of `reach` slots."""
+        first = self.number * self.heads
+        start = self.start(line)
+        offsets = line.offsets[:, first : first + self.heads + 1] - start[:, None]
+        cut = jax.vmap(lambda x, at: lax.dynamic_slice_in_dim(x, at, self.reach))
+        place = jnp.arange(self.reach)
+        own = (place >= offsets[:, :1]) & (place < offsets[:, -1:])
+        return Pool(
+            keys=cut(line.keys, start),
+            values=cut(line.values, start),
+            positions=jnp.where(own, cut(line.positions, start), EMPTY),
+            offsets=offsets,
+            next_slot=line.next_slot[:, first : first + self.heads] - start[:, None],
+            stats={name: cut(stat, start) for name, stat in line.stats.items()},
+        )
+
+    def start(self, line: Pool) -> Int[Array, "B"]:
+        """Where the view begins: at the layer's first border, or earlier where the line ends."""
+        return jnp.minimum(line.offsets[:, self.number * self.heads], line.total - self.reach)
+
+
+def shared(line: Pool, layers: int, reach: int) -> tuple[Share, ...]:
+    """The layers' places in a line that they share."""
+    heads, reach = line.heads // layers, min(reach, line.total)
+    return tuple(Share(line if number == 0 else None, number, reach, heads) for number in range(layers))
+
+
+def joined(pools: list[Pool]) -> Pool:
+    """Pools of equal size in one line, one behind the other; what a pool leaves over is its last head's."""
+    size = pools[0].total
+    line = lambda name: jnp.concatenate([getattr(pool, name) for pool in pools], axis=1)  # noqa: E731
+    starts = [pool.offsets[:, :-1] + number * size for number, pool in enumerate(pools)]
+    end = jnp.full_like(starts[0][:, :1], len(pools) * size)
+    return Pool(
+        keys=line("keys"),
+        values=line("values"),
+        positions=line("positions"),
+        offsets=jnp.concatenate([*starts, end], axis=1),
+        next_slot=jnp.concatenate([pool.next_slot + number * size for number, pool in enumerate(pools)], axis=1),
+        stats={
+            name: jnp.concatenate([pool.stats[name] for pool in pools], axis=1) for name in pools[0].stats
+        },
+    )  # fmt: skip
+
+
+def written(layers: tuple[Any, ...], views: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The layers after a decode step on their views: one slot per segment goes back into the line."""
+    shares = [(layer, view) for layer, view in zip(layers, views, strict=True) if isinstance(layer, Share)]
+    if not shares:
+        return views
+    line = shares[0][0].line
+    assert line is not None
+    starts = [share.start(line)[:, None] for share, _ in shares]
+    places = [
+        line.next_slot[:, share.number * share.heads : (share.number + 1) * share.heads] - start
+        for (share, _), start in zip(shares, starts, strict=True)
+    ]
+
+    def new(name: str) -> Array:
+        """What stands in the slots that were written."""
+        each = [getattr(view, name) for _, view in shares]
+        return jnp.concatenate(
+            [jnp.take_along_axis(x, at[..., None] if x.ndim == 3 else at, axis=1)
+             for x, at in zip(each, places, strict=True)],
+            axis=1,
+        )  # fmt: skip
+
+    at = (jnp.arange(line.positions.shape[0])[:, None], line.next_slot)
+    owner = line.owner
+    layer = jnp.minimum(owner // shares[0][0].heads, len(shares) - 1)
+    back = jnp.arange(line.total) - jnp.take_along_axis(jnp.concatenate(starts, axis=1), layer, axis=1)
+    back = jnp.clip(back, 0, shares[0][0].reach - 1)
+
+    heads, before = line.heads, line.stats
+
+    def whole(name: str) -> Array:
+        """A statistic of all slots: a step may change each."""
+        stacked = jnp.stack([view.stats[name] for _, view in shares], axis=1)
+        stat = stacked[jnp.arange(len(stacked))[:, None], layer, back]
+        return jnp.where(owner < heads, stat, before[name])
+
+    line = Pool(
+        keys=line.keys.at[at].set(new("keys")),
+        values=line.values.at[at].set(new("values")),
+        positions=line.positions.at[at].set(new("positions")),
+        offsets=line.offsets,
+        next_slot=jnp.concatenate(
+            [view.next_slot + start for (_, view), start in zip(shares, starts, strict=True)], axis=1
+        ),
+        stats={name: whole(name) for name in line.stats},
+    )
+    return tuple(
+        _holding(layer, line) if isinstance(layer, Share) else view
+        for layer, view in zip(layers, views, strict=True)
+    )  # fmt: skip
+
+
+def changed(layers: tuple[Any, ...], change: Any) -> tuple[Any, ...]:
+    """Every array holder of the layers changed: the line of those that share, any other layer itself."""
+    return tuple(
+        (layer if layer.line is None else dataclasses.replace(layer, line=change(layer.line)))
+        if isinstance(layer, Share)
+        else change(layer)
+        for layer in layers
+    )
+
+
+def ordered(share: Share) -> Share:
+    """The share with every segment of its line in time order behind the empty slots."""
+    return share if share.line is None else dataclasses.replace(share, line=in_time_order(share.line))
+
+
+def room_for(layers: tuple[Any, ...], more: int) -> tuple[Any, ...]:
+    """The layers with `more` empty slots behind those of every segment of their line."""
+    wider = lambda share: share.reach + more * share.heads  # noqa: E731
+    return tuple(
+        dataclasses.replace(
+            layer, line=None if layer.line is None else widened(layer.line, more), reach=wider(layer)
+        )
+        if isinstance(layer, Share)
+        else layer
+        for layer in layers
+    )  # fmt: skip
+
+
+def _holding(share: Share, line: Pool) -> Share:
+    return share if share.line is None else dataclasses.replace(share, line=line)

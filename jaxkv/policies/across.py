@@ -1,0 +1,245 @@
+"""allocate over layers: one budget for the whole model, of which each layer gets what the text at hand says.
+
+Either all entries of all layers compete (`Global`), or each layer says something of itself as it looks at the prompt,
+its `profile`, and the profiles divide the budget; a layer's heads then hold equally many.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxkv.cache import highest
+from jaxkv.errors import BadValue
+from jaxkv.policies.allocate import STEPS, poured
+from jaxkv.policies.by_queries import window_attention
+from jaxkv.policies.score import Sight
+
+
+@dataclasses.dataclass(frozen=True)
+class Across:
+    """The layers share the model's budget: the mean over layers and KV heads is `budget`.
+
+    Every head keeps at least the fraction `safeguard` of it, and what is protected. A layer gets at most `most` times
+    the mean: so many slots it reads at every step, a static number. Layers with a sliding window stay uniform.
+    """
+
+    safeguard: float = 0.2
+    most: float = 2.0
+    kind: ClassVar[str]
+    pooled: ClassVar[bool] = True
+    alike: ClassVar[bool] = True  # a layer's heads hold equally many
+    looks: ClassVar[bool] = True  # the profile needs attention mass
+    learns: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self):
+        if not 0 <= self.safeguard <= 1 or self.most < 1:
+            raise BadValue(
+                f"safeguard={self.safeguard}, most={self.most}: expected a fraction of the budget, from 0 to 1, and at "
+                "least 1 times the budget"
+            )
+
+    def budgets(self, budget: int, layers: int, tokens: int, window: int) -> tuple[int, ...]:
+        """The mean for every layer; what it gets is data."""
+        return (budget,) * layers
+
+    def ceiling(self, each: Int[Array, "B"]) -> Int[Array, "B"]:
+        """The most entries per head that a layer may hold."""
+        return jnp.floor(each.astype(jnp.float32) * self.most).astype(jnp.int32)
+
+    def profile(self, sight: Sight, ranks: int) -> Float[Array, "B _"]:
+        """What a layer says of itself; `ranks` is the static ceiling."""
+        raise NotImplementedError
+
+    def quotas(
+        self,
+        profiles: Float[Array, "N B _"],
+        each: Int[Array, "B"],
+        guard: Int[Array, "B"],
+        most: Int[Array, "B"],
+        held: Int[Array, "N B"],
+    ) -> Int[Array, "N B"]:
+        """Entries per head of every layer: `each [B]` on average, from `guard` to `most`, no more than it has."""
+        raise NotImplementedError
+
+    def worth(
+        self, worth: Float[Array, "B Hk S"], positions: Int[Array, "B Hk S"], profile: Float[Array, "B _"]
+    ) -> Float[Array, "B Hk S"]:
+        """What entries are worth inside a layer of this profile."""
+        return worth
+
+
+@dataclasses.dataclass(frozen=True)
+class Global(Across):
+    """The best entries of all layers and heads together stay, wherever they are.
+
+    Source: DefensiveKV's layer-wise variant (arXiv 2510.13334) for its score; for others ours.
+    """
+
+    kind: ClassVar[str] = "global"
+    alike: ClassVar[bool] = False
+    looks: ClassVar[bool] = False
+
+    def profile(self, sight: Sight, ranks: int) -> Float[Array, "B _"]:
+        return jnp.zeros((sight.at.shape[0], 0), jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix(Across):
+    """Every layer keeps its best entries up to the same share p of its attention; p is what the budget allows.
+
+    F_l(n) = the share that the n best hold, mean over heads; n_l = the number of ranks with F_l(n - 1) < p. What is
+    protected comes first and does not count. Source: PrefixKV (arXiv 2412.03409); it searches p on samples beforehand,
+    here each text has its own.
+    """
+
+    kind: ClassVar[str] = "prefix"
+
+    def profile(self, sight: Sight, ranks: int) -> Float[Array, "B R"]:
+        assert sight.mass is not None and sight.protected is not None
+        safe = sight.protected & sight.live
+        mass = jnp.where(sight.live & ~safe, sight.mass, 0.0)
+        total = jnp.maximum(jnp.sum(mass, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+        best = -jnp.sort(-jnp.where(safe, jnp.inf, jnp.where(sight.live, mass, -1.0)), axis=-1)  # -1: no entry
+        share = jnp.where(jnp.isfinite(best), jnp.maximum(best, 0.0), 0.0) / total
+        before = jnp.cumsum(share, axis=-1) - share
+        before = jnp.where(best == jnp.inf, -1.0, jnp.where(best < 0, jnp.inf, before))
+        before = jnp.mean(before, axis=1)[:, :ranks]
+        return jnp.pad(before, ((0, 0), (0, ranks - before.shape[1])), constant_values=jnp.inf)
+
+    def quotas(self, profiles, each, guard, most, held):
+        rank = jnp.arange(profiles.shape[-1])
+        before = jnp.where(rank < guard[:, None], -1.0, jnp.where(rank < most[:, None], profiles, jnp.inf))
+        before = jnp.where(rank < held[..., None], before, jnp.inf)
+        layers, batch, ranks = before.shape
+        line = -jnp.moveaxis(before, 0, 1).reshape(batch, 1, layers * ranks)
+        chosen = highest(line, layers * each) & (line > -jnp.inf)
+        return jnp.moveaxis(jnp.sum(chosen.reshape(batch, layers, ranks), axis=-1, dtype=jnp.int32), 0, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weighed(Across):
+    """Layers share what is above the guard in proportion to their weights, whole numbers, up to the ceiling."""
+
+    def turns(self, profiles: Float[Array, "N B 1"]) -> tuple[Float[Array, "N B"], ...]:
+        """Non-negative weights; what the first leave over goes by the next."""
+        raise NotImplementedError
+
+    def quotas(self, profiles, each, guard, most, held):
+        given = jnp.minimum(guard, held)
+        room = jnp.minimum(most, held)
+        pour = jax.vmap(lambda left, shares, room: poured(left[None], shares, room[None])[0], (0, 1, 1), 1)
+        for weights in self.turns(profiles):
+            top = jnp.maximum(jnp.max(weights, axis=0), jnp.finfo(jnp.float32).tiny)
+            shares = jnp.round(weights / top * STEPS).astype(jnp.int32)
+            given += pour(len(held) * each - jnp.sum(given, axis=0), shares, room - given)
+        return given
+
+
+@dataclasses.dataclass(frozen=True)
+class Cake(Weighed):
+    """weight = H^(1/tau1) V^(1/tau2) of the last `window` queries' attention to the tokens before them.
+
+    H = -sum over heads, queries and keys of a ln a, V = the sum over heads and keys of the variance (W - 1) over the
+    queries. Source: CAKE (arXiv 2503.12491); it cuts earlier layers again at each later one, here each layer waits
+    with its ceiling and all are cut at the end of the block.
+    """
+
+    window: int = 32
+    tau1: float = 1.6
+    tau2: float = 0.6
+    kind: ClassVar[str] = "cake"
+    looks: ClassVar[bool] = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.window < 2 or min(self.tau1, self.tau2) <= 0:
+            raise BadValue(
+                f"window={self.window}, tau1={self.tau1}, tau2={self.tau2}: expected at least 2 queries, for they have "
+                "a variance, and temperatures above 0"
+            )
+
+    def profile(self, sight: Sight, ranks: int) -> Float[Array, "B 1"]:
+        mass, real = window_attention(sight, self.window)
+        before = sight.live & (sight.at < (sight.next - self.window)[:, None, None])
+        mass = jnp.where(before[:, :, None, None], mass, 0.0)
+        entropy = -jnp.sum(jnp.where(mass > 0, mass * jnp.log(jnp.maximum(mass, 1e-30)), 0.0), axis=(1, 2, 3, 4))
+        many = jnp.maximum(jnp.sum(real, axis=-1), 2).astype(jnp.float32)[:, None, None, None, None]
+        mean = jnp.sum(mass, axis=3, keepdims=True) / many
+        off = jnp.where(real[:, None, None, :, None], mass - mean, 0.0)
+        spread = jnp.sum(off * off / (many - 1), axis=(1, 2, 3, 4))
+        return (entropy ** (1 / self.tau1) * spread ** (1 / self.tau2))[:, None]
+
+    def turns(self, profiles: Float[Array, "N B 1"]) -> tuple[Float[Array, "N B"], ...]:
+        weights = profiles[..., 0]
+        return jnp.where(jnp.max(weights, axis=0) > 0, weights, 1.0), jnp.ones_like(weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class Density(Weighed):
+    """weight = exp(-F / mean over layers of F), F = the variance of what the keys are attended to, of mean 1.
+
+    The evener a layer's attention, the more it keeps. Source: D2O (arXiv 2406.13035), from its description; that F is
+    measured by its mean over the layers is ours.
+    """
+
+    kind: ClassVar[str] = "density"
+
+    def profile(self, sight: Sight, ranks: int) -> Float[Array, "B 1"]:
+        assert sight.mass is not None
+        mass = jnp.where(sight.live, sight.mass, 0.0)
+        count = jnp.maximum(jnp.sum(sight.live, axis=-1, dtype=jnp.float32), 1.0)
+        mean = jnp.maximum(jnp.sum(mass, axis=-1) / count, jnp.finfo(jnp.float32).tiny)
+        spread = jnp.sum((mass / mean[..., None]) ** 2, axis=-1) / count - 1
+        return jnp.mean(spread, axis=1)[:, None]
+
+    def turns(self, profiles: Float[Array, "N B 1"]) -> tuple[Float[Array, "N B"], ...]:
+        spread = profiles[..., 0]
+        mean = jnp.maximum(jnp.mean(spread, axis=0), jnp.finfo(jnp.float32).tiny)
+        return jnp.exp(-spread / mean), jnp.ones_like(spread)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lazy(Weighed):
+    """Layers whose queries look at the first `sinks` and the last `recent` tokens for more than `threshold` are lazy.
+
+    Lazy ones hold the safeguard, sinks and the newest; the others share the rest evenly. With none or nothing but lazy
+    layers, all are equal. `recent=0` stands for what the safeguard holds besides the sinks. Source: SimLayerKV (arXiv
+    2410.13846), where the others hold everything, and lazy ones 4 + 1024 tokens.
+    """
+
+    threshold: float = 0.9
+    sinks: int = 4
+    recent: int = 0
+    kind: ClassVar[str] = "lazy"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 < self.threshold <= 1 or self.sinks < 0 or self.recent < 0:
+            raise BadValue(
+                f"threshold={self.threshold}, sinks={self.sinks}, recent={self.recent}: expected a share of the "
+                "attention, above 0 and up to 1, and numbers of tokens (recent=0: the safeguard's)"
+            )
+
+    def profile(self, sight: Sight, ranks: int) -> Float[Array, "B 1"]:
+        assert sight.mass is not None
+        mass = jnp.where(sight.live, sight.mass, 0.0)
+        assert sight.limits is not None
+        safe = jnp.floor(sight.limits.astype(jnp.float32) * self.safeguard).astype(jnp.int32)
+        recent = self.recent if self.recent else jnp.maximum(safe - self.sinks, 1)
+        ends = (sight.at < self.sinks) | (sight.at >= (sight.next - recent)[:, None, None])
+        share = jnp.sum(jnp.where(ends, mass, 0.0), axis=-1) / jnp.maximum(jnp.sum(mass, axis=-1), 1e-30)
+        return jnp.where(jnp.mean(share, axis=1) > self.threshold, 1.0, 0.0)[:, None]
+
+    def turns(self, profiles: Float[Array, "N B 1"]) -> tuple[Float[Array, "N B"], ...]:
+        lazy = profiles[..., 0]
+        return 1 - lazy, jnp.ones_like(lazy)
+
+    def worth(self, worth, positions, profile):
+        lazy = (profile > 0)[..., None] & (worth < jnp.inf)
+        return jnp.where(lazy, positions.astype(jnp.float32), worth)
+
+
+KINDS = {part.kind: part for part in (Global, Prefix, Cake, Density, Lazy)}

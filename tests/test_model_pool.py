@@ -1,0 +1,274 @@
+"""Layers that share the model's budget: who gets how much by the papers' rules in NumPy, and the line that holds it."""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from ordered import heads_of
+from small import SMALL
+from test_head_budgets import apportioned
+from watched import watched
+
+import jaxkv
+from jaxkv import model_pool
+from jaxkv.cache import opened
+from jaxkv.errors import BadValue
+from jaxkv.policies import Cake, Density, Global, Lazy, Prefix, Uniform, catalogue
+from jaxkv.policies.across import Across
+
+FAMILY = "llama3"
+TOKENS, BUDGET = 70, 24
+ACROSS = [name for name, policy in sorted(catalogue().items()) if isinstance(policy.allocate, Across)]
+NAMES = [pytest.param(name, marks=() if name in ("cake", "global-h2o") else pytest.mark.slow) for name in ACROSS]
+SHARES = [Global(1.0), Prefix(1.0), Cake(1.0, window=4), Density(1.0), Lazy(1.0, sinks=0, recent=1)]
+EVEN = [pytest.param(each, marks=() if isinstance(each, Global | Cake) else pytest.mark.slow) for each in SHARES]
+
+
+def ids(length, seed=0):
+    return np.random.default_rng(seed).integers(0, 100, length).astype(np.int32)
+
+
+def held(cache, row=0):
+    """The positions that every layer and head holds."""
+    return [[sorted(int(p) for p in head if p >= 0) for head in heads_of(layer, row)] for layer in cache.views]
+
+
+# ---- the rules in NumPy
+
+
+def attention(params, tokens):
+    """Every layer's attention weights [Hk, G, T, T]."""
+    return [each.reshape(params.config.num_kv_heads, -1, *each.shape[1:]) for _, _, each in watched(params, tokens)]
+
+
+def by_weight(weights, most=2.0, safeguard=0.2):
+    """The layers' sizes: the safeguard, and of the rest shares in proportion to the weights, up to the ceiling."""
+    shares = np.round(np.float32(weights) / np.float32(max(weights)) * 4095).astype(int).tolist()
+    floor, count = max(int(safeguard * BUDGET), 1), len(shares)
+    return floor + np.array(apportioned(count * (BUDGET - floor), shares, [int(most * BUDGET) - floor] * count))
+
+
+@pytest.fixture
+def apart(tiny):
+    """A model whose second layer looks more sharply than its first, so that they want different budgets."""
+    params = tiny(FAMILY)
+    flat = nnx.to_flat_state(params.weights)
+    sharper = [(path, leaf.replace(leaf[...] * 3) if path == ("layers", 1, "qkv") else leaf) for path, leaf in flat]
+    return dataclasses.replace(params, weights=nnx.from_flat_state(sharper))
+
+
+def best(score, count, sinks, recent):
+    """The protected tokens and the best others of one head; ties go to the older."""
+    at = np.arange(len(score))
+    safe = (at < sinks) | (at >= len(score) - recent)
+    return sorted(np.lexsort((at, -np.where(safe, np.inf, score)))[:count].tolist())
+
+
+def test_prefixkv(apart):
+    """The sizes by a search for the share of attention that fills the budget; each head its best by attention."""
+    params, tokens = apart, ids(TOKENS)
+    policy = jaxkv.policy("prefixkv", budget=BUDGET, sinks=2, safeguard=0.0, most=2.5)
+    ours = held(jaxkv.prefill(params, tokens, policy=policy))
+    weights = [each.sum(axis=2).mean(axis=1) for each in attention(params, tokens)]  # [Hk, S] per layer
+    curves = []
+    for each in weights:
+        middle = -np.sort(-each[:, 2:-1], axis=1)  # sinks and the last token come first and don't count
+        curves.append(np.cumsum(middle / middle.sum(axis=1, keepdims=True), axis=1).mean(axis=0))
+    low, high = 0.0, 1.0
+    for turn in range(61):
+        share = high if turn == 60 else (low + high) / 2
+        sizes = [min(3 + int((np.append(0, curve[:-1]) < share).sum()), int(2.5 * BUDGET)) for curve in curves]
+        low, high = (share, high) if sum(sizes) < len(sizes) * BUDGET else (low, share)
+    assert sum(sizes) == len(sizes) * BUDGET and len(set(sizes)) > 1
+    for layer, each in enumerate(weights):
+        assert ours[layer] == [best(head, sizes[layer], 2, 1) for head in each], layer
+
+
+def test_cake(apart):
+    """Entropy and variance of the window's attention share out the budget; mean + gamma variance chooses the tokens."""
+    params, tokens, window = apart, ids(TOKENS), 4
+    policy = jaxkv.policy("cake", budget=BUDGET, window=window, kernel=1)  # how neighbours are pooled is SnapKV's
+    ours = held(jaxkv.prefill(params, tokens, policy=policy))
+    seen = [each[:, :, -window:].astype(np.float64) for each in attention(params, tokens)]  # [Hk, G, W, S]
+    preferences = []
+    for each in seen:
+        before = each[..., :-window]
+        entropy = -(before * np.log(np.maximum(before, 1e-30))).sum()
+        preferences.append(entropy ** (1 / 1.6) * before.var(axis=2, ddof=1).sum() ** (1 / 0.6))
+    sizes = by_weight(preferences)
+    assert sizes.sum() == len(seen) * BUDGET and len(set(sizes)) > 1
+    for layer, each in enumerate(seen):
+        score = each.mean(axis=2) + 200 * each.var(axis=2, ddof=1)
+        assert ours[layer] == [best(head, sizes[layer], 0, window) for head in score.mean(axis=1)], layer
+
+
+def test_d2o(apart):
+    """The evener a layer's attention, the more of the budget."""
+    params, tokens = apart, ids(TOKENS)
+    policy = dataclasses.replace(jaxkv.policy("d2o", budget=BUDGET, sinks=2, prefill_recent=4), decode=None)
+    ours = held(jaxkv.prefill(params, tokens, policy=policy))
+    summed = [each.sum(axis=2).mean(axis=1) for each in attention(params, tokens)]
+    spread = np.array([np.mean([(head / head.mean()).var() for head in each]) for each in summed])
+    sizes = by_weight(np.exp(-spread / spread.mean()))
+    assert len(set(sizes)) > 1 and (np.argsort(sizes) == np.argsort(-spread)).all()
+    for layer, each in enumerate(summed):
+        assert ours[layer] == [best(head, sizes[layer], 2, 4) for head in each], layer
+
+
+@pytest.mark.parametrize("lazy", [[True, True], [True, False], [False, False]], ids=["all", "some", "none"])
+def test_simlayerkv(apart, lazy):
+    """Lazy layers hold sinks, the newest and the safeguard; all are equal where none is lazy, or all are."""
+    params, tokens = apart, ids(TOKENS)
+    last = [each[:, :, -1].mean(axis=1) for each in attention(params, tokens)]  # [Hk, S]
+    newest = BUDGET // 2 - 2  # what the safeguard holds besides the sinks
+    ends = [(each[:, :2].sum(1) + each[:, -newest:].sum(1)).mean() for each in last]
+    assert ends[0] > ends[1]
+    threshold = {2: ends[1] * 0.9, 1: (ends[0] + ends[1]) / 2, 0: ends[0] * 1.1}[sum(lazy)]
+    policy = jaxkv.policy("simlayerkv", budget=BUDGET, threshold=float(threshold), sinks=2, prefill_recent=0)
+    ours = held(jaxkv.prefill(params, tokens, policy=policy))
+    sizes = by_weight(np.where(lazy, 0, 1), safeguard=0.5) if sum(lazy) == 1 else [BUDGET] * len(last)
+    for layer, each in enumerate(last):
+        if lazy[layer]:
+            assert ours[layer] == [[0, 1, *range(TOKENS - sizes[layer] + 2, TOKENS)]] * len(each)
+        else:
+            assert ours[layer] == [best(head, sizes[layer], 2, 0) for head in each]
+
+
+@pytest.mark.parametrize("safeguard", [0.0, 0.5])
+def test_one_budget_for_all(apart, safeguard):
+    """global: every head its safeguard, and the best of all layers and heads together, up to a layer's ceiling."""
+    params, tokens = apart, ids(TOKENS)
+    policy = jaxkv.policy("global-h2o", budget=BUDGET, safeguard=safeguard, prefill_recent=4)
+    policy = dataclasses.replace(policy, decode=None)
+    ours = held(jaxkv.prefill(params, tokens, policy=policy))
+    score = np.stack([each.sum(axis=2).mean(axis=1) for each in attention(params, tokens)])  # [L, Hk, S]
+    score[..., -4:] = np.inf
+    guard = max(int(safeguard * BUDGET), 1)
+    rank = np.argsort(np.argsort(-score, axis=-1, kind="stable"), axis=-1)
+    value = np.where(rank < guard, np.inf, score).astype(np.float64)
+    layers, heads, _ = value.shape
+    ceiling = 2 * BUDGET * heads
+    for layer in range(layers):  # what a layer puts up
+        line = value[layer].ravel()
+        line[np.argsort(-line, kind="stable")[ceiling:]] = -1
+    kept = np.zeros(value.size, bool)
+    kept[np.argsort(-value.ravel(), kind="stable")[: layers * heads * BUDGET]] = True
+    kept = kept.reshape(value.shape)
+    assert len({int(each.sum()) for each in kept}) > 1
+    assert ours == [[np.flatnonzero(head).tolist() for head in layer] for layer in kept]
+
+
+@pytest.mark.parametrize("share", EVEN, ids=lambda share: share.kind)
+def test_a_safeguard_of_all_is_an_even_share(tiny, share):
+    """Then every head keeps its own best, in every block, and decodes as without a pool."""
+    params = tiny(FAMILY)
+    even = dataclasses.replace(jaxkv.policy("h2o", budget=16, block=20), allocate=Uniform())
+    run = functools.partial(jaxkv.generate, params, [ids(55), ids(9, 1)], max_new_tokens=20, stop_tokens=())
+    ours, theirs = run(policy=dataclasses.replace(even, allocate=share)), run(policy=even)
+    assert ours.tokens.tolist() == theirs.tokens.tolist()
+    for row in range(2):
+        assert held(ours.cache, row) == held(theirs.cache, row)
+
+
+# ---- the line
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_long_decode_loses_no_slot(tiny, name):
+    """300 tokens: the bytes and borders stay, segments don't overlap, sinks and newest stay; or all is added."""
+    params, policy = tiny(FAMILY), jaxkv.policy(name, budget=16, **SMALL.get(name, {}))
+    prompts = [ids(60), ids(40, 1)]
+    begun = jaxkv.prefill(params, prompts, policy=policy)
+    out = jaxkv.generate(params, prompts, policy=policy, max_new_tokens=300, stop_tokens=())
+    line = out.cache.layers[0].line
+    sizes = np.asarray(line.sizes)
+    assert (sizes >= 1).all() and (np.asarray(line.offsets)[:, -1] <= line.total).all()
+    for row in range(2):
+        for layer in held(out.cache, row):
+            for head in layer:
+                assert len(head) == len(set(head)) and head[-1] == int(out.cache.lengths[row]) - 1
+    if policy.decode is None:
+        assert (np.asarray(out.cache.held()) == np.asarray(begun.held()) + 299).all()
+    else:
+        assert out.cache.nbytes == begun.nbytes and int(out.cache.held().sum()) == 16 * begun.held().size
+        assert (np.asarray(out.cache.layers[0].line.offsets) == np.asarray(begun.layers[0].line.offsets)).all()
+
+
+def test_a_view_is_the_layers_own():
+    """What `view` cuts out and `written` puts back: every layer its slots, at the line's end too."""
+    rng, batch, heads, layers, dim = np.random.default_rng(0), 2, 2, 3, 4
+    sizes = np.array([[3, 5, 1, 2, 4, 1], [1, 1, 6, 3, 2, 3]])
+    total, reach = 16, 9
+    borders = np.concatenate([np.zeros((batch, 1), int), sizes.cumsum(1)], axis=1)
+    line = jaxkv.pool.Pool(
+        *(jnp.asarray(rng.normal(size=(batch, total, dim)), jnp.float32) for _ in range(2)),
+        jnp.asarray(rng.integers(0, 99, (batch, total)), jnp.int32), jnp.asarray(borders, jnp.int32),
+        jnp.asarray(borders[:, :-1] + rng.integers(0, sizes), jnp.int32),
+        {"mark": jnp.asarray(rng.normal(size=(batch, total)), jnp.float32)},
+    )  # fmt: skip
+    shares = model_pool.shared(line, layers, reach)
+    views = opened(shares)
+    for number, view in enumerate(views):
+        for row in range(batch):
+            for head, positions in enumerate(heads_of(view, row)):
+                own = slice(*borders[row, number * heads + head :][:2])
+                np.testing.assert_array_equal(positions, np.asarray(line.positions)[row, own])
+        assert int((view.positions >= 0).sum()) == sizes[:, number * heads : (number + 1) * heads].sum()
+
+    def step(view):
+        at = (jnp.arange(batch)[:, None], view.next_slot)
+        return dataclasses.replace(
+            view, keys=view.keys.at[at].set(7.0), values=view.values.at[at].set(8.0),
+            positions=view.positions.at[at].set(100), next_slot=view.offsets[:, :-1],
+            stats={"mark": view.stats["mark"] + 1},
+        )  # fmt: skip
+
+    after = model_pool.written(shares, tuple(map(step, views)))[0].line
+    slot = np.zeros((batch, total), bool)
+    np.put_along_axis(slot, np.asarray(line.next_slot), True, axis=1)
+    inside = np.arange(total) < borders[:, -1:]
+    np.testing.assert_array_equal(after.keys, np.where(slot[..., None], 7, line.keys))
+    np.testing.assert_array_equal(after.values, np.where(slot[..., None], 8, line.values))
+    np.testing.assert_array_equal(after.positions, np.where(slot, 100, line.positions))
+    np.testing.assert_array_equal(after.next_slot, borders[:, :-1])
+    np.testing.assert_allclose(after.stats["mark"], np.asarray(line.stats["mark"]) + inside, rtol=1e-6)
+
+
+def test_goes_on_with_more_text_and_with_everything(tiny):
+    """A second prompt competes with what is there; under "full" nothing more is lost."""
+    params = tiny(FAMILY)
+    policy = jaxkv.policy("layer-defensivekv", budget=20, window=4, block=16)
+    cache = jaxkv.prefill(params, ids(60), policy=policy)
+    second = jaxkv.prefill(params, ids(30, 1), cache=cache)
+    assert int(second.held().sum()) == 20 * second.held().size
+    assert all(set(range(86, 90)) <= set(head) for layer in held(second) for head in layer), "the last prompt's window"
+    before = np.asarray(second.held())
+    out = jaxkv.generate(params, ids(10, 2), cache=second, policy=catalogue()["full"], max_new_tokens=9, stop_tokens=())
+    assert (np.asarray(out.cache.held()) == before + 18).all()
+
+
+def test_sliding_layers_keep_their_windows(tiny):
+    """Gemma: its global layers share, the sliding ones hold what they always hold."""
+    params = tiny("gemma3_text")
+    run = functools.partial(jaxkv.generate, params, ids(60), max_new_tokens=20, stop_tokens=())
+    out, plain = (run(policy=jaxkv.policy(name, budget=16)) for name in ("global-h2o", "h2o"))
+    full = [i for i, spec in enumerate(params.config.specs) if spec.window is None]
+    for index, (mine, theirs) in enumerate(zip(out.cache.layers, plain.cache.layers, strict=True)):
+        assert isinstance(mine, model_pool.Share) == (index in full)
+        assert index in full or mine.slots == theirs.slots
+    assert int(np.asarray(out.cache.held())[full].sum()) == 16 * np.asarray(out.cache.held())[full].size
+
+
+def test_what_cannot_share(tiny):
+    for changes, word in (
+        ({"decode": jaxkv.policy("keydiff", budget=16, every=4).decode}, "one slot of its own head"),
+        ({"prefill": jaxkv.policy("knorm", budget=16).prefill, "allocate": Prefix()}, "goes by attention"),
+        ({"rope": "cache"}, "rope='text'"),
+    ):
+        with pytest.raises(BadValue, match=word):
+            dataclasses.replace(jaxkv.policy("global-h2o", budget=16), **changes)
+    with pytest.raises(BadValue, match=r"most=0\.5"):
+        Global(most=0.5)
