@@ -22,9 +22,9 @@ from jaxkv.policies.across import Across
 FAMILY = "llama3"
 TOKENS, BUDGET = 70, 24
 ACROSS = [name for name, policy in sorted(catalogue().items()) if isinstance(policy.allocate, Across)]
-NAMES = [pytest.param(name, marks=() if name in ("cake", "global-h2o") else pytest.mark.slow) for name in ACROSS]
+NAMES = [pytest.param(name, marks=() if name == "global-h2o" else pytest.mark.slow) for name in ACROSS]
 SHARES = [Global(1.0), Prefix(1.0), Cake(1.0, window=4), Density(1.0), Lazy(1.0, sinks=0, recent=1)]
-EVEN = [pytest.param(each, marks=() if isinstance(each, Global | Cake) else pytest.mark.slow) for each in SHARES]
+EVEN = [pytest.param(each, marks=() if isinstance(each, Global) else pytest.mark.slow) for each in SHARES]
 
 
 def ids(length, seed=0):
