@@ -40,16 +40,10 @@ def costs(params: Any, policy: jaxkv.Policy, batch: int, options: argparse.Names
     return {"policy": policy.name, "batch": batch, "step": step, "prefill": prefill, "ratio": ratio}
 
 
-def _bytes(cache: jaxkv.KVCache) -> int:
-    """Of all keys and values."""
-    lines = [getattr(layer, "line", layer) for layer in cache.layers]
-    return sum(line.keys.nbytes + line.values.nbytes for line in lines if line is not None)
-
-
 def held(params: Any, policy: jaxkv.Policy, full: int, rows: list[list[int]]) -> dict[str, Any]:
     """Bytes of keys and values held after the prompt, over the full cache's, beside the fraction asked for."""
     cache = jaxkv.prefill(params, rows, policy=policy)
-    mine = _bytes(cache)
+    mine = cache.kv_bytes
     spread = np.asarray(cache.held())[:, 0]
     return {
         "policy": policy.name, "asked": policy.budget / len(rows[0]), "held": mine / full,
@@ -72,7 +66,7 @@ def main() -> None:
     params = jaxkv.load(options.model)
     pooled = [name for name, policy in catalogue().items() if policy.allocate.pooled and policy.floor <= options.budget]
     rows = prose_rows(params.tokenizer, 1, options.tokens)
-    full = _bytes(jaxkv.prefill(params, rows))
+    full = jaxkv.prefill(params, rows).kv_bytes
     bytes_held = [held(params, jaxkv.policy(name, budget=options.budget), full, rows) for name in pooled]
     names = ("policy", "asked", "held", "least", "most")
     print(

@@ -73,6 +73,12 @@ class KVCache:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.layers))
 
     @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values held: what a budget bounds."""
+        lines = [getattr(layer, "line", layer) for layer in self.layers]  # layers that share have one line between them
+        return sum(line.keys.nbytes + line.values.nbytes for line in lines if line is not None)
+
+    @property
     def views(self) -> tuple[Any, ...]:
         """Every layer as a `LayerCache` or a `Pool`."""
         return opened(self.layers)

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jaxkv.cache import EMPTY
-from jaxkv.pool import Pool, in_time_order, widened
+from jaxkv.pool import Pool, widened
 
 
 @jax.tree_util.register_dataclass
@@ -136,11 +136,6 @@ def changed(layers: tuple[Any, ...], change: Any) -> tuple[Any, ...]:
         else change(layer)
         for layer in layers
     )
-
-
-def ordered(share: Share) -> Share:
-    """The share with every segment of its line in time order behind the empty slots."""
-    return share if share.line is None else dataclasses.replace(share, line=in_time_order(share.line))
 
 
 def room_for(layers: tuple[Any, ...], more: int) -> tuple[Any, ...]:

@@ -18,7 +18,6 @@ from jaxkv import attend_model, model_pool, pool
 from jaxkv import cache as slots_of
 from jaxkv.attend import LayerState, decode_layer, prefill_layer
 from jaxkv.cache import EMPTY, KVCache
-from jaxkv.model_pool import Share
 from jaxkv.models import Decoder, ModelConfig, graphdef
 from jaxkv.plan import Plan
 from jaxkv.policies.across import Across
@@ -45,8 +44,6 @@ def _of_layer(learned: Learned, layer: int) -> dict[str, Array]:
 
 
 def _in_time_order(layer: Any, layout: Layout) -> Any:
-    if isinstance(layer, Share):
-        return model_pool.ordered(layer)
     return pool.in_time_order(layer) if isinstance(layer, Pool) else slots_of.in_time_order(layout.gathered(layer))
 
 
@@ -87,9 +84,7 @@ def prefill(
     """
     model = model_of(config, weights)
     # the slots of a cache to go on from lie as decoding left them; from here on they stay in time order
-    layers = tuple(
-        _in_time_order(layer, layout) if isinstance(layer, Share) or layer.slots else layer for layer in layers
-    )
+    layers = model_pool.changed(layers, lambda layer: _in_time_order(layer, layout) if layer.slots else layer)
     share = policy.allocate if isinstance(policy.allocate, Across) else None
     replays = plan.look and policy.prefill is not None and isinstance(policy.prefill.observe, Replay)
     end = lengths + jnp.sum(positions >= 0, axis=-1, dtype=jnp.int32)

@@ -382,14 +382,10 @@ def test_bytes_are_the_budget(tiny, name):
     """Keys and values held over the full cache's: the fraction asked for, however the heads differ."""
     params, tokens = tiny(FAMILY), 96
 
-    def size(cache):
-        lines = [getattr(layer, "line", layer) for layer in cache.layers]
-        return sum(line.keys.nbytes + line.values.nbytes for line in lines if line is not None)
-
-    full = size(jaxkv.prefill(params, ids(tokens)))
+    full = jaxkv.prefill(params, ids(tokens)).kv_bytes
     policy = jaxkv.policy(name, ratio=0.75, **SMALL.get(name, {}))
     cache = jaxkv.prefill(params, ids(tokens), policy=policy)
-    assert size(cache) == full // 4
+    assert cache.kv_bytes == full // 4
     assert all(isinstance(layer, Pool) for layer in cache.views)
     held = np.asarray(cache.held())
     assert held.sum() == 24 * held[:, 0].size

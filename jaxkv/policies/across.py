@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv.cache import highest
 from jaxkv.errors import BadValue
 from jaxkv.policies.allocate import STEPS, poured
-from jaxkv.policies.by_queries import window_attention
+from jaxkv.policies.by_queries import over_queries, window_attention
 from jaxkv.policies.score import Sight
 
 
@@ -166,10 +166,7 @@ class Cake(Weighed):
         before = sight.live & (sight.at < (sight.next - self.window)[:, None, None])
         mass = jnp.where(before[:, :, None, None], mass, 0.0)
         entropy = -jnp.sum(jnp.where(mass > 0, mass * jnp.log(jnp.maximum(mass, 1e-30)), 0.0), axis=(1, 2, 3, 4))
-        many = jnp.maximum(jnp.sum(real, axis=-1), 2).astype(jnp.float32)[:, None, None, None, None]
-        mean = jnp.sum(mass, axis=3, keepdims=True) / many
-        off = jnp.where(real[:, None, None, :, None], mass - mean, 0.0)
-        spread = jnp.sum(off * off / (many - 1), axis=(1, 2, 3, 4))
+        spread = jnp.sum(over_queries(mass, real)[1], axis=(1, 2, 3))
         return (entropy ** (1 / self.tau1) * spread ** (1 / self.tau2))[:, None]
 
     def turns(self, profiles: Float[Array, "N B 1"]) -> tuple[Float[Array, "N B"], ...]:

@@ -224,10 +224,8 @@ class ShiftingAttention(Score):
 
     def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
         mass, real = window_attention(sight, self.window)
-        many = jnp.maximum(jnp.sum(real, axis=-1), 2).astype(jnp.float32)[:, None, None, None]
-        mean = jnp.sum(mass, axis=3) / many
-        off = jnp.where(real[:, None, None, :, None], mass - mean[:, :, :, None], 0.0)
-        worth = mean + self.gamma * jnp.sum(off * off, axis=3) / (many - 1)
+        mean, variance = over_queries(mass, real)
+        worth = mean + self.gamma * variance
         worth = worth.reshape(worth.shape[0], -1, worth.shape[-1])  # by query heads
         apart = sight.at >= (sight.next - self.window)[:, None, None]
         aggregate = Aggregate(pool="avg", kernel=self.kernel)
@@ -243,6 +241,16 @@ def window_attention(sight: Sight, window: int) -> tuple[Float[Array, "B Hk G W 
     logits = jnp.einsum("bhgtd,bhsd->bhgts", _grouped(query, sight.at.shape[1]), sight.k) * sight.scale
     sees = (sight.live[:, :, None] & (sight.at[:, :, None] <= at[:, None, :, None]))[:, :, None]
     return jnp.where(sees, jax.nn.softmax(jnp.where(sees, logits, -1e30), axis=-1), 0.0), at >= 0
+
+
+def over_queries(
+    mass: Float[Array, "B Hk G W S"], real: Bool[Array, "B W"]
+) -> tuple[Float[Array, "B Hk G S"], Float[Array, "B Hk G S"]]:
+    """Mean and variance (W - 1) of the attention over the real queries, of which there are at least two."""
+    many = jnp.maximum(jnp.sum(real, axis=-1), 2).astype(jnp.float32)[:, None, None, None]
+    mean = jnp.sum(mass, axis=3) / many
+    off = jnp.where(real[:, None, None, :, None], mass - mean[:, :, :, None], 0.0)
+    return mean, jnp.sum(off * off, axis=3) / (many - 1)
 
 
 def _queries(sight: Sight) -> tuple[Float[Array, "B Hq T D"], Bool[Array, "B T"]]:
