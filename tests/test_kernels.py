@@ -322,6 +322,25 @@ def test_queries_that_weigh_more_than_others(how, reduce, heads, slots):
         np.testing.assert_allclose(np.asarray(got[b, head], np.float64), expected, atol=2e-5, rtol=1e-4)
 
 
+def test_attention_and_mass_share_their_softmax():
+    """XLA computes the weights once where a program asks for both, or prefill under sums pays for attention twice."""
+    arrays = (
+        jnp.ones((1, 4, 256, 64)),
+        jnp.ones((1, 2, 300, 64)),
+        jnp.arange(44, 300)[None],
+        jnp.zeros((1, 2, 300), int),
+    )
+    options = dict(scale=0.125, own_keys_last=True, implementation="reference")
+
+    def both(query, keys, at, positions):
+        mass = mass_api.prefill_attend_mass(query, keys, at, positions, **options)
+        return attend_api.prefill_attend(query, keys, keys, at, positions, **options), mass
+
+    alone = jax.jit(lambda query, keys, *at: attend_api.prefill_attend(query, keys, keys, *at, **options))
+    dots = [jax.jit(call).lower(*arrays).compile().as_text().count(" dot(") for call in (alone, both)]
+    assert dots[0] == dots[1] > 0
+
+
 def test_a_name_that_is_not_there():
     with pytest.raises(ValueError, match="implementation 'warp' is not one of"):
         decode_api.decode_attend_score(implementation="warp")

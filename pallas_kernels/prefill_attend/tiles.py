@@ -1,0 +1,41 @@
+"""The softmax weights of a block of queries, a tile of queries at a time: what both prefill references are made of.
+
+Both write the same expressions, so that XLA computes them once where one program asks for attention and mass.
+"""
+
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.masking import masked_softmax, soft_cap, visible
+
+TILE = 128  # queries at a time, at least: bounds the [queries, keys] array and skips keys that come later
+TILES = 8  # at most: each is unrolled
+
+
+def tiles(
+    queries: Float[Array, "B Hq T D"],
+    keys: Float[Array, "B Hk S D"],
+    query_positions: Int[Array, "B T"],
+    key_positions: Int[Array, "B Hk S"],
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    own_keys_last: bool,
+) -> Iterator[tuple[int, int, Float[Array, "B Hk G N F"]]]:
+    """First and last of some queries, and their weights on the first F keys (those behind are seen by none)."""
+    batch, heads, length, dim = queries.shape
+    kv_heads, slots = keys.shape[1:3]
+    group = heads // kv_heads
+    grouped = queries.reshape(batch, kv_heads, group, length, dim)
+    size = max(TILE, -(-length // TILES))
+    for start in range(0, length, size):
+        end = min(start + size, length)
+        far = slots - length + end if own_keys_last else slots
+        q = grouped[:, :, :, start:end].reshape(batch, kv_heads, group * (end - start), dim)
+        logits = jnp.einsum("bhqd,bhsd->bhqs", q, keys[:, :, :far], preferred_element_type=jnp.float32) * scale
+        seen = visible(query_positions[:, None, start:end], key_positions[:, :, :far], window)[:, :, None]
+        logits = soft_cap(logits, softcap).reshape(batch, kv_heads, group, end - start, far)
+        yield start, end, masked_softmax(logits, seen)[0]
