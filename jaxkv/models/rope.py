@@ -46,14 +46,29 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     return speed
 
 
-def rotate(x: Float[Array, "*lead D"], positions: Int[Array, "..."], rope: Rope) -> Float[Array, "*lead D"]:
+def rotate(
+    x: Float[Array, "*lead D"], positions: Int[Array, "..."], rope: Rope, below: int | None = None
+) -> Float[Array, "*lead D"]:
     """`x` turned to its positions, which broadcast to the leading dims; angles in float32, the result in x's dtype.
 
-    An empty slot's position of -1 turns backwards by one: finite, and meant to be masked.
+    An empty slot's position of -1 turns backwards by one: finite, and meant to be masked. `below` says that all
+    positions are lower: a CPU then looks the angles' cosines up, which it computes slowly.
     """
-    angles = positions[..., None].astype(jnp.float32) * frequencies(rope, x.shape[-1])
-    # the barrier keeps one table for all heads; without, XLA fuses the cosines into every use of them
-    cos, sin = lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
+    speed = frequencies(rope, x.shape[-1])
+
+    def circle(positions):
+        angles = positions[..., None].astype(jnp.float32) * speed
+        # the barrier keeps one table for all heads; without, XLA fuses the cosines into every use of them
+        return lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
+
+    def looked_up(positions):
+        cos, sin = circle(jnp.arange(-1, below))
+        return lax.optimization_barrier((cos[positions + 1], sin[positions + 1]))
+
+    if below is None or math.prod(positions.shape) <= below:
+        cos, sin = circle(positions)
+    else:
+        cos, sin = lax.platform_dependent(positions, cpu=looked_up, default=circle)
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
     signs = jnp.asarray([[-1.0], [1.0]], jnp.float32)  # (left, right) -> (left cos - right sin, right cos + left sin)
     turned = halves * cos[..., None, :] + halves[..., ::-1, :] * (signs * sin[..., None, :])

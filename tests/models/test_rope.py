@@ -72,3 +72,11 @@ def test_low_precision_input_is_turned_in_float32():
     exact = rotate(x.astype(jnp.float32), jnp.array([7001]), Rope(10000.0))
     assert turned.dtype == jnp.bfloat16
     np.testing.assert_array_equal(turned, exact.astype(jnp.bfloat16))
+
+
+def test_angles_that_are_looked_up():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2, 3, 40, 16)), jnp.float32)
+    positions = jnp.asarray(rng.integers(-1, 40, (2, 3, 40)), jnp.int32)
+    rope = Rope(10_000.0, scaling="llama3", factor=8.0)
+    np.testing.assert_array_equal(rotate(x, positions, rope, below=40), rotate(x, positions, rope))
