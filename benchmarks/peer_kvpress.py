@@ -30,6 +30,8 @@ TWINS = {
     "h2o": "ObservedAttentionPress",
     "tova": "TOVAPress",
     "knorm": "KnormPress",
+    "adakv": "AdaKVPress(SnapKVPress)",
+    "critical-adakv": "CriticalAdaKVPress(SnapKVPress)",
 }
 OTHERS = ("ExpectedAttentionPress", "KeyDiffPress", "PyramidKVPress", "LagKVPress")  # no twin in the default run
 EAGER = ("ObservedAttentionPress",)  # needs the attention weights that only the plain implementation gives
@@ -63,7 +65,6 @@ def ask(options: argparse.Namespace) -> None:
     from jaxkv.evaluation import asking, runner, summary
     from jaxkv.evaluation.results import Store
     from jaxkv.evaluation.scorers import score
-    from jaxkv.weights.source import locate
 
     settings = evaluation.load(options.run)
     settings = dataclasses.replace(settings, model=options.model or settings.model, fidelity=None, retention=None)
@@ -73,14 +74,7 @@ def ask(options: argparse.Namespace) -> None:
         {**evaluation.settings.to_dict(settings), "presses": options.presses}, f"kvpress: {params.fingerprint}"
     )
     threads = options.threads or len(os.sched_getaffinity(0))
-    peer = Peer(
-        options.oracle_python,
-        "benchmarks.peer_kvpress",
-        "--worker",
-        str(locate(settings.model)),
-        "--threads",
-        str(threads),
-    )
+    peer = asked(options.oracle_python, settings.model, threads)
     print("kvpress side:", peer.about, file=sys.stderr)
     examples = [each for each in runner.examples_of(settings, params.tokenizer) if not each.output]
     columns = [(press, budget) for press in presses(settings, options.presses) for budget in settings.budgets]
@@ -129,6 +123,13 @@ def ask(options: argparse.Namespace) -> None:
     print(summary.text_table(summary.quality(store.records())))
 
 
+def asked(python: str, model: str, threads: int) -> Peer:
+    """kvpress with the model loaded, to be asked."""
+    from jaxkv.weights.source import locate
+
+    return Peer(python, "benchmarks.peer_kvpress", "--worker", str(locate(model)), "--threads", str(threads))
+
+
 def presses(settings: Any, others: list[str]) -> list[str]:
     """The twins of the run's policies, and the others."""
     names = [cell.policy.name for cell in settings.cells() if cell.policy is not None]
@@ -138,7 +139,7 @@ def presses(settings: Any, others: list[str]) -> list[str]:
 
 def label(press: str) -> str:
     """Our name of a press that has a twin, so that the report gives both one colour; its own name otherwise."""
-    return next((ours for ours, theirs in TWINS.items() if theirs == press), press.removesuffix("Press"))
+    return next((ours for ours, theirs in TWINS.items() if theirs == press), press.replace("Press", ""))
 
 
 def begin(model: Path, threads: int) -> tuple[dict[str, Any], Callable]:
@@ -189,8 +190,9 @@ def _answer(model: Any, request: dict[str, Any]) -> dict[str, Any]:
     kept, pressed = request["kept"], contextlib.nullcontext()
     if kept is not None and kept < len(first):
         # kvpress keeps int(T * (1 - ratio)): the half keeps rounding from taking one away
-        press = getattr(kvpress, request["press"])(compression_ratio=1 - (kept + 0.5) / len(first))
-        pressed = press(model)
+        outer, _, inner = request["press"].rstrip(")").partition("(")
+        press = getattr(kvpress, inner or outer)(compression_ratio=1 - (kept + 0.5) / len(first))
+        pressed = (getattr(kvpress, outer)(press) if inner else press)(model)
     cache = DynamicCache()
     with pressed:
         out = model(torch.tensor([first]), past_key_values=cache, logits_to_keep=1)

@@ -3,16 +3,20 @@
 Decode steps of the same model and parts, once with heads that compete and once with equal heads, in turns in one
 process; then bytes held over the full cache's, read from the arrays, for every method whose heads compete.
 
-    python -m benchmarks.pool_cost
+    python -m benchmarks.pool_cost [--oracle-python PATH]
+
+With PATH, a Python with torch, transformers and kvpress, kvpress' bytes stand beside those of its twins.
 """
 
 import argparse
 import dataclasses
+import os
 from typing import Any
 
 import numpy as np
 
 import jaxkv
+from benchmarks import peer_kvpress
 from benchmarks.family_cost import decoded, prefilled
 from benchmarks.flat_cost import in_turns
 from benchmarks.report import prose_rows, table, write
@@ -51,6 +55,19 @@ def held(params: Any, policy: jaxkv.Policy, full: int, rows: list[list[int]]) ->
     }  # fmt: skip
 
 
+def theirs(python: str, model: str, names: list[str], budget: int, row: list[int]) -> dict[str, float]:
+    """Bytes of keys and values that kvpress' twins of the policies hold after the prompt, over its full cache's."""
+    peer = peer_kvpress.asked(python, model, len(os.sched_getaffinity(0)))
+    prompt = {"context": row, "rest": [], "compress": "all", "new_tokens": 1, "stop": []}
+    full = peer.ask(press="none", kept=None, **prompt)["cache_bytes"]
+    twins = [name for name in names if name in peer_kvpress.TWINS]
+    found = {
+        name: peer.ask(press=peer_kvpress.TWINS[name], kept=budget, **prompt)["cache_bytes"] / full for name in twins
+    }
+    peer.close()
+    return found
+
+
 def main() -> None:
     """Measure, print the tables, store the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -61,6 +78,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--oracle-python", default=None, help="a Python with torch, transformers and kvpress")
     parser.add_argument("--name", default="pool_cost", help="of the JSON file in benchmarks/results")
     options = parser.parse_args()
     params = jaxkv.load(options.model)
@@ -68,9 +86,13 @@ def main() -> None:
     rows = prose_rows(params.tokenizer, 1, options.tokens)
     full = jaxkv.prefill(params, rows).kv_bytes
     bytes_held = [held(params, jaxkv.policy(name, budget=options.budget), full, rows) for name in pooled]
-    names = ("policy", "asked", "held", "least", "most")
+    if options.oracle_python is not None:
+        beside = theirs(options.oracle_python, options.model, pooled, options.budget, [int(id) for id in rows[0]])
+        bytes_held = [{**row, "kvpress": beside.get(row["policy"], "-")} for row in bytes_held]
     print(
-        table("bytes held over the full cache's; entries of a head", names, [[r[n] for n in names] for r in bytes_held])
+        table(
+            "bytes held over the full cache's; entries of a head", [*bytes_held[0]], [[*r.values()] for r in bytes_held]
+        )
     )
 
     times = []
