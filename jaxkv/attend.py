@@ -92,7 +92,7 @@ def prefill_layer(
         query = rotate(query, positions[:, None, :], spec.rope)
         key = rotate(key, positions[:, None, :], spec.rope)
     joined = layout.gathered(
-        slots_of.append(layout.gathered(pools.by_head(state.cache)), key, value, each_head, entered)
+        slots_of.append(layout.gathered(pools.by_head(layout.gathered(state.cache))), key, value, each_head, entered)
     )
 
     read, places = joined.keys, joined.positions
@@ -299,8 +299,8 @@ def decode_layer(
     if isinstance(layer, Pool):
         query, key = (rotate(x, position[:, None], spec.rope) for x in (query, key))
         output, pool = attend_pool.decode_pool(
-            policy, position, query, key, value, entered, layer, limits, sight, scale=spec.scale, softcap=spec.softcap,
-            implementation=implementation,
+            policy, layout, position, query, key, value, entered, layer, limits, sight,
+            scale=spec.scale, softcap=spec.softcap, implementation=implementation,
         )  # fmt: skip
         return output[:, None], dataclasses.replace(state, cache=pool)
     stats = _write_stats(layer, entered, active)
@@ -309,7 +309,7 @@ def decode_layer(
     if policy.rope == "text":
         query, key = (rotate(x, position[:, None], spec.rope) for x in (query, key))
     else:
-        turn = functools.partial(_turn_by_place, spec)
+        turn = functools.partial(_turn_by_place, spec, layer.slots)
 
     result = decode_attend_score(
         layout,
@@ -370,13 +370,14 @@ def _filling(layer: LayerCache, active: Bool[Array, "B"]) -> Bool[Array, "B Hk C
 
 def _turn_by_place(
     spec: AttentionSpec,
+    slots: int,
     query: Float[Array, "B Hk G D"],
     keys: Float[Array, "B Hk C D"],
     places: Int[Array, "B Hk C"],
     place: Int[Array, "B Hk"],
 ) -> tuple[Float[Array, "B Hk G D"], Float[Array, "B Hk C D"]]:
-    """Query and keys turned by their place in the cache instead of the text."""
-    return rotate(query, place[..., None], spec.rope), rotate(keys, places, spec.rope)
+    """Query and keys turned by their place among `slots` in the cache instead of the text."""
+    return rotate(query, place[..., None], spec.rope), rotate(keys, places, spec.rope, below=slots)
 
 
 def _cut_when_full(

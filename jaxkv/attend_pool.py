@@ -19,8 +19,9 @@ from jaxkv.policies.allocate import Adaptive, Divided, Measured
 from jaxkv.policies.policy import Phase, Policy, priority
 from jaxkv.policies.score import Sight
 from jaxkv.pool import Pool
+from jaxkv.sharding.attention import ragged_decode
+from jaxkv.sharding.layout import Layout
 from pallas_kernels.decode_attend_score.victim import Rule
-from pallas_kernels.ragged_decode import ragged_decode
 from pallas_kernels.ragged_decode.reference import first_empty, lowest
 from pallas_kernels.ragged_decode.segments import per_head, per_slot
 
@@ -178,6 +179,7 @@ def observe(
 
 def decode_pool(
     policy: Policy,
+    layout: Layout,
     position: Int[Array, "B"],
     query: Float[Array, "B Hq D"],
     key: Float[Array, "B Hk D"],
@@ -206,8 +208,9 @@ def decode_pool(
             line = (jnp.where(local, 0.0, line[0]), jnp.where(local, places.astype(jnp.float32), line[1]))
 
     result = ragged_decode(
-        query, key, value, position, pool.next_slot, pool.keys, pool.values, pool.positions, pool.offsets, recents,
-        *line, group=phase.aggregate.group if phase else "sum", rule=rule, **softmax,
+        layout, query, key, value, position, pool.next_slot, pool.keys, pool.values, pool.positions, pool.offsets,
+        recents, *line, group=phase.aggregate.group if phase else "sum", rule=rule,
+        whole=isinstance(policy.allocate, Across), **softmax,
     )  # fmt: skip
     before = stats
     if phase is not None:

@@ -244,7 +244,6 @@ def _prefill(
             f"policy {policy.name!r} runs only some of the prompt through the last layers, and these drafts need what "
             "the model held likely after each token: use PromptLookup, or leave speculative= out"
         )
-    _check_pools(params, policy, cache)
     if cache is not None:
         cache = layout.cache(_branched(cache, batch))
         pending = np.asarray(cache.pending)
@@ -276,14 +275,11 @@ def _prefill(
     return cache, logits, expected
 
 
-def _check_pools(params: Params, policy: Policy, cache: KVCache | None, speculative: Speculative | None = None) -> None:
-    """Raises `BadValue` for a pool on a mesh or under drafts, which know only layers whose heads hold equally many."""
-    if not policy.allocate.pooled and not any(isinstance(layer, Pool) for layer in (cache.views if cache else ())):
-        return
-    asked = "a mesh" if params.layout.mesh is not None else "speculative=" if speculative is not None else None
-    if asked is not None:
+def _check_pools(policy: Policy, cache: KVCache | None) -> None:
+    """Raises `BadValue` for a pool under drafts, which know only layers whose heads hold equally many."""
+    if policy.allocate.pooled or any(isinstance(layer, Pool) for layer in (cache.views if cache else ())):
         raise BadValue(
-            f"policy {policy.name!r} with {asked}: its heads share a pool, which {asked} does not know so far; leave "
+            f"policy {policy.name!r} with speculative=: its heads share a pool, which drafts do not know so far; leave "
             "one of the two out, or set allocate kind 'uniform'"
         )
 
@@ -395,7 +391,8 @@ def _begin(
     chosen = _policy(params, policy, cache)
     if speculative is not None and params.layout.mesh is not None:
         raise BadValue("speculative= on a mesh: drafts are verified on one device so far; leave one of the two out")
-    _check_pools(params, chosen, cache, speculative)
+    if speculative is not None:
+        _check_pools(chosen, cache)
     session = None if speculative is None else Session(speculative, params, chosen)
     went_on = cache is not None
     started = time.perf_counter()
@@ -500,7 +497,7 @@ def _widened(pool: Pool, tokens: int) -> Pool:
 
 def _lacking(pool: Pool, tokens: int) -> int:
     """Slots that every head of the pool needs besides its empty ones, a multiple of GROW."""
-    return -(-max(tokens - int(np.min(np.asarray(pool.sizes - pool.held()))), 0) // GROW) * GROW
+    return -(-max(tokens - int(np.min(on_host(pool.sizes - pool.held()))), 0) // GROW) * GROW
 
 
 def _row_keys(seed: int, rows: list[np.ndarray] | None, cache: KVCache, samples: int) -> jax.Array:

@@ -50,6 +50,9 @@ def lower(
     weights = _weights(config, dtype, panels, layout)
     shapes, limits = plan(policy, config, None, np.full(batch, tokens), room, parts=layout.parts)
     static = {"config": config, "policy": policy, "layout": layout, "implementation": implementation}
+    placed = lambda layers: tuple(  # noqa: E731
+        layout.each(layer, lambda leaf, *axes: _array(layout, leaf, axes)) for layer in layers
+    )
     layers = jax.eval_shape(lambda: run.empty_layers(config, policy, batch, dtype))
     ints = (
         (batch, shapes.length), (batch, shapes.length), (batch, policy.extra if shapes.look else 0), (batch,),
@@ -57,7 +60,7 @@ def lower(
     )  # fmt: skip
     arguments = (
         weights,
-        jax.tree.map(lambda leaf: _array(layout, leaf, layout.slot_axes(len(leaf.shape))), layers),
+        placed(layers),
         *(_array(layout, jax.ShapeDtypeStruct(shape, jnp.int32)) for shape in ints),
     )
     prefill = run.prefill.lower(*arguments, **static, plan=shapes)
@@ -72,7 +75,7 @@ def lower(
     begun = jax.eval_shape(state, left)
     cache = dataclasses.replace(
         jax.tree.map(lambda leaf: _array(layout, leaf), begun.cache),
-        layers=jax.tree.map(lambda leaf: _array(layout, leaf, layout.slot_axes(len(leaf.shape))), begun.cache.layers),
+        layers=placed(begun.cache.layers),
     )
     begun = dataclasses.replace(jax.tree.map(lambda leaf: _array(layout, leaf), begun), cache=cache)
     decode = run.decode.lower(weights, begun, **static, steps=steps, sampler=Sampler(), stop=())

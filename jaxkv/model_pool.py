@@ -108,8 +108,8 @@ def written(layers: tuple[Any, ...], views: tuple[Any, ...]) -> tuple[Any, ...]:
 
     def whole(name: str) -> Array:
         """A statistic of all slots: a step may change each."""
-        stacked = jnp.stack([view.stats[name] for _, view in shares], axis=1)
-        stat = stacked[jnp.arange(len(stacked))[:, None], layer, back]
+        each = jnp.concatenate([view.stats[name] for _, view in shares], axis=1)
+        stat = jnp.take_along_axis(each, layer * shares[0][0].reach + back, axis=1)
         return jnp.where(owner < heads, stat, before[name])
 
     line = Pool(

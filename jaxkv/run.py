@@ -44,7 +44,7 @@ def _of_layer(learned: Learned, layer: int) -> dict[str, Array]:
 
 
 def _in_time_order(layer: Any, layout: Layout) -> Any:
-    return pool.in_time_order(layer) if isinstance(layer, Pool) else slots_of.in_time_order(layout.gathered(layer))
+    return (pool if isinstance(layer, Pool) else slots_of).in_time_order(layout.gathered(layer))
 
 
 def empty_layers(config: ModelConfig, policy: Policy, batch: int, dtype) -> Layers:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from letters import Letters
+from measured import measured
 from small import CORE, SMALL
 
 import jaxkv
@@ -19,20 +20,22 @@ from jaxkv import cli
 from jaxkv.errors import BadValue, UnknownName
 from jaxkv.lowering import held_by_one, lower
 from jaxkv.policies import catalogue
+from jaxkv.pool import by_head
 from jaxkv.sharding import Layout, on_host
 from jaxkv.sharding.attention import prefill_attend_mass
 from jaxkv.sharding.mesh import parsed
 from jaxkv.sharding.traffic import collectives
 
-NAMES = [name for name in sorted(catalogue()) if not catalogue()[name].allocate.pooled]  # a pool is refused
+NAMES = sorted(catalogue())
 MESHES = {"8,1,1": (8, 1, 1), "1,8,1": (1, 8, 1), "1,1,8": (1, 1, 8), "2,2,2": (2, 2, 2)}
-ALWAYS = ("dapq-longflow",)  # on every mesh; CORE on 2,2,2; the rest are slow
+ALWAYS = ("dapq-longflow",)  # on every mesh; CORE and POOLS on 2,2,2; the rest are slow
+POOLS = ("global-h2o",)
 CASES = [
     pytest.param(
         name,
         axes,
         id=f"{name}-{axes}",
-        marks=() if (axes == "2,2,2" and name in CORE) or name in ALWAYS else pytest.mark.slow,
+        marks=() if (axes == "2,2,2" and name in (*CORE, *POOLS)) or name in ALWAYS else pytest.mark.slow,
     )
     for name in NAMES
     for axes in MESHES
@@ -63,10 +66,18 @@ def generated(params, name, steps=16, **options):
     return jaxkv.generate(params, prompts(), policy=policy(name, **options), max_new_tokens=steps, **sampling)
 
 
+def loaded(folder, mesh=None):
+    """The model with a made-up calibration."""
+    params = jaxkv.load(folder, mesh=mesh)
+    config = params.config
+    made_up = measured(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)
+    return dataclasses.replace(params, learned={name: jnp.asarray(x) for name, x in made_up.items()})
+
+
 @functools.cache
 def expected(folder, name):
     """What one device gives."""
-    return generated(jaxkv.load(folder), name)
+    return generated(loaded(folder), name)
 
 
 def in_time(layer):
@@ -78,7 +89,7 @@ def in_time(layer):
 
 
 def assert_same_cache(ours, theirs, atol=1e-4):
-    for mine, other in zip(ours.layers, theirs.layers, strict=True):
+    for mine, other in zip(map(by_head, ours.views), map(by_head, theirs.views), strict=True):
         slots = min(mine.slots, other.slots)  # a mesh may have added empty slots
         (positions, *arrays), (expected, *references) = in_time(mine), in_time(other)
         assert np.array_equal(positions[..., -slots:], expected[..., -slots:])
@@ -94,7 +105,7 @@ def assert_same_cache(ours, theirs, atol=1e-4):
 @pytest.mark.parametrize("name, axes", CASES)
 def test_a_mesh_gives_what_one_device_gives(goldens, name, axes):
     folder = goldens / "tiny" / "llama3"
-    out = generated(jaxkv.load(folder, mesh=on(MESHES[axes])), name)
+    out = generated(loaded(folder, on(MESHES[axes])), name)
     assert out.tokens.tolist() == expected(folder, name).tokens.tolist()
     assert_same_cache(out.cache, expected(folder, name).cache)
 
@@ -205,33 +216,46 @@ def test_weights_are_read_once_and_hold_what_the_file_holds(goldens, monkeypatch
             assert mine[...].addressable_shards[0].data.size * axes[1] == mine[...].size, path
 
 
-def test_a_cache_goes_on_on_another_mesh(goldens, tmp_path):
+@pytest.mark.parametrize(
+    "name", ["dapq-longflow", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adakv-h2o", "global-h2o"))]
+)
+def test_a_cache_goes_on_on_another_mesh(goldens, tmp_path, name):
     folder = goldens / "tiny" / "llama3"
     where = {"one": None, "model": on((1, 8, 1)), "context": on((1, 1, 8)), "mixed": on((2, 2, 2))}
-    loaded = {name: jaxkv.load(folder, mesh=mesh) for name, mesh in where.items()}
-    first = generated(loaded["mixed"], "dapq-longflow", steps=5, budget=18)  # 18 slots don't divide by 8
+    params_on = {place: jaxkv.load(folder, mesh=mesh) for place, mesh in where.items()}
+    first = generated(params_on["mixed"], name, steps=5, budget=18)  # 18 slots don't divide by 8
     jaxkv.save(first.cache, tmp_path / "cache")
     going = {"policy": None, "max_new_tokens": 9, "stop_tokens": ()}
-    whole = jaxkv.generate(loaded["mixed"], cache=first.cache, **going)
-    for name, params in loaded.items():
+    whole = jaxkv.generate(params_on["mixed"], cache=first.cache, **going)
+    for place, params in params_on.items():
         restored = jaxkv.restore(tmp_path / "cache", params)
         out = jaxkv.generate(params, cache=restored, **going)
-        assert out.tokens.tolist() == whole.tokens.tolist(), name
+        assert out.tokens.tolist() == whole.tokens.tolist(), place
         assert_same_cache(out.cache, whole.cache)
         moved = jaxkv.generate(params, cache=first.cache, **going)
-        assert moved.tokens.tolist() == whole.tokens.tolist(), name
+        assert moved.tokens.tolist() == whole.tokens.tolist(), place
 
 
-@pytest.mark.parametrize("name, axes", [("h2o", (1, 8, 1)), ("tova", (1, 1, 8)), ("dapq-longflow", (2, 2, 2))], ids=str)
-def test_decode_moves_no_cache(goldens, unchecked, name, axes):
+POOLED = {"allocate": {"kind": "adaptive", "safeguard": 0.2}}  # without moves of borders, which move entries
+
+
+@pytest.mark.parametrize(
+    "name, axes, options",
+    [
+        ("h2o", (1, 8, 1), {}), ("tova", (1, 1, 8), {}), ("dapq-longflow", (2, 2, 2), {}), ("h2o", (2, 2, 2), POOLED),
+        ("global-h2o", (8, 1, 1), {}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_decode_moves_no_cache(goldens, unchecked, name, axes, options):
     config = jaxkv.load(goldens / "tiny" / "llama3").config
     layout = Layout.of(on(axes), config)
-    programs = lower(config, policy(name, budget=1024), batch=8, tokens=160, layout=layout)
+    programs = lower(config, policy(name, budget=1024, **options), batch=8, tokens=160, layout=layout)
     found = collectives(programs.decode.compile().as_text())
     arrays = jax.tree.leaves(programs.cache.layers)
     gathered = [each.bytes for each in found if each.kind != "all-reduce"]  # sums over heads do have slots
     assert gathered and max(gathered) < min(held_by_one(x) for x in arrays if len(x.shape) > 2)
-    assert max(each.bytes for each in found) < held_by_one(programs.cache.layers[0].keys)
+    assert max(each.bytes for each in found) < max(held_by_one(x) for x in arrays)
     assert sum(each.bytes for each in found if each.looped) < 0.1 * held_by_one(arrays)
 
 

@@ -15,14 +15,17 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxkv import cache as slots_of
-from jaxkv.sharding.layout import GROUP, HEADS, ROWS, SLOTS, Layout
+from jaxkv.sharding.layout import GROUP, HEADS, LINE, ROWS, SLOTS, Layout
 from pallas_kernels import decode_attend_score as decode_kernel
 from pallas_kernels import prefill_attend as prefill_kernel
 from pallas_kernels import prefill_attend_mass as mass_kernel
+from pallas_kernels import ragged_decode as ragged_kernel
 from pallas_kernels.decode_attend_score.reference import GROUP as REDUCE
 from pallas_kernels.decode_attend_score.reference import Attended, written
 from pallas_kernels.decode_attend_score.victim import Factor, Rule, aim
 from pallas_kernels.masking import filled, masked_softmax, soft_cap, visible
+from pallas_kernels.ragged_decode import reference as ragged
+from pallas_kernels.ragged_decode.segments import over_slots
 
 ACROSS = {"sum": lax.psum, "mean": lax.pmean, "max": lax.pmax}
 Turn = Callable[..., tuple[jax.Array, jax.Array]]
@@ -218,6 +221,90 @@ def _attend_part(
         output=lax.psum(output * share[..., None], SLOTS).astype(query.dtype),
         lse=everyone,
         mass=ACROSS[group](mass, GROUP) if layout.size(GROUP) > 1 else mass,
+        keys=keys,
+        values=values,
+        positions=positions,
+        next_slot=slot,
+    )
+
+
+def ragged_decode(
+    layout: Layout,
+    query: Float[Array, "B Hq D"],
+    key: Float[Array, "B Hk D"],
+    value: Float[Array, "B Hk D"],
+    position: Int[Array, "B"],
+    slot: Int[Array, "B Hk"],
+    keys: Float[Array, "B P D"],
+    values: Float[Array, "B P D"],
+    positions: Int[Array, "B P"],
+    offsets: Int[Array, "B Hk_1"],
+    recents: Int[Array, "B"],
+    weight: ragged.Weight = 1.0,
+    bias: ragged.Weight = 0.0,
+    *,
+    rule: Rule | None,
+    whole: bool = False,
+    **options: Any,
+) -> Attended:
+    """`ragged_decode` with rows and slots divided, wherever the heads' borders lie; K and V never leave their device.
+
+    Every device has the queries of all heads and attends with those slots that it holds; the parts are merged by
+    their log-sum-exps, and the next slots chosen from the mass of all. `whole`: only the rows are divided.
+    """
+    if layout.mesh is None:
+        return ragged_kernel.ragged_decode(
+            query, key, value, position, slot, keys, values, positions, offsets, recents, weight, bias, rule=rule,
+            **options,
+        )  # fmt: skip
+    options.pop("implementation")  # a kernel chooses the next slot among all slots, which no device sees here
+    kv = layout.spec(keys.shape, (ROWS, None if whole else LINE, None))
+    rows, flat = layout.spec(position.shape, (ROWS,)), _but_last(kv)
+    few, tokens = PartitionSpec(*rows, None), PartitionSpec(*rows, None, None)
+    over = (kv[1],) if isinstance(kv[1], str) else kv[1] or ()
+
+    def local(*arrays):
+        return _ragged_part(over, *arrays, **options)
+
+    ins = (tokens, tokens, tokens, rows, few, kv, kv, flat, few)
+    specs: Any = (tokens, few, flat, kv, kv, flat, few)
+    out = _mapped(layout, local, ins, Attended(*specs))(
+        query, key, value, position, slot, keys, values, positions, offsets
+    )
+    aimed = ragged.aim(out.mass, out.positions, position, offsets, recents, weight, bias, rule=rule)
+    return out._replace(next_slot=jnp.where(position[:, None] < 0, slot, aimed))
+
+
+def _ragged_part(
+    over: tuple[str, ...],
+    query: Float[Array, "b Hq D"],
+    key: Float[Array, "b Hk D"],
+    value: Float[Array, "b Hk D"],
+    position: Int[Array, "b"],
+    slot: Int[Array, "b Hk"],
+    keys: Float[Array, "b p D"],
+    values: Float[Array, "b p D"],
+    positions: Int[Array, "b p"],
+    offsets: Int[Array, "b Hk_1"],
+    *,
+    scale: float,
+    softcap: float | None,
+    group: str,
+) -> Attended:
+    """One device's part of a decode step on a pool: its own slots of the line, and the merge with the others'."""
+    held, heads = keys.shape[1], key.shape[1]
+    first = lax.axis_index(over) * held if over else 0
+    at = jnp.where((slot >= first) & (slot < first + held), slot - first, held)  # another device's: written nowhere
+    keys, values, positions = ragged.written(keys, values, positions, key, value, position, at)
+    mine = jnp.clip(offsets - first, 0, held)
+    weights, lse, owner = ragged.weights(query, keys, positions, mine, position, heads, scale=scale, softcap=softcap)
+    everyone = jax.nn.logsumexp(lax.all_gather(lse, over), axis=0) if over else lse
+    share = jnp.where(lse > -jnp.inf, jnp.exp(lse - everyone), 0.0)  # of this device in every softmax
+    output = ragged.read(weights * share[..., None], values, positions)
+    return Attended(
+        output=(lax.psum(output, over) if over else output).astype(query.dtype).reshape(query.shape),
+        lse=everyone.reshape(query.shape[:2]),
+        mass=over_slots(REDUCE[group](weights * share[..., None], axis=2), owner),
         keys=keys,
         values=values,
         positions=positions,

@@ -20,8 +20,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding,
 from jaxkv import cache as slots_of
 from jaxkv.cache import KVCache, LayerCache
 from jaxkv.errors import BadValue
+from jaxkv.model_pool import Share
 from jaxkv.models import ModelConfig
 from jaxkv.models.linear import settled
+from jaxkv.pool import Pool
 from jaxkv.sharding.mesh import AXES
 
 ROWS = ("data", "fsdp")  # of the cache and of attention
@@ -30,6 +32,7 @@ HEADS = ("heads",)
 GROUP = ("group",)
 SLOTS = ("context", "spare")
 MODEL = ("heads", "group", "spare")
+LINE = (*MODEL, *TEXT)  # of a pool, whose slots lie in one line, whoever's they are
 Names = tuple[str, ...] | None
 
 # The first pattern that a weight's path matches says what divides its dimensions ([in, out], [V, M] or [out]). Columns
@@ -119,11 +122,11 @@ class Layout:
 
     def layer(self, layer: Any) -> Any:
         """The layer's arrays, divided by rows, heads and slots, inside a compiled program."""
-        return jax.tree.map(lambda leaf: self.constrain(leaf, *self.slot_axes(leaf.ndim)), layer)
+        return self.each(layer, self.constrain)
 
-    def gathered(self, layer: LayerCache) -> LayerCache:
+    def gathered(self, layer: Any) -> Any:
         """The layer with all slots on every device along them, inside a compiled program."""
-        return jax.tree.map(lambda leaf: self.constrain(leaf, *self.slot_axes(leaf.ndim, slots=None)), layer)
+        return self.each(layer, self.constrain, whole=True)
 
     def state(self, state: Any) -> Any:
         """A `DecodeState` whose layers are divided and whose few words per row are everywhere, inside a program."""
@@ -137,19 +140,43 @@ class Layout:
         """What divides `[B, Hk]`, `[B, Hk, C]` and `[B, Hk, C, D]`."""
         return (ROWS, HEADS, slots, None)[:ndim]
 
+    def each(self, layer: Any, place: Callable[..., Any], whole: bool = False) -> Any:
+        """The layer with every array placed by what divides it; `whole`: no slots.
+
+        A pool's slots are divided wherever its heads' borders lie. Layers that share a line read it at places that are
+        data, so the line is divided by rows only.
+        """
+
+        def of_pool(path: Any, leaf: Any, line: Names) -> Any:
+            few = path[0].name in ("offsets", "next_slot")  # [B, Hk]
+            return place(leaf, ROWS, *(None if few else line, None)[: leaf.ndim - 1])
+
+        if isinstance(layer, Share | Pool):
+            line = None if whole or isinstance(layer, Share) else LINE
+            pool = layer.line if isinstance(layer, Share) else layer
+            pool = jax.tree_util.tree_map_with_path(lambda path, leaf: of_pool(path, leaf, line), pool)
+            return dataclasses.replace(layer, line=pool) if isinstance(layer, Share) else pool
+        slots = None if whole else SLOTS
+        return jax.tree.map(lambda leaf: place(leaf, *self.slot_axes(leaf.ndim, slots)), layer)
+
     def cache(self, cache: KVCache) -> KVCache:
         """The cache on this layout's devices, wherever it was before, with slots added where the parts need it."""
         if self.mesh is None:
             if all(leaf.sharding.num_devices == 1 for leaf in jax.tree.leaves(cache)):
                 return cache
             return jax.tree.map(lambda leaf: jnp.asarray(on_host(leaf)), cache)
-        layers = tuple(slots_of.resize(layer, -(-layer.slots // self.parts) * self.parts) for layer in cache.layers)
+        layers = tuple(
+            slots_of.resize(layer, -(-layer.slots // self.parts) * self.parts)
+            if isinstance(layer, LayerCache)
+            else layer
+            for layer in cache.layers
+        )
         small = {name: self.put(getattr(cache, name)) for name in ("lengths", "limits", "pending")}
         return dataclasses.replace(cache, layers=self.layers(layers), **small)
 
     def layers(self, layers: tuple[Any, ...]) -> tuple[Any, ...]:
         """The layers' arrays on this layout's devices, divided by rows, heads and slots."""
-        return jax.tree.map(lambda leaf: self.put(leaf, *self.slot_axes(leaf.ndim)), layers)
+        return tuple(self.each(layer, self.put) for layer in layers)
 
     def put(self, x: Any, *axes: Names) -> jax.Array:
         """The array (numpy: the same on every host) divided over the devices; no axes at all: replicated."""

@@ -44,30 +44,48 @@ def ragged_decode(
     which spares sinks and the last `recents [B]` tokens; ties go to the older token. With no rule, the first empty
     one (or the segment's first). A row whose position is -1 changes nothing. Every segment has at least one slot.
     """
-    batch, total, dim = keys.shape
-    kv_heads, heads = key.shape[1], query.shape[1]
     keys, values, positions = written(keys, values, positions, key, value, position, slot)
-    owner = segments(offsets, total)
-
-    queries = query.reshape(batch, kv_heads, heads // kv_heads, dim)
-    logits = jnp.einsum("bhgd,bpd->bhgp", queries, keys, preferred_element_type=jnp.float32) * scale
-    filled = positions >= 0
-    own = mine(owner, kv_heads)
-    seen = own & (filled & (positions <= position[:, None]))[:, None]
-    weights, lse = masked_softmax(soft_cap(logits, softcap), seen[:, :, None])
-    clean = jnp.where(filled[..., None], values, jnp.zeros((), values.dtype))
-    output = jnp.einsum("bhgp,bpd->bhgd", weights.astype(values.dtype), clean, preferred_element_type=jnp.float32)
-    mass = over_slots(GROUP[group](weights, axis=2), owner)
+    given, lse, owner = weights(
+        query, keys, positions, offsets, position, key.shape[1], scale=scale, softcap=softcap
+    )  # fmt: skip
+    mass = over_slots(GROUP[group](given, axis=2), owner)
     aimed = aim(mass, positions, position, offsets, recents, weight, bias, rule=rule)
     return Attended(
-        output=output.astype(query.dtype).reshape(batch, heads, dim),
-        lse=lse.reshape(batch, heads),
+        output=read(given, values, positions).astype(query.dtype).reshape(query.shape),
+        lse=lse.reshape(query.shape[:2]),
         mass=mass,
         keys=keys,
         values=values,
         positions=positions,
         next_slot=jnp.where(position[:, None] < 0, slot, aimed),
     )
+
+
+def weights(
+    query: Float[Array, "B Hq D"],
+    keys: Float[Array, "B P D"],
+    positions: Int[Array, "B P"],
+    offsets: Int[Array, "B Hk_1"],
+    position: Int[Array, "B"],
+    kv_heads: int,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Float[Array, "B Hk G P"], Float[Array, "B Hk G"], Int[Array, "B P"]]:
+    """Each query head's softmax over its KV head's segment, its log-sum-exp, and every slot's head."""
+    owner = segments(offsets, keys.shape[1])
+    queries = query.reshape(query.shape[0], kv_heads, -1, query.shape[-1])
+    logits = jnp.einsum("bhgd,bpd->bhgp", queries, keys, preferred_element_type=jnp.float32) * scale
+    seen = mine(owner, kv_heads) & ((positions >= 0) & (positions <= position[:, None]))[:, None]
+    return *masked_softmax(soft_cap(logits, softcap), seen[:, :, None]), owner
+
+
+def read(
+    weights: Float[Array, "B Hk G P"], values: Float[Array, "B P D"], positions: Int[Array, "B P"]
+) -> Float[Array, "B Hk G D"]:
+    """The values by their weights, float32; what lies in empty slots does not count."""
+    clean = jnp.where((positions >= 0)[..., None], values, jnp.zeros((), values.dtype))
+    return jnp.einsum("bhgp,bpd->bhgd", weights.astype(values.dtype), clean, preferred_element_type=jnp.float32)
 
 
 def written(
