@@ -165,6 +165,8 @@ def cost_figure(records: Sequence[Record]) -> Any:
     right.set_title("Decoding, best batch", fontsize=10)
     right.set_ylabel("tokens/s, all rows")
     right.set_ylim(bottom=0)
+    if not any(row["tokens_per_second"] for row in rows):
+        right.text(0.5, 0.5, "one batch, which compiles: no speed", transform=right.transAxes, ha="center", fontsize=9)
     _legend(figure, left)
     return figure
 
