@@ -11,6 +11,9 @@ if not any(Path("/dev").glob("accel*")) and not any(Path("/dev").glob("vfio/*"))
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # test workers side by side
 
+# most of the suite's time is XLA's compiler at work on programs that run once: a third less without LLVM's passes
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
 import jax
 import jaxtyping
 import pytest
