@@ -461,11 +461,8 @@ def test_what_cannot_compete_is_refused(make, words):
         make()
 
 
-def test_pools_on_a_mesh_and_under_drafts_are_refused(goldens, tiny):
+def test_pools_under_drafts_are_refused(tiny):
     policy = jaxkv.policy("adakv", budget=20, window=4)
-    params = jaxkv.load(goldens / "tiny" / FAMILY, mesh=jaxkv.mesh(data=4, model=2, context=1))
-    with pytest.raises(BadValue, match="a mesh"):
-        jaxkv.prefill(params, ids(30), policy=policy)
     cache = jaxkv.prefill(tiny(FAMILY), ids(30), policy=policy)
     for options in ({"policy": policy}, {"cache": cache, "policy": catalogue()["full"]}):
         with pytest.raises(BadValue, match="share a pool"):
