@@ -7,13 +7,12 @@ Every policy runs in turns with its reference in one process. Policies without a
 
 import argparse
 import dataclasses
-import statistics
 from typing import Any
 
 from flax import nnx
 
 import jaxkv
-from benchmarks.flat_cost import Run, in_turns
+from benchmarks.flat_cost import TURNS, Run, in_turns, ratios
 from benchmarks.report import prose_rows, table, write
 from jaxkv.models import graphdef
 from jaxkv.policies.catalogue import catalogue
@@ -35,11 +34,6 @@ def decoded(params: Any, policy: jaxkv.Policy, rows: list[list[int]], new_tokens
         return out.stats.decode_seconds / new_tokens
 
     return run
-
-
-def over(took: dict[str, list[float]], other: str) -> float:
-    """The policy's time over the other's, median of the rounds: a machine's speed drifts from round to round."""
-    return statistics.median(mine / its for mine, its in zip(took["policy"], took[other], strict=True))
 
 
 def first_layers(params: Any, layers: int) -> Any:
@@ -76,11 +70,11 @@ def main() -> None:
     for name in names:
         policy = jaxkv.policy(name, budget=options.budget)
         took = in_turns({"policy": prefilled(params, policy, rows), "plain": plain}, options.rounds)
-        row = {"policy": name, "prefill": over(took, "plain"), "times": took}
+        row = {"policy": name, "prefill": ratios(took["policy"], took["plain"])[TURNS], "times": took}
         if policy.decode is not None:
             mine = decoded(params, policy, rows, options.new_tokens)
             took = in_turns({"policy": mine, REFERENCE: step}, options.rounds)
-            row |= {"step": over(took, REFERENCE), "steps": took}
+            row |= {"step": ratios(took["policy"], took[REFERENCE])[TURNS], "steps": took}
         results.append(row)
         print(name, *(f"{key} {value:.4f}" for key, value in row.items() if isinstance(value, float)), flush=True)
     shown = [(row["policy"], row["prefill"], row.get("step", "-")) for row in results]

@@ -54,12 +54,15 @@ def in_turns(runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
     return times
 
 
+TURNS = "turn by turn"  # of `ratios`, what drifts least with the machine's speed
+
+
 def ratios(times: list[float], others: list[float]) -> dict[str, float]:
     """How the times compare: the best, the medians, and the median of the ratios turn by turn."""
     return {
         "best": min(times) / min(others),
         "medians": statistics.median(times) / statistics.median(others),
-        "turn by turn": statistics.median(mine / other for mine, other in zip(times, others, strict=True)),
+        TURNS: statistics.median(mine / other for mine, other in zip(times, others, strict=True)),
     }
 
 

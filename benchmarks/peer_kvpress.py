@@ -73,8 +73,7 @@ def ask(options: argparse.Namespace) -> None:
     done = store.open(
         {**evaluation.settings.to_dict(settings), "presses": options.presses}, f"kvpress: {params.fingerprint}"
     )
-    threads = options.threads or len(os.sched_getaffinity(0))
-    peer = asked(options.oracle_python, settings.model, threads)
+    peer = started(options.oracle_python, settings.model, options.threads)
     print("kvpress side:", peer.about, file=sys.stderr)
     examples = [each for each in runner.examples_of(settings, params.tokenizer) if not each.output]
     columns = [(press, budget) for press in presses(settings, options.presses) for budget in settings.budgets]
@@ -123,10 +122,11 @@ def ask(options: argparse.Namespace) -> None:
     print(summary.text_table(summary.quality(store.records())))
 
 
-def asked(python: str, model: str, threads: int) -> Peer:
-    """kvpress with the model loaded, to be asked."""
+def started(python: str, model: str, threads: int | None = None) -> Peer:
+    """kvpress with the model loaded, on so many threads (None: as many as there are cores)."""
     from jaxkv.weights.source import locate
 
+    threads = threads or len(os.sched_getaffinity(0))
     return Peer(python, "benchmarks.peer_kvpress", "--worker", str(locate(model)), "--threads", str(threads))
 
 

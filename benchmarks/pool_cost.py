@@ -10,7 +10,6 @@ With PATH, a Python with torch, transformers and kvpress, kvpress' bytes stand b
 
 import argparse
 import dataclasses
-import os
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ import numpy as np
 import jaxkv
 from benchmarks import peer_kvpress
 from benchmarks.family_cost import decoded, prefilled
-from benchmarks.flat_cost import in_turns
+from benchmarks.flat_cost import TURNS, in_turns, ratios
 from benchmarks.report import prose_rows, table, write
 from jaxkv.policies import Uniform
 from jaxkv.policies.catalogue import catalogue
@@ -38,8 +37,7 @@ def costs(params: Any, policy: jaxkv.Policy, batch: int, options: argparse.Names
     )
     prefill = in_turns({name: prefilled(params, each, rows) for name, each in pair.items()}, options.rounds)
     ratio = {
-        name: float(np.median(np.array(took["pool"]) / np.array(took["uniform"])))
-        for name, took in (("step", step), ("prefill", prefill))
+        name: ratios(took["pool"], took["uniform"])[TURNS] for name, took in (("step", step), ("prefill", prefill))
     }
     return {"policy": policy.name, "batch": batch, "step": step, "prefill": prefill, "ratio": ratio}
 
@@ -57,7 +55,7 @@ def held(params: Any, policy: jaxkv.Policy, full: int, rows: list[list[int]]) ->
 
 def theirs(python: str, model: str, names: list[str], budget: int, row: list[int]) -> dict[str, float]:
     """Bytes of keys and values that kvpress' twins of the policies hold after the prompt, over its full cache's."""
-    peer = peer_kvpress.asked(python, model, len(os.sched_getaffinity(0)))
+    peer = peer_kvpress.started(python, model)
     prompt = {"context": row, "rest": [], "compress": "all", "new_tokens": 1, "stop": []}
     full = peer.ask(press="none", kept=None, **prompt)["cache_bytes"]
     twins = [name for name in names if name in peer_kvpress.TWINS]

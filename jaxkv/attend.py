@@ -92,7 +92,7 @@ def prefill_layer(
         query = rotate(query, positions[:, None, :], spec.rope)
         key = rotate(key, positions[:, None, :], spec.rope)
     joined = layout.gathered(
-        slots_of.append(layout.gathered(pools.by_head(layout.gathered(state.cache))), key, value, each_head, entered)
+        slots_of.append(pools.by_head(layout.gathered(state.cache)), key, value, each_head, entered)
     )
 
     read, places = joined.keys, joined.positions

@@ -33,6 +33,6 @@ def masked_softmax(
     return weights / safe, lse[..., 0]
 
 
-def filled(values: Float[Array, "B H S D"], positions: Int[Array, "B H S"]) -> Float[Array, "B H S D"]:
+def filled(values: Float[Array, "*B S D"], positions: Int[Array, "*B S"]) -> Float[Array, "*B S D"]:
     """The values with empty slots as 0, so that whatever lies there cannot leak through 0 * NaN."""
     return jnp.where(positions[..., None] >= 0, values, jnp.zeros((), values.dtype))

@@ -1,6 +1,5 @@
 """Strictness for every test, and the models that they share."""
 
-import dataclasses
 import os
 from pathlib import Path
 
@@ -65,7 +64,7 @@ def goldens() -> Path:
 @pytest.fixture(scope="session")
 def tiny():
     """`tiny(family)`: the tiny random model of a family, float32, loaded once, with a made-up calibration."""
-    from measured import measured
+    from measured import calibrated
 
     import jaxkv
 
@@ -73,10 +72,7 @@ def tiny():
 
     def load(family: str):
         if family not in loaded:
-            params = jaxkv.load(GOLDENS / "tiny" / family)
-            config = params.config
-            made_up = measured(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)
-            loaded[family] = dataclasses.replace(params, learned={k: jax.numpy.asarray(v) for k, v in made_up.items()})
+            loaded[family] = calibrated(jaxkv.load(GOLDENS / "tiny" / family))
         return loaded[family]
 
     return load

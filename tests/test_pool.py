@@ -28,15 +28,8 @@ from pallas_kernels.ragged_decode import ragged_decode
 from pallas_kernels.ragged_decode.reference import first_empty, lowest
 
 FAMILY = "llama3"
-SLOW = (
-    "cake",
-    "d2o",
-    "layer-defensivekv",
-    "prefixkv",
-    "simlayerkv",
-    "ada-pyramidkv",
-    "critical-adakv",
-)  # like another one
+# each is like another one
+SLOW = ("cake", "d2o", "layer-defensivekv", "prefixkv", "simlayerkv", "ada-pyramidkv", "critical-adakv")
 POOLED = [name for name, policy in sorted(catalogue().items()) if policy.allocate.pooled]
 
 

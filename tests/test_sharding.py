@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from letters import Letters
-from measured import measured
+from measured import calibrated
 from small import CORE, SMALL
 
 import jaxkv
@@ -66,18 +66,10 @@ def generated(params, name, steps=16, **options):
     return jaxkv.generate(params, prompts(), policy=policy(name, **options), max_new_tokens=steps, **sampling)
 
 
-def loaded(folder, mesh=None):
-    """The model with a made-up calibration."""
-    params = jaxkv.load(folder, mesh=mesh)
-    config = params.config
-    made_up = measured(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)
-    return dataclasses.replace(params, learned={name: jnp.asarray(x) for name, x in made_up.items()})
-
-
 @functools.cache
 def expected(folder, name):
     """What one device gives."""
-    return generated(loaded(folder), name)
+    return generated(calibrated(jaxkv.load(folder)), name)
 
 
 def in_time(layer):
@@ -105,7 +97,7 @@ def assert_same_cache(ours, theirs, atol=1e-4):
 @pytest.mark.parametrize("name, axes", CASES)
 def test_a_mesh_gives_what_one_device_gives(goldens, name, axes):
     folder = goldens / "tiny" / "llama3"
-    out = generated(loaded(folder, on(MESHES[axes])), name)
+    out = generated(calibrated(jaxkv.load(folder, mesh=on(MESHES[axes]))), name)
     assert out.tokens.tolist() == expected(folder, name).tokens.tolist()
     assert_same_cache(out.cache, expected(folder, name).cache)
 

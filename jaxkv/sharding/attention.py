@@ -148,8 +148,7 @@ def decode_attend_score(
     divided = kv[2] is not None
     alone = not divided and layout.size(GROUP) == 1
     own_rule = rule is None or (rule.heads == "each" and alone) or (alone and layout.size(HEADS) == 1)
-    arrays = {name: x for name, x in (("weight", weight), ("bias", bias)) if not isinstance(x, float)}
-    floats = {name: x for name, x in (("weight", weight), ("bias", bias)) if isinstance(x, float)}
+    arrays, floats = _apart(weight=weight, bias=bias)
 
     def local(query, key, value, position, slot, keys, values, positions, limits, recents, arrays):
         if divided:
@@ -200,9 +199,7 @@ def _attend_part(
 ) -> Attended:
     """One device's part of a decode step: its own slots, and the merge with the others' by log-sum-exp."""
     held = keys.shape[2]
-    at = slot - lax.axis_index(SLOTS) * held
-    at = jnp.where((at >= 0) & (at < held), at, held)  # another device's slot: written nowhere here
-    keys, values, positions = written(keys, values, positions, key, value, position, at)
+    keys, values, positions = written(keys, values, positions, key, value, position, _here(slot, held, SLOTS))
     read = keys
     if turn is not None:
         places = slots_of.ranks(lax.all_gather(positions, SLOTS, axis=2, tiled=True))
@@ -214,8 +211,7 @@ def _attend_part(
     output = jnp.einsum(
         "bhgc,bhcd->bhgd", weights.astype(values.dtype), filled(values, positions), preferred_element_type=jnp.float32
     )
-    everyone = jax.nn.logsumexp(lax.all_gather(lse, SLOTS), axis=0)
-    share = jnp.where(lse > -jnp.inf, jnp.exp(lse - everyone), 0.0)  # of this device in every softmax
+    everyone, share = _merged(lse, SLOTS)
     mass = REDUCE[group](weights * share[..., None], axis=2)
     return Attended(
         output=lax.psum(output * share[..., None], SLOTS).astype(query.dtype),
@@ -243,40 +239,46 @@ def ragged_decode(
     weight: ragged.Weight = 1.0,
     bias: ragged.Weight = 0.0,
     *,
+    group: str,
     rule: Rule | None,
-    whole: bool = False,
-    **options: Any,
+    whole: bool,
+    implementation: str | None,
+    **softmax: Any,
 ) -> Attended:
     """`ragged_decode` with rows and slots divided, wherever the heads' borders lie; K and V never leave their device.
 
-    Every device has the queries of all heads and attends with those slots that it holds; the parts are merged by
-    their log-sum-exps, and the next slots chosen from the mass of all. `whole`: only the rows are divided.
+    Every device has the queries of all heads. Where slots are divided it attends with those that it holds; the parts
+    are merged by their log-sum-exps, and the next slots chosen from the mass of all. `whole`: only rows are divided.
     """
+    kernel = functools.partial(
+        ragged_kernel.ragged_decode, group=group, rule=rule, implementation=implementation, **softmax
+    )
     if layout.mesh is None:
-        return ragged_kernel.ragged_decode(
-            query, key, value, position, slot, keys, values, positions, offsets, recents, weight, bias, rule=rule,
-            **options,
-        )  # fmt: skip
-    options.pop("implementation")  # a kernel chooses the next slot among all slots, which no device sees here
+        return kernel(query, key, value, position, slot, keys, values, positions, offsets, recents, weight, bias)
     kv = layout.spec(keys.shape, (ROWS, None if whole else LINE, None))
     rows, flat = layout.spec(position.shape, (ROWS,)), _but_last(kv)
     few, tokens = PartitionSpec(*rows, None), PartitionSpec(*rows, None, None)
-    over = (kv[1],) if isinstance(kv[1], str) else kv[1] or ()
+    arrays, floats = _apart(weight=weight, bias=bias)
 
-    def local(*arrays):
-        return _ragged_part(over, *arrays, **options)
+    def local(query, key, value, position, slot, keys, values, positions, offsets, recents, arrays):
+        token = query, key, value, position, slot
+        if kv[1] is not None:
+            return _ragged_part(kv[1], *token, keys, values, positions, offsets, group=group, **softmax)
+        return kernel(*token, keys, values, positions, offsets, recents, **arrays, **floats)
 
-    ins = (tokens, tokens, tokens, rows, few, kv, kv, flat, few)
+    ins = (tokens, tokens, tokens, rows, few, kv, kv, flat, few, rows, dict.fromkeys(arrays, flat))
     specs: Any = (tokens, few, flat, kv, kv, flat, few)
     out = _mapped(layout, local, ins, Attended(*specs))(
-        query, key, value, position, slot, keys, values, positions, offsets
+        query, key, value, position, slot, keys, values, positions, offsets, recents, arrays
     )
+    if kv[1] is None:
+        return out
     aimed = ragged.aim(out.mass, out.positions, position, offsets, recents, weight, bias, rule=rule)
     return out._replace(next_slot=jnp.where(position[:, None] < 0, slot, aimed))
 
 
 def _ragged_part(
-    over: tuple[str, ...],
+    over: str | tuple[str, ...],
     query: Float[Array, "b Hq D"],
     key: Float[Array, "b Hk D"],
     value: Float[Array, "b Hk D"],
@@ -293,16 +295,15 @@ def _ragged_part(
 ) -> Attended:
     """One device's part of a decode step on a pool: its own slots of the line, and the merge with the others'."""
     held, heads = keys.shape[1], key.shape[1]
-    first = lax.axis_index(over) * held if over else 0
-    at = jnp.where((slot >= first) & (slot < first + held), slot - first, held)  # another device's: written nowhere
-    keys, values, positions = ragged.written(keys, values, positions, key, value, position, at)
-    mine = jnp.clip(offsets - first, 0, held)
+    keys, values, positions = ragged.written(
+        keys, values, positions, key, value, position, _here(slot, held, over)
+    )  # fmt: skip
+    mine = jnp.clip(offsets - lax.axis_index(over) * held, 0, held)
     weights, lse, owner = ragged.weights(query, keys, positions, mine, position, heads, scale=scale, softcap=softcap)
-    everyone = jax.nn.logsumexp(lax.all_gather(lse, over), axis=0) if over else lse
-    share = jnp.where(lse > -jnp.inf, jnp.exp(lse - everyone), 0.0)  # of this device in every softmax
-    output = ragged.read(weights * share[..., None], values, positions)
+    everyone, share = _merged(lse, over)
+    output = lax.psum(ragged.read(weights, values, positions) * share[..., None], over)
     return Attended(
-        output=(lax.psum(output, over) if over else output).astype(query.dtype).reshape(query.shape),
+        output=output.astype(query.dtype).reshape(query.shape),
         lse=everyone.reshape(query.shape[:2]),
         mass=over_slots(REDUCE[group](weights * share[..., None], axis=2), owner),
         keys=keys,
@@ -310,6 +311,26 @@ def _ragged_part(
         positions=positions,
         next_slot=slot,
     )
+
+
+def _here(slot: Int[Array, "b h"], held: int, over: str | tuple[str, ...]) -> Int[Array, "b h"]:
+    """The slots by their numbers on this device, which holds so many; another device's out of range: not written."""
+    at = slot - lax.axis_index(over) * held
+    return jnp.where((at >= 0) & (at < held), at, held)
+
+
+def _merged(
+    lse: Float[Array, "b h g"], over: str | tuple[str, ...]
+) -> tuple[Float[Array, "b h g"], Float[Array, "b h g"]]:
+    """The log-sum-exp over all devices' slots, and this one's share in every softmax."""
+    everyone = jax.nn.logsumexp(lax.all_gather(lse, over), axis=0)
+    return everyone, jnp.where(lse > -jnp.inf, jnp.exp(lse - everyone), 0.0)
+
+
+def _apart(**factors: Any) -> tuple[dict[str, jax.Array], dict[str, float]]:
+    """Those that are arrays, which devices divide, and those that are plain numbers."""
+    floats = {name: x for name, x in factors.items() if isinstance(x, float)}
+    return {name: x for name, x in factors.items() if name not in floats}, floats
 
 
 def _rotation(turn: Turn | None) -> Callable | None:

@@ -147,15 +147,17 @@ class Layout:
         data, so the line is divided by rows only.
         """
 
-        def of_pool(path: Any, leaf: Any, line: Names) -> Any:
-            few = path[0].name in ("offsets", "next_slot")  # [B, Hk]
-            return place(leaf, ROWS, *(None if few else line, None)[: leaf.ndim - 1])
+        def pool(it: Pool | None, line: Names) -> Any:
+            def of(path: Any, leaf: Any) -> Any:
+                by_head = path[0].name in ("offsets", "next_slot")  # [B, Hk], not [B, P]
+                return place(leaf, *(ROWS, None if by_head else line, None)[: leaf.ndim])
 
-        if isinstance(layer, Share | Pool):
-            line = None if whole or isinstance(layer, Share) else LINE
-            pool = layer.line if isinstance(layer, Share) else layer
-            pool = jax.tree_util.tree_map_with_path(lambda path, leaf: of_pool(path, leaf, line), pool)
-            return dataclasses.replace(layer, line=pool) if isinstance(layer, Share) else pool
+            return jax.tree_util.tree_map_with_path(of, it)
+
+        if isinstance(layer, Share):
+            return dataclasses.replace(layer, line=pool(layer.line, None))
+        if isinstance(layer, Pool):
+            return pool(layer, None if whole else LINE)
         slots = None if whole else SLOTS
         return jax.tree.map(lambda leaf: place(leaf, *self.slot_axes(leaf.ndim, slots)), layer)
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.decode_attend_score.reference import GROUP, Attended
 from pallas_kernels.decode_attend_score.victim import Rule, line, protected
-from pallas_kernels.masking import masked_softmax, soft_cap
+from pallas_kernels.masking import filled, masked_softmax, soft_cap
 from pallas_kernels.ragged_decode.segments import mine, over_slots, per_slot, segments
 
 LAST = jnp.iinfo(jnp.int32).max
@@ -84,8 +84,9 @@ def read(
     weights: Float[Array, "B Hk G P"], values: Float[Array, "B P D"], positions: Int[Array, "B P"]
 ) -> Float[Array, "B Hk G D"]:
     """The values by their weights, float32; what lies in empty slots does not count."""
-    clean = jnp.where((positions >= 0)[..., None], values, jnp.zeros((), values.dtype))
-    return jnp.einsum("bhgp,bpd->bhgd", weights.astype(values.dtype), clean, preferred_element_type=jnp.float32)
+    return jnp.einsum(
+        "bhgp,bpd->bhgd", weights.astype(values.dtype), filled(values, positions), preferred_element_type=jnp.float32
+    )
 
 
 def written(
