@@ -25,7 +25,7 @@ from jaxkv.policies.policy import Phase, Policy, priority
 from jaxkv.policies.propagate import Propagate
 from jaxkv.policies.score import Sight
 from jaxkv.pool import Pool
-from jaxkv.sharding.attention import decode_attend_score, prefill_attend, prefill_attend_mass
+from jaxkv.sharding.attention import Turn, decode_attend_score, prefill_attend, prefill_attend_mass
 from jaxkv.sharding.layout import Layout
 from pallas_kernels.decode_attend_score.victim import Rule, alive, victim
 from pallas_kernels.masking import filled
@@ -309,7 +309,9 @@ def decode_layer(
     if policy.rope == "text":
         query, key = (rotate(x, position[:, None], spec.rope) for x in (query, key))
     else:
-        turn = functools.partial(_turn_by_place, spec, layer.slots)
+        in_turn = phase is not None and not at_once and spec.window is None  # expired slots are filled out of turn
+        places = slots_of.around if in_turn else slots_of.ranks
+        turn = Turn(places, functools.partial(_turn_by_place, spec, layer.slots))
 
     result = decode_attend_score(
         layout,

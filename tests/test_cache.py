@@ -123,6 +123,16 @@ def test_ranks_count_the_entries_before(case):
     assert np.array_equal(slots_of.counted(ordered >= 0), slots_of.ranks(ordered))
 
 
+@given(layers(), st.integers(0, 11))
+@settings(max_examples=40, deadline=None)
+def test_slots_filled_around_are_ranked_without_a_sort(case, start):
+    positions, _ = case
+    packed = -np.sort(-np.where(positions < 0, 99, positions), axis=-1)[..., ::-1]  # oldest first, empty ones last
+    filled = np.roll(np.where(packed == 99, -1, packed), start, axis=-1)
+    filled = jnp.asarray(filled, jnp.int32)
+    assert np.array_equal(slots_of.around(filled), slots_of.ranks(filled))
+
+
 def test_resize_only_adds_empty_slots():
     positions = np.array([[[3, -1, 1]]])
     layer = slots_of.resize(layer_with(positions), 5)

@@ -14,6 +14,7 @@ import pytest
 from ordered import heads_of
 
 import jaxkv
+from jaxkv import cache as slots_of
 from jaxkv.errors import BadValue
 from jaxkv.models import ModelConfig
 from jaxkv.models.rope import rotate
@@ -714,6 +715,17 @@ def test_two_thousand_steps(tiny, name):
             assert set(range(policy.decode.select.sinks)) <= set(held)
             recent = {"streaming-llm": 28, "lagkv": 8, "lazyeviction": 8}[name]
             assert set(range(last - recent + 1, last + 1)) <= set(held)
+
+
+def test_where_cuts_come_at_intervals_slots_stand_in_time_order_around(tiny):
+    params, rng = tiny("llama3"), np.random.default_rng(3)
+    prompts = [rng.integers(0, 100, n).tolist() for n in (40, 5)]
+    policy = jaxkv.policy("lacache", budget=12, every=4)
+    out = jaxkv.generate(params, prompts, policy=policy, max_new_tokens=9, stop_tokens=())
+    for _ in range(4):
+        out = jaxkv.generate(params, cache=out.cache, max_new_tokens=7, stop_tokens=())
+        for layer in out.cache.layers:
+            assert np.array_equal(slots_of.around(layer.positions), slots_of.ranks(layer.positions))
 
 
 def test_the_policies_of_the_docs():

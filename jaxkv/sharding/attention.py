@@ -6,7 +6,7 @@ written for whole arrays, and XLA's partitioner divides it.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxkv import cache as slots_of
 from jaxkv.sharding.layout import GROUP, HEADS, LINE, ROWS, SLOTS, Layout
 from pallas_kernels import decode_attend_score as decode_kernel
 from pallas_kernels import prefill_attend as prefill_kernel
@@ -28,7 +27,13 @@ from pallas_kernels.ragged_decode import reference as ragged
 from pallas_kernels.ragged_decode.segments import over_slots
 
 ACROSS = {"sum": lax.psum, "mean": lax.pmean, "max": lax.pmax}
-Turn = Callable[..., tuple[jax.Array, jax.Array]]
+
+
+class Turn(NamedTuple):
+    """How keys kept before RoPE are rotated when they are read: the entries' places, and query and keys by them."""
+
+    places: Callable[..., jax.Array]  # positions [b, h, C] -> places
+    by: Callable[..., tuple[jax.Array, jax.Array]]  # query, keys, places, the new token's place
 
 
 def prefill_attend(
@@ -129,8 +134,7 @@ def decode_attend_score(
     Where slots are divided every device attends to its own, and the parts are merged by their log-sum-exps. The next
     slot is the kernel's own choice where one device sees all that the rule compares, else it is chosen from the mass,
     by each device among its slots and then among the devices' candidates.
-    `turn(query, keys, places, place)` rotates at read time by the entries' ranks in time and the new token's, for
-    caches that hold keys before RoPE.
+    `turn` rotates at read time, for caches that hold keys before RoPE.
     """
     kernel = functools.partial(
         decode_kernel.decode_attend_score, window=window, group=group, implementation=implementation, **softmax
@@ -202,9 +206,9 @@ def _attend_part(
     keys, values, positions = written(keys, values, positions, key, value, position, _here(slot, held, SLOTS))
     read = keys
     if turn is not None:
-        places = slots_of.ranks(lax.all_gather(positions, SLOTS, axis=2, tiled=True))
+        places = turn.places(lax.all_gather(positions, SLOTS, axis=2, tiled=True))
         own = lax.dynamic_slice_in_dim(places, lax.axis_index(SLOTS) * held, held, axis=2)
-        query, read = turn(query, keys, own, jnp.max(places, axis=-1))
+        query, read = turn.by(query, keys, own, jnp.max(places, axis=-1))
     logits = jnp.einsum("bhgd,bhcd->bhgc", query, read, preferred_element_type=jnp.float32) * scale
     seen = visible(position[:, None, None], positions, window)
     weights, lse = masked_softmax(soft_cap(logits, softcap), seen)
@@ -339,8 +343,8 @@ def _rotation(turn: Turn | None) -> Callable | None:
         return None
 
     def rotate(query, keys, positions):
-        places = slots_of.ranks(positions)
-        return turn(query, keys, places, jnp.max(places, axis=-1))
+        places = turn.places(positions)
+        return turn.by(query, keys, places, jnp.max(places, axis=-1))
 
     return rotate
 
