@@ -168,9 +168,9 @@ class Prompt:
             behind = self.behind(observe.tokens(self.ids, config.vocab_size))
         elif isinstance(observe, Lookahead):
             behind = self.behind(self.ahead(policy, observe))
-        shapes, limits = plan(policy, config, None, np.array([len(self.ids)]), 0)
-        model = run.model_of(config, self.params.weights) if policy.projects else None
         learned = self.params.learned_for(policy.learns, policy.name)
+        shapes, limits = plan(policy, config, None, np.array([len(self.ids)]), 0, learned=learned)
+        model = run.model_of(config, self.params.weights) if policy.projects else None
         return [
             cut(
                 self.seen[i], behind[i], jnp.asarray(self.positions), jnp.asarray(limits[i]), jnp.int32(i),

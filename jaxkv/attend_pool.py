@@ -5,7 +5,7 @@ other reads its rectangle, Hk times as large, for as long as that takes.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from jaxkv import pool as slots_of
 from jaxkv.cache import LayerCache
 from jaxkv.policies.across import Across
-from jaxkv.policies.allocate import Adaptive, Divided, Measured
+from jaxkv.policies.allocate import Adaptive, Divided, Learned, Measured
 from jaxkv.policies.policy import Phase, Policy, priority
 from jaxkv.policies.score import Sight
 from jaxkv.pool import Pool
@@ -26,7 +26,6 @@ from pallas_kernels.ragged_decode.reference import first_empty, lowest
 from pallas_kernels.ragged_decode.segments import per_head, per_slot
 
 Worth = Callable[[Phase | None, Int[Array, "B *Hk"]], Float[Array, "B Hk S"]]
-Learned = Mapping[str, Array]
 
 
 def cut(

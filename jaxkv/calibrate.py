@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxkv.cache import highest
 from jaxkv.errors import BadValue
 from jaxkv.evaluation import texts
 from jaxkv.models import AttentionSpec, ModelConfig
 from jaxkv.models.rope import rotate
+from jaxkv.policies.catalogue import catalogue
 from jaxkv.run import model_of
 from jaxkv.weights.params import Params
 from pallas_kernels.masking import masked_softmax, soft_cap, visible
@@ -34,6 +36,8 @@ def calibrate(params: Params, *, length: int = 512, windows: int = 12, needles: 
     point along it on average (Q-Filters, arXiv 2503.02812). `retrieval [L, Hq]` is the attention mass that a head, at
     the tokens which say an answer, puts on the whole sentence that holds it (CompressKV's semantic retrieval score,
     arXiv 2508.02401, here with the right answer given instead of generated), over `needles` facts hidden in prose.
+    `eviction_error [L]` is what is lost of each layer's output where a quarter of a stretch is kept, by CompressKV's
+    choice: ||kept - full||_F / ||full||_F for the queries of the last eighth (the source's own, over our text).
     Raises `BadValue` without a tokenizer, and for sizes that leave nothing to measure.
     """
     if params.tokenizer is None:
@@ -51,7 +55,13 @@ def calibrate(params: Params, *, length: int = 512, windows: int = 12, needles: 
     masses = [
         _answer_mass(params.weights, *one, config=params.config) for one in _hidden(params, length, needles, seed)
     ]
-    return {name: np.asarray(value) for name, value in {**_statistics(sums), "retrieval": sum(masses)}.items()}
+    found = {**_statistics(sums), "retrieval": sum(masses)}
+    errors = [
+        _eviction_error(params.weights, tokens[None], found["retrieval"], config=params.config)
+        for tokens in _windows(params, length, windows)
+    ]
+    found["eviction_error"] = sum(errors) / len(errors)
+    return {name: np.asarray(value) for name, value in found.items()}
 
 
 def _statistics(sums: tuple[dict[str, jax.Array], ...]) -> dict[str, jax.Array]:
@@ -116,7 +126,7 @@ def _hidden(params: Params, length: int, count: int, seed: int) -> list[tuple[np
 def _query_sums(weights, tokens: Int[Array, "B T"], *, config: ModelConfig) -> tuple[dict[str, jax.Array], ...]:
     """Per layer the sums of the queries and of their outer products, before RoPE by head and after it by group."""
 
-    def look(spec: AttentionSpec, query, turned, weights):
+    def look(spec: AttentionSpec, query, turned, weights, _):
         query, turned = (x[:, SKIP:].astype(jnp.float32) for x in (query, turned))
         group = turned.reshape(*turned.shape[:2], spec.num_kv_heads, -1, turned.shape[-1])
         return {
@@ -134,15 +144,48 @@ def _query_sums(weights, tokens: Int[Array, "B T"], *, config: ModelConfig) -> t
 def _answer_mass(weights, tokens: Int[Array, "T"], inside, says, *, config: ModelConfig) -> Float[Array, "L Hq"]:
     """The attention mass of every head from the queries that `say` on the keys `inside`, a mean over the queries."""
 
-    def look(spec: AttentionSpec, query, turned, weights):
+    def look(spec: AttentionSpec, query, turned, weights, _):
         mass = jnp.sum(jnp.where(inside, weights, 0.0), axis=-1)[0]  # [Hq, T]
         return jnp.sum(jnp.where(says, mass, 0.0), axis=-1) / jnp.maximum(jnp.sum(says, dtype=jnp.float32), 1.0)
 
     return jnp.stack(_looked(weights, tokens[None], config, look))
 
 
+@functools.partial(jax.jit, static_argnames="config")
+def _eviction_error(
+    weights, tokens: Int[Array, "B T"], retrieval: Float[Array, "L Hq"], *, config: ModelConfig
+) -> Float[Array, "L"]:
+    """||kept - full||_F / ||full||_F of every layer's output, for queries after a prompt of which a quarter is kept."""
+    phase, model = catalogue()["compresskv"].prefill, model_of(config, weights)
+    assert phase is not None
+    prompt = tokens.shape[1] - tokens.shape[1] // 8
+    window, keep = phase.observe.window, prompt // 4
+    outputs = iter([model.output_matrix(layer) for layer in range(config.num_layers)])
+    scores = iter(retrieval)
+
+    def look(spec: AttentionSpec, query, turned, mass, value):
+        seen = jnp.sum(mass[:, :, prompt - window : prompt, :prompt], axis=2)
+        at = jnp.broadcast_to(jnp.arange(prompt, dtype=jnp.int32), (len(seen), spec.num_kv_heads, prompt))
+        recent = at >= prompt - window
+        seen = phase.aggregate.along_text(seen, at, recent)
+        worth = phase.aggregate.over_group(seen, spec.num_kv_heads, {"retrieval": next(scores)})
+        kept = highest(jnp.where(recent, jnp.inf, worth), jnp.full(len(seen), keep, jnp.int32))
+        kept = jnp.pad(kept, ((0, 0), (0, 0), (0, tokens.shape[1] - prompt)), constant_values=True)
+        kept = jnp.repeat(kept, query.shape[2] // spec.num_kv_heads, axis=1)[:, :, None]
+        full = mass[:, :, prompt:]
+        held = jnp.where(kept, full, 0.0)
+        lost = held / jnp.sum(held, axis=-1, keepdims=True) - full
+        out = next(outputs).astype(jnp.float32)
+        size = lambda weight: jnp.linalg.norm(  # noqa: E731
+            jnp.einsum("bhqs,bshd,hdm->bqm", weight, value.astype(jnp.float32), out)
+        )
+        return size(lost) / size(full)
+
+    return jnp.stack(_looked(weights, tokens, config, look))
+
+
 def _looked(weights, tokens: Int[Array, "B T"], config: ModelConfig, look: Any) -> tuple:
-    """What `look(spec, query, turned query, attention weights [B, Hq, T, T])` gives in every layer."""
+    """What `look(spec, query, turned query, attention weights [B, Hq, T, T], value [B, T, Hq, D])` gives per layer."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
     def attend(spec: AttentionSpec, query, key, value, _):
@@ -153,7 +196,7 @@ def _looked(weights, tokens: Int[Array, "B T"], config: ModelConfig, look: Any) 
         mass, _ = masked_softmax(soft_cap(logits, spec.softcap), seen)
         value = jnp.repeat(value, query.shape[2] // value.shape[2], axis=2)
         context = jnp.einsum("bhts,bshd->bthd", mass.astype(value.dtype), value)
-        return context.astype(query.dtype), look(spec, query, turned, mass)
+        return context.astype(query.dtype), look(spec, query, turned, mass, value)
 
     _, found = model_of(config, weights)(tokens, (None,) * config.num_layers, attend)
     return found

@@ -248,7 +248,9 @@ def _prefill(
         cache = layout.cache(_branched(cache, batch))
         pending = np.asarray(cache.pending)
         rows = [np.append(pending[i], row).astype(np.int32) if pending[i] >= 0 else row for i, row in enumerate(rows)]
-    shapes, limits = plan(policy, config, cache, np.array([len(row) for row in rows]), room, parts=layout.parts)
+    learned = params.learned_for(policy.learns, policy.name)
+    new = np.array([len(row) for row in rows])
+    shapes, limits = plan(policy, config, cache, new, room, parts=layout.parts, learned=learned)
     lengths = np.zeros(batch, np.int32) if cache is None else np.asarray(cache.lengths)
     tokens, positions = left_padded(rows, shapes.length, lengths)
     if policy.prefill is None or not shapes.look:
@@ -262,7 +264,7 @@ def _prefill(
     layers, logits, expected = run.prefill(
         params.weights, layers, *map(layout.put, (tokens, positions, pseudo, lengths, limits)),
         config=config, policy=policy, plan=shapes, layout=layout, implementation=implementation, progress=progress,
-        top=top, limit=limit, learned=params.learned_for(policy.learns, policy.name),
+        top=top, limit=limit, learned=learned,
     )  # fmt: skip
     cache = KVCache(
         layers=layers,

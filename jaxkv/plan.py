@@ -9,7 +9,7 @@ from jaxkv.cache import KVCache
 from jaxkv.errors import BadValue
 from jaxkv.models import ModelConfig
 from jaxkv.policies.across import Across
-from jaxkv.policies.policy import Policy
+from jaxkv.policies.policy import NOTHING, Learned, Policy
 from jaxkv.pool import Pool
 from jaxkv.sharding.layout import on_host
 
@@ -38,7 +38,14 @@ class Plan:
 
 
 def plan(
-    policy: Policy, config: ModelConfig, cache: KVCache | None, new: np.ndarray, room: int, *, parts: int = 1
+    policy: Policy,
+    config: ModelConfig,
+    cache: KVCache | None,
+    new: np.ndarray,
+    room: int,
+    *,
+    parts: int = 1,
+    learned: Learned = NOTHING,
 ) -> tuple[Plan, np.ndarray]:
     """The shapes for `new [B]` prompt tokens per row and `room` tokens decoded after them, and limits int32 [L, B].
 
@@ -54,7 +61,7 @@ def plan(
             f"{longest} prompt tokens and {room} new ones exceed the model's context of {config.max_position}: "
             "shorten them, or use a policy with positions in the cache, such as policy('streaming-llm', budget=...)"
         )
-    limits = np.array([policy.budgets(int(tokens), config.num_layers) for tokens in total], np.int32).T
+    limits = np.array([policy.budgets(int(tokens), config.num_layers, learned) for tokens in total], np.int32).T
     block = policy.block
     if policy.rope == "cache":  # positions in the cache run up to budget + block
         block = min(block, config.max_position - int(limits.max()))

@@ -5,7 +5,6 @@ Everything here is pure and jitted with static config, policy and plan; `generat
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,15 +21,13 @@ from jaxkv.models import Decoder, ModelConfig, graphdef
 from jaxkv.plan import Plan
 from jaxkv.policies.across import Across
 from jaxkv.policies.observe import Replay
-from jaxkv.policies.policy import Policy
+from jaxkv.policies.policy import NOTHING, Learned, Policy
 from jaxkv.pool import Pool
 from jaxkv.sampling import Sampler
 from jaxkv.sharding.layout import ONE_DEVICE, Layout
 
 Layers = tuple[Any, ...]  # of LayerCache, Pool or Share
 Expected = tuple[Int[Array, "B T K"], Float[Array, "B T K"]]  # the likeliest next tokens and their probabilities
-Learned = Mapping[str, Array]  # name -> [L, ...], what was measured beforehand
-NOTHING: Learned = {}
 HEAD_ROWS = 256  # hidden states whose logits are computed together, where every position's are asked for
 
 

@@ -17,6 +17,7 @@ def measured(layers: int, heads: int, kv_heads: int, dims: int) -> dict[str, np.
         "query_covariance": np.einsum("lhtd,lhte->lhde", off, off) / np.float32(2 * dims - 1),
         "query_direction": direction / np.linalg.norm(direction, axis=-1, keepdims=True),
         "retrieval": rng.random((layers, heads)).astype(np.float32),
+        "eviction_error": rng.random(layers).astype(np.float32),
     }
 
 

@@ -6,6 +6,8 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from small import SMALL
 from watched import watched
 
@@ -13,7 +15,8 @@ import jaxkv
 from jaxkv import cli
 from jaxkv.calibrate import SKIP, _hidden, _windows
 from jaxkv.errors import BadValue, BadWeights
-from jaxkv.policies import catalogue
+from jaxkv.policies import Erring, catalogue
+from jaxkv.run import model_of
 from jaxkv.speculative import PromptLookup
 from jaxkv.weights import learned
 
@@ -88,6 +91,57 @@ def test_compresskv_asks_the_best_heads(params, found):
             held = np.sort(head[head >= 0])
             np.testing.assert_array_equal(held[-window:], np.arange(64 - window, 64))
             np.testing.assert_array_equal(held[:-window], want)
+
+
+def test_eviction_error(params, found):
+    """What each layer's output loses where a quarter of the prompt is kept, by the rule in NumPy; then its budget."""
+    prompt, window, kernel = LENGTH - LENGTH // 8, 8, 5
+    model, want = model_of(params.config, params.weights), []
+    group = params.config.num_heads // params.config.num_kv_heads
+    for tokens in _windows(params, LENGTH, 3):
+        layers = jaxkv.prefill(params, tokens).layers
+        for layer, (_, _, weights) in enumerate(watched(params, tokens)):
+            best = np.argsort(-found["retrieval"][layer], kind="stable")[:4]
+            mass = weights[best, prompt - window : prompt, : prompt - window].sum(1)
+            pooled = np.stack([np.convolve(row, np.ones(kernel) / kernel, mode="same") for row in mass]).mean(0)
+            kept = np.argsort(-pooled, kind="stable")[: prompt // 4 - window]
+            kept = np.isin(np.arange(LENGTH), kept) | (np.arange(LENGTH) >= prompt - window)
+            values = np.asarray(layers[layer].values)[0, :, -LENGTH:].repeat(group, axis=0)
+            out = np.asarray(model.output_matrix(layer))
+            full = weights[:, prompt:]
+            part = full * kept / (full * kept).sum(-1, keepdims=True)
+            full, part = (np.einsum("hqs,hsd,hdm->qm", each, values, out) for each in (full, part))
+            want.append(np.linalg.norm(part - full) / np.linalg.norm(full))
+    want = np.reshape(want, (3, -1)).mean(0)
+    assert (want > 0.01).all()
+    np.testing.assert_allclose(found["eviction_error"], want, rtol=1e-3)
+
+
+def test_layers_keep_by_their_errors(params, found):
+    """32 tokens for each (here 10), the rest by the errors; in each the tokens that CompressKV chooses."""
+    errors, budget, window = np.array([0.1, 0.5]), 24, 4
+    params = dataclasses.replace(params, learned={**found, "eviction_error": errors})
+    options = {"window": window, "allocate": {"kind": "error", "least": 10}}
+    cache = jaxkv.prefill(params, ids := np.arange(3, 73), policy=jaxkv.policy("compresskv", budget=budget, **options))
+    sizes = [15, 33]  # 10 + 28 / 6, rounded; 10 + 28 * 5 / 6
+    assert [layer.slots for layer in cache.layers] == sizes
+    for layer, size in enumerate(sizes):
+        alone = jaxkv.prefill(params, ids, policy=jaxkv.policy("compresskv", budget=size, window=window))
+        mine, theirs = (np.sort(np.asarray(each.layers[layer].positions)) for each in (cache, alone))
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@given(st.integers(0, 2**16), st.sampled_from([1, 2, 30]), st.integers(1, 400), st.integers(1, 1000))
+@settings(max_examples=100, deadline=None)
+def test_budgets_by_errors_add_up(seed, layers, budget, tokens):
+    errors = np.random.default_rng(seed).random(layers) ** 4
+    each = np.array(Erring().budgets(budget, layers, tokens, 8, {"eviction_error": errors}))
+    assert each.sum() == layers * budget
+    if tokens < budget or budget <= 32:
+        assert (each == budget).all()
+    else:
+        order = np.argsort(errors, kind="stable")
+        assert (np.diff(each[order]) >= -1).all() and each.min() >= 32 and each.max() <= min(3 * budget, tokens)
 
 
 @pytest.mark.parametrize("name", [name for name, policy in catalogue().items() if policy.calibrated])

@@ -56,6 +56,8 @@ def test_options_reach_their_parts():
         (lambda: from_dict({"name": "x", "prefil": {}}), UnknownName, "did you mean 'prefill'"),
         (lambda: from_dict({"name": "x", "prefill": {"score": {"kind": "recent"}}}), UnknownName, "recency"),
         (lambda: from_dict({"name": "x", "prefill": {"score": {"kind": "attention"}}}), BadValue, "queries that look"),
+        (lambda: jaxkv.policy("h2o", budget=9, reserve=0.5), BadValue, "something can be evicted"),
+        (lambda: jaxkv.policy("vatp", budget=40), BadValue, "at least 41"),
     ],
 )
 def test_refusals_name_the_value_and_the_remedy(call, error, words):
@@ -66,18 +68,19 @@ def test_refusals_name_the_value_and_the_remedy(call, error, words):
 def test_ratio_is_the_fraction_removed():
     assert jaxkv.policy("tova", ratio=0.75).budgets(1000, 2) == (250, 250)
     assert jaxkv.policy("snapkv", ratio=0.75).budgets(100, 1) == (65,), "never below sinks + recent + 1"
+    assert jaxkv.policy("vatp", ratio=0.5, sinks=20).floor == 41, "half of it is recent, 20 are sinks, and one can go"
+    assert jaxkv.policy("vatp", ratio=0.5, sinks=2).budgets(9, 1) == (5,)
 
 
 def test_pyramid_keeps_the_mean():
-    budgets = Pyramid().budgets(512, 32, 4096, 8)
+    budgets = Pyramid().budgets(512, 32, 4096, 8, {})
     assert budgets[0] > budgets[-1] and abs(np.mean(budgets) - 512) < 1
-    assert Pyramid().budgets(64, 8, 4096, 64) == (64,) * 8, "no room for the window: uniform"
+    assert Pyramid().budgets(64, 8, 4096, 64, {}) == (64,) * 8, "no room for the window: uniform"
 
 
 def test_recent_as_a_share_of_the_budget():
     select = Select(recent=0.5)
     assert select.recents(jnp.array([10, 21])).tolist() == [5, 10]
-    assert Select(sinks=2, recent=3).floor() == 6
 
 
 def test_pool_follows_the_text_and_not_the_slots():

@@ -112,7 +112,7 @@ def test_a_pyramid_of_layers_whose_heads_compete(tiny):
     params, budget = tiny(FAMILY), 24
     policy = jaxkv.policy("ada-pyramidkv", budget=budget, window=4, beta=4.0)
     cache = jaxkv.prefill(params, ids(90), policy=policy)
-    wanted = Pyramid(4.0).budgets(budget, params.config.num_layers, 90, 4)
+    wanted = Pyramid(4.0).budgets(budget, params.config.num_layers, 90, 4, {})
     assert wanted[0] > wanted[-1]
     heads = params.config.num_kv_heads
     assert [layer.total for layer in cache.layers] == [heads * each for each in wanted]

@@ -8,6 +8,7 @@ from jaxkv.policies.across import Prefix as Prefix
 from jaxkv.policies.aggregate import Aggregate as Aggregate
 from jaxkv.policies.allocate import Adaptive as Adaptive
 from jaxkv.policies.allocate import Divided as Divided
+from jaxkv.policies.allocate import Erring as Erring
 from jaxkv.policies.allocate import Proportional as Proportional
 from jaxkv.policies.allocate import Pyramid as Pyramid
 from jaxkv.policies.allocate import Uniform as Uniform

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv.cache import highest
 from jaxkv.errors import BadValue
-from jaxkv.policies.allocate import STEPS, poured
+from jaxkv.policies.allocate import STEPS, Learned, poured
 from jaxkv.policies.by_queries import over_queries, window_attention
 from jaxkv.policies.score import Sight
 
@@ -41,7 +41,7 @@ class Across:
                 "least 1 times the budget"
             )
 
-    def budgets(self, budget: int, layers: int, tokens: int, window: int) -> tuple[int, ...]:
+    def budgets(self, budget: int, layers: int, tokens: int, window: int, learned: Learned) -> tuple[int, ...]:
         """The mean for every layer; what it gets is data."""
         return (budget,) * layers
 

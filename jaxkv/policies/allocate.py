@@ -5,15 +5,19 @@ model beforehand (`Proportional`, `Divided`).
 """
 
 import dataclasses
-from typing import ClassVar
+import itertools
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.errors import BadValue
 from jaxkv.policies.score import Score
 
+Learned = Mapping[str, Any]  # name -> array [L, ...], by `jaxkv calibrate`
 STEPS = 4095  # the finest share of a head, in whole numbers, so that the same budgets come out on every backend
 
 
@@ -25,7 +29,7 @@ class Uniform:
     pooled: ClassVar[bool] = False
     learns: ClassVar[tuple[str, ...]] = ()
 
-    def budgets(self, budget: int, layers: int, tokens: int, window: int) -> tuple[int, ...]:
+    def budgets(self, budget: int, layers: int, tokens: int, window: int, learned: Learned) -> tuple[int, ...]:
         """`budget`, `layers` times."""
         return (budget,) * layers
 
@@ -47,7 +51,7 @@ class Pyramid:
         if self.beta < 1:
             raise BadValue(f"beta={self.beta}: expected at least 1, where every layer gets the same")
 
-    def budgets(self, budget: int, layers: int, tokens: int, window: int) -> tuple[int, ...]:
+    def budgets(self, budget: int, layers: int, tokens: int, window: int, learned: Learned) -> tuple[int, ...]:
         """One budget per layer, bottom first; their mean is `budget` up to rounding."""
         low = budget / self.beta
         high = 2 * budget - low
@@ -58,6 +62,45 @@ class Pyramid:
             return (budget,) * layers
         step = (high - low) / (layers - 1)
         return tuple(round(high - layer * step) for layer in range(layers))
+
+
+@dataclasses.dataclass(frozen=True)
+class Erring:
+    """A layer gets `least` + its share, by the error that eviction makes in its output, of what that leaves of all.
+
+    The errors are `eviction_error [L]`, as `jaxkv calibrate` found them. A layer gets `most` times the mean budget at
+    most, and no more than the text has; single tokens that rounding and these bounds leave over or lack go to the
+    layers by their error. A budget of `least` or below, or above the text, is every layer's. Source: CompressKV (arXiv
+    2508.02401), in its release's form.
+    """
+
+    least: int = 32
+    most: float = 3.0
+    kind: ClassVar[str] = "error"
+    pooled: ClassVar[bool] = False
+    learns: ClassVar[tuple[str, ...]] = ("eviction_error",)
+
+    def __post_init__(self):
+        if self.least < 1 or self.most < 1:
+            raise BadValue(f"least={self.least}, most={self.most}: expected at least 1 token and 1 times the budget")
+
+    def budgets(self, budget: int, layers: int, tokens: int, window: int, learned: Learned) -> tuple[int, ...]:
+        """One budget per layer, bottom first; their mean is `budget`."""
+        least, most = max(self.least, window + 1), min(int(self.most * budget), tokens)
+        if not least < budget <= most:
+            return (budget,) * layers
+        error = np.asarray(learned["eviction_error"], np.float64)
+        shares = error / error.sum()
+        each = np.clip(least + np.round(shares * (layers * (budget - least))), least, most).astype(int)
+        left = layers * budget - int(each.sum())
+        step = 1 if left > 0 else -1
+        order = itertools.cycle(np.argsort(-step * shares, kind="stable").tolist())
+        while left:
+            layer = next(order)
+            if least <= each[layer] + step <= most:
+                each[layer] += step
+                left -= step
+        return tuple(each.tolist())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +117,11 @@ class Adaptive:
 
     safeguard: float = 0.2
     of: Score | None = None
-    layers: Uniform | Pyramid = Uniform()
+    layers: Uniform | Pyramid | Erring = Uniform()
     interval: int = 0
     shift: int = 1
     kind: ClassVar[str] = "adaptive"
     pooled: ClassVar[bool] = True
-    learns: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self):
         if not 0 <= self.safeguard <= 1:
@@ -89,9 +131,14 @@ class Adaptive:
                 f"interval={self.interval}, shift={self.shift}: expected at least 0 steps (0: never) and 1 entry"
             )
 
-    def budgets(self, budget: int, layers: int, tokens: int, window: int) -> tuple[int, ...]:
+    @property
+    def learns(self) -> tuple[str, ...]:
+        """What dividing the budget over the layers needs of `jaxkv calibrate`."""
+        return self.layers.learns
+
+    def budgets(self, budget: int, layers: int, tokens: int, window: int, learned: Learned) -> tuple[int, ...]:
         """The layers' own, as means over their heads."""
-        return self.layers.budgets(budget, layers, tokens, window)
+        return self.layers.budgets(budget, layers, tokens, window, learned)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,13 +152,17 @@ class Measured:
     """
 
     of_group: str = "mean"
-    layers: Uniform | Pyramid = Uniform()
+    layers: Uniform | Pyramid | Erring = Uniform()
     pooled: ClassVar[bool] = True
-    learns: ClassVar[tuple[str, ...]] = ("retrieval",)
 
     def __post_init__(self):
         if self.of_group not in ("mean", "max"):
             raise BadValue(f"of_group={self.of_group!r}: expected 'mean' or 'max'")
+
+    @property
+    def learns(self) -> tuple[str, ...]:
+        """What dividing the budget over heads and layers needs of `jaxkv calibrate`."""
+        return ("retrieval", *self.layers.learns)
 
     @property
     def least(self) -> float:
@@ -122,9 +173,9 @@ class Measured:
         """Who takes of what is left, by whole shares: first in proportion to the first, then to the next."""
         raise NotImplementedError
 
-    def budgets(self, budget: int, layers: int, tokens: int, window: int) -> tuple[int, ...]:
+    def budgets(self, budget: int, layers: int, tokens: int, window: int, learned: Learned) -> tuple[int, ...]:
         """The layers' own, as means over their heads."""
-        return self.layers.budgets(budget, layers, tokens, window)
+        return self.layers.budgets(budget, layers, tokens, window, learned)
 
     def scores(self, retrieval: Float[Array, "Hq"], heads: int) -> Float[Array, "Hk"]:
         """Each KV head's score from its query heads'."""
@@ -241,6 +292,6 @@ def _place(x: Float[Array, "*B Hk"] | Int[Array, "*B Hk"]) -> Int[Array, "*B Hk"
     return jnp.argsort(jnp.argsort(x, axis=-1, stable=True), axis=-1).astype(jnp.int32)
 
 
-Allocate = Uniform | Pyramid | Adaptive | Proportional | Divided
-KINDS = {part.kind: part for part in (Uniform, Pyramid, Adaptive, Proportional, Divided)}
-LAYERS = {part.kind: part for part in (Uniform, Pyramid)}
+Allocate = Uniform | Pyramid | Erring | Adaptive | Proportional | Divided
+KINDS = {part.kind: part for part in (Uniform, Pyramid, Erring, Adaptive, Proportional, Divided)}
+LAYERS = {part.kind: part for part in (Uniform, Pyramid, Erring)}

@@ -1,7 +1,6 @@
 """A policy: the parts that decide which entries of the cache stay, at prefill and at decode."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,13 +11,14 @@ from jaxkv.errors import BadValue, unknown
 from jaxkv.policies import across, allocate, observe, scores
 from jaxkv.policies.across import Across
 from jaxkv.policies.aggregate import Aggregate
-from jaxkv.policies.allocate import Adaptive, Allocate, Uniform
+from jaxkv.policies.allocate import Adaptive, Allocate, Learned, Uniform
 from jaxkv.policies.observe import NoQueries, Observe
 from jaxkv.policies.propagate import Propagate
 from jaxkv.policies.score import Entering, Recency, Score, Sight, Stats
 from jaxkv.policies.select import Select
 
 UNLIMITED = 2**30  # the budget of a policy that evicts nothing
+NOTHING: Learned = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,12 @@ class Phase:
             raise BadValue(
                 f"reserve={self.reserve}, every={self.every}: expected reserve >= 0 (tokens, or a fraction of the "
                 "budget) and every >= 1"
+            )
+        shares = [float(x) for x in (self.select.recent, self.reserve) if not isinstance(x, str) and 0 < x < 1]
+        if sum(shares) >= 1:
+            raise BadValue(
+                f"recent={self.select.recent} and reserve={self.reserve} of the budget: expected less than all of it "
+                "together, so that something can be evicted"
             )
         holds: dict[str, Score] = {}
         for leaf in self.score.leaves():
@@ -239,8 +245,11 @@ class Policy:
         """Whether it needs the sizes of the prompt's hidden states."""
         return self.prefill is not None and self.prefill.aggregate.projects
 
-    def budgets(self, tokens: int, layers: int) -> tuple[int, ...]:
-        """Tokens per KV head of every layer for a text of `tokens` tokens; a ratio never goes below `floor`."""
+    def budgets(self, tokens: int, layers: int, learned: Learned = NOTHING) -> tuple[int, ...]:
+        """Tokens per KV head of every layer for a text of `tokens` tokens; a ratio never goes below `floor`.
+
+        `learned` is what was measured of the layers beforehand, where the policy `learns` something.
+        """
         if not self.evicts:
             return (UNLIMITED,) * layers
         if self.budget is None and self.ratio is None:
@@ -250,7 +259,7 @@ class Policy:
             assert self.ratio is not None
             budget = max(int(tokens * (1 - self.ratio)), min(self.floor, tokens), 1)
         window = self.prefill.observe.window if self.prefill else 0
-        return self.allocate.budgets(int(budget), layers, tokens, window)
+        return self.allocate.budgets(int(budget), layers, tokens, window, learned)
 
     def enter(self, keys: Float[Array, "B Hk T D"], values: Float[Array, "B Hk T D"], **more: Any) -> Stats:
         """The statistics of tokens as they enter the cache; `more` are the other fields of `Entering`."""
@@ -270,8 +279,10 @@ class Policy:
 
 def _floor(phase: Phase) -> int:
     """The smallest budget that leaves one entry that can be evicted besides what is protected and reserved."""
-    least = phase.protects.floor()
-    return math.ceil(least / (1 - phase.reserve)) if 0 < phase.reserve < 1 else least + int(phase.reserve)
+    budget = np.int32(phase.protects.sinks + 1)
+    while budget - phase.protects.recents(budget) - phase.reserved(budget) <= phase.protects.sinks:
+        budget += 1
+    return int(budget)
 
 
 def priority(

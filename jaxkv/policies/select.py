@@ -1,9 +1,11 @@
 """select: entries that stay whatever their score."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.errors import BadValue
@@ -54,15 +56,11 @@ class Select:
         """Whether `recent` is a share of the budget."""
         return not isinstance(self.recent, str) and 0 < self.recent < 1
 
-    def floor(self) -> int:
-        """Tokens that must fit besides one that can be evicted: sinks + recent + 1."""
-        return self.sinks + (0 if self.is_fraction else int(self.recent)) + 1
-
-    def recents(self, limits: Int[Array, "B"]) -> Int[Array, "B"]:
-        """The number of recent tokens protected, per row."""
+    def recents(self, limits: Any) -> Any:
+        """The number of recent tokens protected under each of the `limits` (an array of NumPy or JAX)."""
         if self.is_fraction:
-            return jnp.floor(limits.astype(jnp.float32) * jnp.float32(self.recent)).astype(jnp.int32)
-        return jnp.full_like(limits, int(self.recent))
+            return (limits.astype("float32") * np.float32(self.recent)).astype("int32")
+        return limits * 0 + int(self.recent)
 
     def recent_entries(
         self, positions: Int[Array, "B Hk S"], now: Int[Array, "B"], limits: Int[Array, "B"]
