@@ -78,6 +78,13 @@ def test_pyramid_keeps_the_mean():
     assert Pyramid().budgets(64, 8, 4096, 64, {}) == (64,) * 8, "no room for the window: uniform"
 
 
+def test_a_layer_is_never_left_with_what_is_protected_alone():
+    errors = {"eviction_error": np.array([0.1, 0.5])}
+    by_error = {"kind": "error", "least": 3}
+    assert jaxkv.policy("h2o", budget=12, allocate=by_error).budgets(99, 2, errors) == (6, 18)
+    assert jaxkv.policy("streaming-llm", budget=12, sinks=6, allocate=by_error).budgets(99, 2, errors) == (12, 12)
+
+
 def test_recent_as_a_share_of_the_budget():
     select = Select(recent=0.5)
     assert select.recents(jnp.array([10, 21])).tolist() == [5, 10]

@@ -248,7 +248,8 @@ class Policy:
     def budgets(self, tokens: int, layers: int, learned: Learned = NOTHING) -> tuple[int, ...]:
         """Tokens per KV head of every layer for a text of `tokens` tokens; a ratio never goes below `floor`.
 
-        `learned` is what was measured of the layers beforehand, where the policy `learns` something.
+        Where a layer's would, so that nothing in it could be evicted while decoding, all get the same. `learned` is
+        what was measured of the layers beforehand, where the policy `learns` something.
         """
         if not self.evicts:
             return (UNLIMITED,) * layers
@@ -259,7 +260,9 @@ class Policy:
             assert self.ratio is not None
             budget = max(int(tokens * (1 - self.ratio)), min(self.floor, tokens), 1)
         window = self.prefill.observe.window if self.prefill else 0
-        return self.allocate.budgets(int(budget), layers, tokens, window, learned)
+        each = self.allocate.budgets(int(budget), layers, tokens, window, learned)
+        least = self.floor if self.decode is not None else self.floor - 1  # a prompt may be cut to what is protected
+        return each if min(each) >= min(least, budget) else (int(budget),) * layers
 
     def enter(self, keys: Float[Array, "B Hk T D"], values: Float[Array, "B Hk T D"], **more: Any) -> Stats:
         """The statistics of tokens as they enter the cache; `more` are the other fields of `Entering`."""
