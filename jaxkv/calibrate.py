@@ -47,8 +47,8 @@ def calibrate(params: Params, *, length: int = 512, windows: int = 12, needles: 
             f"length={length}, windows={windows}, needles={needles}: expected more than {4 * SKIP} tokens, no more "
             f"than the model's context of {params.config.max_position}, and at least one of each"
         )
-    sums = None
-    for tokens in _windows(params, length, windows):
+    sums, stretches = None, _windows(params, length, windows)
+    for tokens in stretches:
         found = _query_sums(params.weights, tokens[None], config=params.config)
         sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
     assert sums is not None
@@ -57,8 +57,7 @@ def calibrate(params: Params, *, length: int = 512, windows: int = 12, needles: 
     ]
     found = {**_statistics(sums), "retrieval": sum(masses)}
     errors = [
-        _eviction_error(params.weights, tokens[None], found["retrieval"], config=params.config)
-        for tokens in _windows(params, length, windows)
+        _eviction_error(params.weights, tokens[None], found["retrieval"], config=params.config) for tokens in stretches
     ]
     found["eviction_error"] = sum(errors) / len(errors)
     return {name: np.asarray(value) for name, value in found.items()}

@@ -68,6 +68,7 @@ def test_refusals_name_the_value_and_the_remedy(call, error, words):
 def test_ratio_is_the_fraction_removed():
     assert jaxkv.policy("tova", ratio=0.75).budgets(1000, 2) == (250, 250)
     assert jaxkv.policy("snapkv", ratio=0.75).budgets(100, 1) == (65,), "never below sinks + recent + 1"
+    assert jaxkv.policy("streaming-llm", ratio=0.5, sinks=2, recent=3).floor == 6, "sinks + recent + 1"
     assert jaxkv.policy("vatp", ratio=0.5, sinks=20).floor == 41, "half of it is recent, 20 are sinks, and one can go"
     assert jaxkv.policy("vatp", ratio=0.5, sinks=2).budgets(9, 1) == (5,)
 

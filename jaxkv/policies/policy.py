@@ -282,7 +282,8 @@ class Policy:
 
 def _floor(phase: Phase) -> int:
     """The smallest budget that leaves one entry that can be evicted besides what is protected and reserved."""
-    budget = np.int32(phase.protects.sinks + 1)
+    none = np.int32(0)  # what is a number of tokens counts at once, what is a fraction as the budget grows
+    budget = none + phase.protects.sinks + phase.protects.recents(none) + phase.reserved(none) + 1
     while budget - phase.protects.recents(budget) - phase.reserved(budget) <= phase.protects.sinks:
         budget += 1
     return int(budget)

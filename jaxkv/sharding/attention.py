@@ -299,9 +299,8 @@ def _ragged_part(
 ) -> Attended:
     """One device's part of a decode step on a pool: its own slots of the line, and the merge with the others'."""
     held, heads = keys.shape[1], key.shape[1]
-    keys, values, positions = ragged.written(
-        keys, values, positions, key, value, position, _here(slot, held, over)
-    )  # fmt: skip
+    at = _here(slot, held, over)
+    keys, values, positions = ragged.written(keys, values, positions, key, value, position, at)
     mine = jnp.clip(offsets - lax.axis_index(over) * held, 0, held)
     weights, lse, owner = ragged.weights(query, keys, positions, mine, position, heads, scale=scale, softcap=softcap)
     everyone, share = _merged(lse, over)
