@@ -31,6 +31,11 @@ from pallas_kernels.decode_attend_score.victim import Rule, alive, victim
 from pallas_kernels.masking import filled
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["cache", "limits", "layer", "out", "learned", "chosen", "worth", "profile"],
+    meta_fields=["slots", "look", "extra", "onward"],
+)
 @dataclasses.dataclass(frozen=True)
 class LayerState:
     """One layer's cache, the slots it shall have after the block, each row's budget, and whether anybody looks.

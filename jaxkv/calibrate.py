@@ -1,7 +1,8 @@
 """`calibrate`: what some policies need to know of a model, measured once on text that jaxkv carries."""
 
 import functools
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,9 @@ from jaxkv.evaluation import texts
 from jaxkv.models import AttentionSpec, ModelConfig
 from jaxkv.models.rope import rotate
 from jaxkv.policies.catalogue import catalogue
+from jaxkv.policies.curves import best_split
+from jaxkv.policies.policy import priority
+from jaxkv.policies.score import Sight
 from jaxkv.run import model_of
 from jaxkv.weights.params import Params
 from pallas_kernels.masking import masked_softmax, soft_cap, visible
@@ -38,6 +42,9 @@ def calibrate(params: Params, *, length: int = 512, windows: int = 12, needles: 
     arXiv 2508.02401, here with the right answer given instead of generated), over `needles` facts hidden in prose.
     `eviction_error [L]` is what is lost of each layer's output where a quarter of a stretch is kept, by CompressKV's
     choice: ||kept - full||_F / ||full||_F for the queries of the last eighth (the source's own, over our text).
+    `utility_curves [L, 99, Hk]`: the fraction of its entries that a head keeps when 1 to 99 % of all are removed so
+    that least is lost of what the second half of a stretch reads of the first, the heads' entries in the order of
+    LU-KV's score; a mean over the stretches (LU-KV, arXiv 2602.08585; the measure of what is read is ours).
     Raises `BadValue` without a tokenizer, and for sizes that leave nothing to measure.
     """
     if params.tokenizer is None:
@@ -60,6 +67,8 @@ def calibrate(params: Params, *, length: int = 512, windows: int = 12, needles: 
         _eviction_error(params.weights, tokens[None], found["retrieval"], config=params.config) for tokens in stretches
     ]
     found["eviction_error"] = sum(errors) / len(errors)
+    splits = [_split(_gains(params.weights, tokens[None], config=params.config)) for tokens in stretches]
+    found["utility_curves"] = sum(splits) / len(splits)
     return {name: np.asarray(value) for name, value in found.items()}
 
 
@@ -125,8 +134,8 @@ def _hidden(params: Params, length: int, count: int, seed: int) -> list[tuple[np
 def _query_sums(weights, tokens: Int[Array, "B T"], *, config: ModelConfig) -> tuple[dict[str, jax.Array], ...]:
     """Per layer the sums of the queries and of their outer products, before RoPE by head and after it by group."""
 
-    def look(spec: AttentionSpec, query, turned, weights, _):
-        query, turned = (x[:, SKIP:].astype(jnp.float32) for x in (query, turned))
+    def look(spec: AttentionSpec, seen: Seen):
+        query, turned = (x[:, SKIP:].astype(jnp.float32) for x in (seen.query, seen.turned))
         group = turned.reshape(*turned.shape[:2], spec.num_kv_heads, -1, turned.shape[-1])
         return {
             "count": jnp.float32(query.shape[0] * query.shape[1]),
@@ -143,8 +152,8 @@ def _query_sums(weights, tokens: Int[Array, "B T"], *, config: ModelConfig) -> t
 def _answer_mass(weights, tokens: Int[Array, "T"], inside, says, *, config: ModelConfig) -> Float[Array, "L Hq"]:
     """The attention mass of every head from the queries that `say` on the keys `inside`, a mean over the queries."""
 
-    def look(spec: AttentionSpec, query, turned, weights, _):
-        mass = jnp.sum(jnp.where(inside, weights, 0.0), axis=-1)[0]  # [Hq, T]
+    def look(spec: AttentionSpec, seen: Seen):
+        mass = jnp.sum(jnp.where(inside, seen.mass, 0.0), axis=-1)[0]  # [Hq, T]
         return jnp.sum(jnp.where(says, mass, 0.0), axis=-1) / jnp.maximum(jnp.sum(says, dtype=jnp.float32), 1.0)
 
     return jnp.stack(_looked(weights, tokens[None], config, look))
@@ -159,43 +168,95 @@ def _eviction_error(
     assert phase is not None
     prompt = tokens.shape[1] - tokens.shape[1] // 8
     window, keep = phase.observe.window, prompt // 4
-    outputs = iter([model.output_matrix(layer) for layer in range(config.num_layers)])
-    scores = iter(retrieval)
+    facts = [(model.output_matrix(layer), retrieval[layer]) for layer in range(config.num_layers)]
 
-    def look(spec: AttentionSpec, query, turned, mass, value):
-        seen = jnp.sum(mass[:, :, prompt - window : prompt, :prompt], axis=2)
-        at = jnp.broadcast_to(jnp.arange(prompt, dtype=jnp.int32), (len(seen), spec.num_kv_heads, prompt))
+    def look(spec: AttentionSpec, seen: Seen):
+        out, scores = seen.facts
+        mass = jnp.sum(seen.mass[:, :, prompt - window : prompt, :prompt], axis=2)
+        at = jnp.broadcast_to(jnp.arange(prompt, dtype=jnp.int32), (len(mass), spec.num_kv_heads, prompt))
         recent = at >= prompt - window
-        seen = phase.aggregate.along_text(seen, at, recent)
-        worth = phase.aggregate.over_group(seen, spec.num_kv_heads, {"retrieval": next(scores)})
-        kept = highest(jnp.where(recent, jnp.inf, worth), jnp.full(len(seen), keep, jnp.int32))
+        mass = phase.aggregate.along_text(mass, at, recent)
+        worth = phase.aggregate.over_group(mass, spec.num_kv_heads, {"retrieval": scores})
+        kept = highest(jnp.where(recent, jnp.inf, worth), jnp.full(len(mass), keep, jnp.int32))
         kept = jnp.pad(kept, ((0, 0), (0, 0), (0, tokens.shape[1] - prompt)), constant_values=True)
-        kept = jnp.repeat(kept, query.shape[2] // spec.num_kv_heads, axis=1)[:, :, None]
-        full = mass[:, :, prompt:]
+        kept = jnp.repeat(kept, mass.shape[1] // spec.num_kv_heads, axis=1)[:, :, None]
+        value = jnp.repeat(seen.value, mass.shape[1] // spec.num_kv_heads, axis=2)
+        full = seen.mass[:, :, prompt:]
         held = jnp.where(kept, full, 0.0)
         lost = held / jnp.sum(held, axis=-1, keepdims=True) - full
-        out = next(outputs).astype(jnp.float32)
         size = lambda weight: jnp.linalg.norm(  # noqa: E731
-            jnp.einsum("bhqs,bshd,hdm->bqm", weight, value.astype(jnp.float32), out)
+            jnp.einsum("bhqs,bshd,hdm->bqm", weight, value.astype(jnp.float32), out.astype(jnp.float32))
         )
         return size(lost) / size(full)
 
-    return jnp.stack(_looked(weights, tokens, config, look))
+    return jnp.stack(_looked(weights, tokens, config, look, facts))
 
 
-def _looked(weights, tokens: Int[Array, "B T"], config: ModelConfig, look: Any) -> tuple:
-    """What `look(spec, query, turned query, attention weights [B, Hq, T, T], value [B, T, Hq, D])` gives per layer."""
+@functools.partial(jax.jit, static_argnames="config")
+def _gains(weights, tokens: Int[Array, "B T"], *, config: ModelConfig) -> Float[Array, "L Hk N"]:
+    """What later queries read of the first N = T // 2 entries of every head, in the order in which it would keep them.
+
+    An entry's worth is the attention that the queries after the N give it, times the size of what it writes into the
+    stream, sum_q a_q ||v W_O||_2 over the group's heads, of the layer's whole.
+    """
+    policy, model, prompt = catalogue()["lu-kv"], model_of(config, weights), tokens.shape[1] // 2
+    phase = policy.prefill
+    assert phase is not None
+    facts = [model.output_matrix(layer) for layer in range(config.num_layers)]
+
+    def look(spec: AttentionSpec, seen: Seen):
+        query, key, value = (jnp.swapaxes(x[:, :prompt], 1, 2) for x in (seen.query, seen.key, seen.value))
+        at = jnp.broadcast_to(jnp.arange(prompt, dtype=jnp.int32), (1, spec.num_kv_heads, prompt))
+        now = jnp.full(1, prompt, jnp.int32)
+        sight = Sight(
+            keys=key, values=value, places=at, queries=query, query_positions=at[:, 0], query_places=at[:, 0],
+            rotate=lambda x, places: rotate(x, places, spec.rope), scale=spec.scale,
+        )  # fmt: skip
+        worth = priority(phase, policy.enter(key, value), at, None, now, now, sight)
+        read = jnp.sum(seen.mass[:, :, prompt:, :prompt], axis=2).reshape(1, spec.num_kv_heads, -1, prompt)
+        out = seen.facts.reshape(spec.num_kv_heads, -1, spec.head_dim, config.hidden_size).astype(jnp.float32)
+        size = jnp.linalg.norm(jnp.einsum("bhsd,hgdm->bhgsm", value.astype(jnp.float32), out), axis=-1)
+        gain = jnp.sum(read * size, axis=2)[0]
+        return jnp.take_along_axis(gain, jnp.argsort(-worth[0], axis=-1, stable=True), axis=-1) / jnp.sum(gain)
+
+    return jnp.stack(_looked(weights, tokens, config, look, facts))
+
+
+def _split(gains: Float[Array, "L Hk N"]) -> Float[Array, "L 99 Hk"]:
+    layers, heads, entries = gains.shape
+    return jnp.asarray(best_split(np.asarray(gains).reshape(-1, entries)).reshape(99, layers, heads).swapaxes(0, 1))
+
+
+class Seen(NamedTuple):
+    """A layer and a text: queries before and after RoPE, attention weights, turned keys and values; its `facts`."""
+
+    query: Float[Array, "B T Hq D"]
+    turned: Float[Array, "B T Hq D"]
+    mass: Float[Array, "B Hq T T"]
+    key: Float[Array, "B T Hk D"]
+    value: Float[Array, "B T Hk D"]
+    facts: Any
+
+
+def _looked(
+    weights,
+    tokens: Int[Array, "B T"],
+    config: ModelConfig,
+    look: Callable[[AttentionSpec, Seen], Any],
+    facts: Sequence[Any] | None = None,
+) -> Any:
+    """What `look` gives of every layer, bottom first; `facts` of each layer are handed to it."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
-    def attend(spec: AttentionSpec, query, key, value, _):
+    def attend(spec: AttentionSpec, query, key, value, facts):
         turned = rotate(query, positions[..., None], spec.rope)
-        key = jnp.repeat(rotate(key, positions[..., None], spec.rope), query.shape[2] // key.shape[2], axis=2)
-        logits = jnp.einsum("bthd,bshd->bhts", turned, key, preferred_element_type=jnp.float32) * spec.scale
-        seen = visible(positions[:, None], positions[:, None], spec.window)
-        mass, _ = masked_softmax(soft_cap(logits, spec.softcap), seen)
-        value = jnp.repeat(value, query.shape[2] // value.shape[2], axis=2)
-        context = jnp.einsum("bhts,bshd->bthd", mass.astype(value.dtype), value)
-        return context.astype(query.dtype), look(spec, query, turned, mass, value)
+        key = rotate(key, positions[..., None], spec.rope)
+        keys, values = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+        logits = jnp.einsum("bthd,bshd->bhts", turned, keys, preferred_element_type=jnp.float32) * spec.scale
+        reach = visible(positions[:, None], positions[:, None], spec.window)
+        mass, _ = masked_softmax(soft_cap(logits, spec.softcap), reach)
+        context = jnp.einsum("bhts,bshd->bthd", mass.astype(values.dtype), values)
+        return context.astype(query.dtype), look(spec, Seen(query, turned, mass, key, value, facts))
 
-    _, found = model_of(config, weights)(tokens, (None,) * config.num_layers, attend)
+    _, found = model_of(config, weights)(tokens, facts or (None,) * config.num_layers, attend)
     return found

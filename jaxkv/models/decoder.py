@@ -130,6 +130,17 @@ class Layer(nnx.Module):
         return rms_norm(x, weight[...], self.config.norm_eps)
 
 
+def _traced_once(attend: Attend, lay: Lay, sizes: bool) -> Callable[..., tuple[jax.Array, Any]]:
+    """A layer's call as a program of its own: layers that are alike are traced and lowered once, which is most of
+    the time between a call and its first token but for XLA's own (the compiled code is the same)."""
+
+    @functools.partial(jax.jit, static_argnames=("spec", "behind"))
+    def run(layer: Layer, x: jax.Array, spec: AttentionSpec, state: Any, behind: int | None) -> tuple[jax.Array, Any]:
+        return layer(x, spec, state, attend, lay, behind, sizes)
+
+    return run
+
+
 class Decoder(nnx.Module):
     """Tokens -> hidden states -> logits. `panels` chooses how matrices lie in memory (see `linear.py`)."""
 
@@ -157,20 +168,24 @@ class Decoder(nnx.Module):
 
         `attend(spec, query [B, T, Hq, D], key [B, T, Hk, D], value [B, T, Hk, D], state) -> (context [B, T, Hq, D],
         state)` gets query and key before RoPE, after bias and q/k-norm; with `sizes` also `sizes=[B, T]`, the L2 norms
-        of the normed hidden states that they were made of, float32. `lay(name, x)` gets the residual "stream" each time
+        of the normed hidden states that they were made of, float32. It is traced once for layers that are alike, so
+        what differs between them comes with the states, pytrees. `lay(name, x)` gets the residual "stream" each time
         that something was added to it, and the joined product "qkv", and gives them back laid out over devices.
         `route(layer, stream, state, attend)` may send only some of the tokens on to the layers after this one.
         """
         x = lay("stream", lookup(self.embed[...], tokens))
         if self.config.embed_scale is not None:
             x = x * jnp.asarray(self.config.embed_scale, x.dtype)
-        new = []
+        new: list[S] = []
         last = self.config.num_layers - 1
+        run = _traced_once(attend, lay, sizes)
         for index, (layer, spec, state) in enumerate(zip(self.layers, self.config.specs, states, strict=True)):
-            x, state = layer(x, spec, state, attend, lay, behind if index == last else None, sizes)
+            x, state = run(layer, x, spec, state, behind if index == last else None)
             new.append(state)
             if route is not None:
-                x, attend = route(index, x, state, attend)
+                x, following = route(index, x, state, attend)
+                if following is not attend:
+                    attend, run = following, _traced_once(following, lay, sizes)
         return rms_norm(x, self.norm[...], self.config.norm_eps), tuple(new)
 
     def logits(self, hidden: Float[Array, "*lead M"]) -> Float[Array, "*lead V"]:
