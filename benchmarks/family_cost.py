@@ -41,7 +41,8 @@ def first_layers(params: Any, layers: int) -> Any:
     config = dataclasses.replace(params.config, num_layers=layers, layer_types=params.config.layer_types[:layers])
     model = nnx.merge(graphdef(params.config), params.weights)
     model.config, model.layers = config, nnx.List(list(model.layers)[:layers])
-    return dataclasses.replace(params, config=config, weights=nnx.state(model))
+    learned = {name: value[:layers] for name, value in params.learned.items()}
+    return dataclasses.replace(params, config=config, weights=nnx.state(model), learned=learned)
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from measured import calibrated
 from small import CORE, SMALL
 
 import jaxkv
+from benchmarks.family_cost import first_layers
 from jaxkv import cli
 from jaxkv.errors import BadValue, UnknownName
 from jaxkv.lowering import held_by_one, lower
@@ -134,6 +135,29 @@ def test_heads_that_the_axis_does_not_divide(goldens, axes):
     out = generated(params, "dapq-longflow")
     assert out.tokens.tolist() == expected(folder, "dapq-longflow").tokens.tolist()
     assert_same_cache(out.cache, expected(folder, "dapq-longflow").cache)
+
+
+@functools.cache
+def real(axes):
+    """SmolLM2's own weights, cut off after four layers, on a mesh; None: on one device."""
+    mesh = None if axes is None else on(MESHES[axes])
+    return first_layers(jaxkv.load("smollm2-135m", dtype=jnp.float32, mesh=mesh), 4)
+
+
+@functools.cache
+def really_expected(name):
+    """What one device gives of them."""
+    return generated(real(None), name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", MESHES)  # the outer loop, so that weights are loaded once
+@pytest.mark.parametrize("name", NAMES)
+def test_real_weights_whose_heads_no_axis_divides(name, axes):
+    """9 query heads on 3 KV heads, every policy. (Four layers: the compiler's time is in their number.)"""
+    out = generated(real(axes), name)
+    assert out.tokens.tolist() == really_expected(name).tokens.tolist()
+    assert_same_cache(out.cache, really_expected(name).cache, atol=1e-3)
 
 
 @pytest.mark.parametrize(
