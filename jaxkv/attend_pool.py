@@ -15,7 +15,9 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from jaxkv import pool as slots_of
 from jaxkv.cache import LayerCache
 from jaxkv.policies.across import Across
-from jaxkv.policies.allocate import Adaptive, Divided, Learned, Measured
+from jaxkv.policies.allocate import Adaptive
+from jaxkv.policies.layers import Learned
+from jaxkv.policies.measured import Divided, Measured
 from jaxkv.policies.policy import Phase, Policy, priority
 from jaxkv.policies.score import Sight
 from jaxkv.pool import Pool
@@ -75,7 +77,7 @@ def guarded(policy: Policy, limits: Int[Array, "B"]) -> Int[Array, "B"]:
     if isinstance(share, Measured):
         spared = [phase.protects.recents(limits) + phase.protects.sinks for phase in policy.phases]
         spared = jax.tree.reduce(jnp.maximum, spared)
-        rest = jnp.floor((limits - spared).astype(jnp.float32) * share.least).astype(jnp.int32)
+        rest = jnp.floor((limits - spared).astype(jnp.float32) * share.fraction).astype(jnp.int32)
         return jnp.minimum(spared + jnp.maximum(rest, 1), limits)
     if not isinstance(share, Adaptive | Across):
         return limits
@@ -97,7 +99,7 @@ def _quotas(
 ) -> Int[Array, "B Hk"]:
     """How many entries each head keeps by what was measured, `each [B]` on average over the heads."""
     held = per_head(positions >= 0, owner, heads)
-    return share.quotas(share.scores(learned["retrieval"], heads), heads * each, guard, held)
+    return share.quotas(learned, heads * each, guard, held, jnp.max(positions, axis=-1) + 1)
 
 
 def _local(share: Divided, learned: Learned, owner: Int[Array, "B N"], heads: int) -> Bool[Array, "B N"]:

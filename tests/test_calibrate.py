@@ -16,6 +16,7 @@ from jaxkv import cli
 from jaxkv.calibrate import SKIP, _hidden, _windows
 from jaxkv.errors import BadValue, BadWeights
 from jaxkv.policies import Erring, catalogue
+from jaxkv.policies.curves import best_split
 from jaxkv.run import model_of
 from jaxkv.speculative import PromptLookup
 from jaxkv.weights import learned
@@ -115,6 +116,27 @@ def test_eviction_error(params, found):
     want = np.reshape(want, (3, -1)).mean(0)
     assert (want > 0.01).all()
     np.testing.assert_allclose(found["eviction_error"], want, rtol=1e-3)
+
+
+def test_utility_curves(params, found, scored):
+    """What the second half of a text reads of the first, by NumPy, in the order of LU-KV's score; then the split."""
+    half, model, config = LENGTH // 2, model_of(params.config, params.weights), params.config
+    heads, policy = config.num_kv_heads, jaxkv.policy("lu-kv", budget=30)
+    want = []
+    for tokens in _windows(params, LENGTH, 3):
+        _, worths = scored(dataclasses.replace(params, learned=found), tokens[:half], policy)
+        layers, gains = jaxkv.prefill(params, tokens).layers, []
+        for layer, (_, _, weights) in enumerate(watched(params, tokens)):
+            values = np.asarray(layers[layer].values)[0, :, -LENGTH:][:, :half].repeat(len(weights) // heads, axis=0)
+            written = np.linalg.norm(np.asarray(values @ np.asarray(model.output_matrix(layer))), axis=-1)
+            gain = (weights[:, half:, :half].sum(1) * written).reshape(heads, -1, half).sum(1)
+            order = np.argsort(-worths[layer], axis=-1, kind="stable")
+            gains.append(np.take_along_axis(gain, order, axis=-1) / gain.sum())
+        want.append(best_split(np.concatenate(gains)).reshape(99, -1, heads).swapaxes(0, 1))
+    curves = found["utility_curves"]
+    np.testing.assert_allclose(curves, np.mean(want, axis=0), atol=2 / half)
+    np.testing.assert_allclose(curves.mean(axis=(0, 2)), 1 - np.arange(1, 100) / 100, atol=0.01)
+    assert np.ptp(curves[:, 74]) > 0.1
 
 
 def test_layers_keep_by_their_errors(params, found):

@@ -15,8 +15,9 @@ from watched import watched
 import jaxkv
 from jaxkv.attend_pool import guarded
 from jaxkv.errors import BadValue
-from jaxkv.policies import Attention, CurrentQuery, Divided, KeyDiff, Phase, Proportional, Select, catalogue
-from jaxkv.policies.allocate import poured
+from jaxkv.policies import Attention, CurrentQuery, Curves, Divided, KeyDiff, Phase, Proportional, Select, catalogue
+from jaxkv.policies.curves import best_split, scaled
+from jaxkv.policies.measured import poured
 
 FAMILY = "smollm2"  # three KV heads of three query heads each
 TOKENS = 70
@@ -163,7 +164,10 @@ def test_a_head_that_retrieves_nothing_keeps_its_base():
     """Scores of 0 leave the base; where all are 0 the heads are equal. Caps go to the others."""
     share, many = Proportional(beta=2.0), jnp.full((1, 3), 500, jnp.int32)
     total, guard = jnp.array([300], jnp.int32), jnp.array([50], jnp.int32)
-    quotas = lambda scores, held: np.asarray(share.quotas(jnp.array(scores), total, guard, held))[0].tolist()  # noqa: E731
+
+    def quotas(scores, held):
+        return np.asarray(share.quotas({"retrieval": jnp.array(scores)}, total, guard, held, total))[0].tolist()
+
     assert quotas([1.0, 0.0, 0.0], many) == [200, 50, 50]
     assert quotas([0.0, 0.0, 0.0], many) == [100, 100, 100]
     assert quotas([1.0, 0.0, 0.0], jnp.array([[120, 500, 500]], jnp.int32)) == [120, 90, 90]
@@ -177,6 +181,77 @@ def test_how_many_heads_are_local(heads, count):
     local = np.asarray(Divided(retrieval=0.5).local(scores))
     assert (~local).sum() == count and (heads == count or scores[local].max() < scores[~local].min())
     assert not np.asarray(Divided(retrieval=1.0).local(scores)).any()
+
+
+# ---- curves
+
+
+@pytest.mark.parametrize("family", ["llama2", "llama3"])
+@pytest.mark.parametrize("ratio", ["0.3", "0.5", "0.75"])
+def test_curves_as_in_kvpress(goldens, tiny, family, ratio):
+    """LU-KV's layers and heads keep the entries that kvpress leaves unmasked, and hold no slot more."""
+    golden, params = np.load(goldens / "kvpress" / f"{family}-curves.npz"), tiny(family)
+    tokens, held = golden["ids"][0], []
+    cache = jaxkv.prefill(params, tokens, policy=jaxkv.policy("lu-kv", ratio=float(ratio)))
+    for index, layer in enumerate(cache.layers):
+        theirs = golden[f"lukv-expected-n512/r{ratio}/layer{index}/kept_mask"]
+        ours = np.zeros_like(theirs)
+        for head, entries in enumerate(heads_of(layer)):
+            ours[head, entries[entries >= 0]] = True
+        np.testing.assert_array_equal(ours, theirs, err_msg=f"layer {index}")
+        assert layer.total == theirs.sum()
+        held.append(theirs.sum(-1).tolist())
+    assert len({tuple(each) for each in held}) > 1 and len(set(held[0])) > 1, "layers and heads keep differently"
+
+
+@given(st.integers(0, 2**16), st.sampled_from([1, 2, 3, 8]), st.integers(6, 40), st.integers(41, 400))
+@settings(max_examples=60, deadline=None)
+def test_heads_share_in_proportion_but_for_what_each_keeps(seed, heads, budget, tokens):
+    """Fractions times the text, whole by largest remainders, no less than the guard; against a plain search."""
+    rng = np.random.default_rng(seed)
+    curves = np.sort(rng.random((99, heads)), axis=0)[::-1].astype(np.float32)
+    guard, total = int(rng.integers(1, budget + 1)), heads * budget
+    many = lambda x: jnp.full((1,), x, jnp.int32)  # noqa: E731
+    held = np.full(heads, tokens)
+    given = Curves().quotas(
+        {"utility_curves": jnp.asarray(curves)}, many(total), many(guard), jnp.asarray(held)[None], many(tokens)
+    )
+    given = np.asarray(given)[0]
+    assert given.sum() == total and (given >= guard).all() and (given <= tokens).all()
+    row = np.argmin(np.abs(curves.mean(1) - np.float32(budget / tokens)))
+    shares = curves[row].astype(float)
+    free = (given > guard) & (given < tokens)
+    if free.any():  # those at no bound are in one proportion up to rounding, and the bounded ones on their side of it
+        most, near = np.argmax(np.where(free, shares, -1)), 2.1 + tokens / 2000
+        exact = shares * given[most] / shares[most]
+        assert (np.abs(exact - given)[free] <= near).all()
+        assert (exact[given == guard] <= guard + near).all() and (exact[given == tokens] >= tokens - near).all()
+
+
+@given(st.integers(0, 2**16), st.integers(1, 12), st.integers(7, 60))
+@settings(max_examples=60, deadline=None)
+def test_layers_in_proportion_within_bounds(seed, layers, budget):
+    shares = np.random.default_rng(seed).random(layers)
+    each = scaled(shares, layers * budget, 6, 64)
+    assert each.sum() == layers * budget and each.min() >= 6 and each.max() <= 64
+    order = np.argsort(shares, kind="stable")
+    assert (np.diff(each[order]) >= -1).all()
+
+
+def test_the_best_split():
+    """Where gains fall nothing keeps more; a late peak counts as early as the concave curve above it."""
+    gains = -np.sort(-np.random.default_rng(0).random((2, 4)), axis=1)
+    split = best_split(gains)
+    assert split.shape == (99, 2) and (np.diff(split.sum(1)) <= 0).all()
+    for removed in (25, 50, 75):
+        keep = 8 - 8 * removed // 100
+        sums = {
+            first: gains[0, :first].sum() + gains[1, : keep - first].sum()
+            for first in range(max(keep - 4, 0), min(keep, 4) + 1)
+        }
+        assert round(split[removed - 1, 0] * 4) == max(sums, key=sums.get)
+    late = best_split(np.array([[0.0, 0.0, 0.0, 8.0], [1.0, 1.0, 1.0, 1.0]]))
+    assert late[49].tolist() == [1.0, 0.0]
 
 
 # ---- at decode
@@ -222,10 +297,10 @@ def test_cuts_every_few_tokens_keep_the_shares(tiny):
         held = np.asarray(layer.held())
         assert (held.sum(1) >= budget * layer.heads).all() and (held >= 6).all()
         share = policy.allocate
-        scores = share.scores(jnp.asarray(params.learned["retrieval"])[index], layer.heads)
         plenty = jnp.full((2, layer.heads), 999, jnp.int32)
         total = jnp.full((2,), budget * layer.heads, jnp.int32)
-        quotas = np.asarray(share.quotas(scores, total, guard, plenty))
+        scores = {"retrieval": jnp.asarray(params.learned["retrieval"])[index]}
+        quotas = np.asarray(share.quotas(scores, total, guard, plenty, total))
         assert (np.asarray(layer.sizes) == quotas + 4).all(), "a cut frees as many slots in every head"
 
 
@@ -239,6 +314,7 @@ def test_cuts_every_few_tokens_keep_the_shares(tiny):
         (lambda: jaxkv.policy("duo", budget=999, retrieval=0.0), "retrieval=0.0"),
         (lambda: jaxkv.policy("duo", budget=999, base=1.5), "base=1.5"),
         (lambda: jaxkv.policy("duo", budget=384), "at least 385"),
+        (lambda: jaxkv.policy("lu-kv", budget=99, least=0), "least=0"),
         (lambda: jaxkv.policy("headkv", budget=99, of_group="sum"), "'mean' or 'max'"),
         (lambda: jaxkv.policy("headkv", budget=99, heads="sum"), "decide as one"),
         (lambda: jaxkv.policy("headkv", budget=99, rope="cache"), "rope='text'"),

@@ -7,11 +7,6 @@ from jaxkv.policies.across import Lazy as Lazy
 from jaxkv.policies.across import Prefix as Prefix
 from jaxkv.policies.aggregate import Aggregate as Aggregate
 from jaxkv.policies.allocate import Adaptive as Adaptive
-from jaxkv.policies.allocate import Divided as Divided
-from jaxkv.policies.allocate import Erring as Erring
-from jaxkv.policies.allocate import Proportional as Proportional
-from jaxkv.policies.allocate import Pyramid as Pyramid
-from jaxkv.policies.allocate import Uniform as Uniform
 from jaxkv.policies.by_keys import Cur as Cur
 from jaxkv.policies.by_keys import KeyDiff as KeyDiff
 from jaxkv.policies.by_keys import LagKV as LagKV
@@ -32,7 +27,13 @@ from jaxkv.policies.combine import Scaled as Scaled
 from jaxkv.policies.combine import Then as Then
 from jaxkv.policies.combine import Weighted as Weighted
 from jaxkv.policies.cover import Cover as Cover
+from jaxkv.policies.curves import Curves as Curves
 from jaxkv.policies.graph import Propagated as Propagated
+from jaxkv.policies.layers import Erring as Erring
+from jaxkv.policies.layers import Pyramid as Pyramid
+from jaxkv.policies.layers import Uniform as Uniform
+from jaxkv.policies.measured import Divided as Divided
+from jaxkv.policies.measured import Proportional as Proportional
 from jaxkv.policies.observe import AllQueries as AllQueries
 from jaxkv.policies.observe import CurrentQuery as CurrentQuery
 from jaxkv.policies.observe import LastQueries as LastQueries

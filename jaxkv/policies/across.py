@@ -13,8 +13,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv.cache import highest
 from jaxkv.errors import BadValue
-from jaxkv.policies.allocate import STEPS, Learned, poured
 from jaxkv.policies.by_queries import over_queries, window_attention
+from jaxkv.policies.layers import Learned
+from jaxkv.policies.measured import STEPS, poured
 from jaxkv.policies.score import Sight
 
 

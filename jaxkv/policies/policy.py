@@ -11,7 +11,9 @@ from jaxkv.errors import BadValue, unknown
 from jaxkv.policies import across, allocate, observe, scores
 from jaxkv.policies.across import Across
 from jaxkv.policies.aggregate import Aggregate
-from jaxkv.policies.allocate import Adaptive, Allocate, Learned, Uniform
+from jaxkv.policies.allocate import Adaptive, Allocate
+from jaxkv.policies.layers import KINDS as LAYERS
+from jaxkv.policies.layers import Learned, Uniform
 from jaxkv.policies.observe import NoQueries, Observe
 from jaxkv.policies.propagate import Propagate
 from jaxkv.policies.score import Entering, Recency, Score, Sight, Stats
@@ -322,7 +324,7 @@ def priority(
 PARTS = {
     "observe": observe.KINDS,
     "allocate": allocate.KINDS | across.KINDS,
-    "layers": allocate.LAYERS,
+    "layers": LAYERS,
 } | dict.fromkeys(("score", "of", "first", "second"), scores.KINDS)
 PLAIN = {"aggregate": Aggregate, "select": Select, "propagate": Propagate}
 

@@ -141,6 +141,18 @@ def calibrated(sizes: tuple[int, int, int, int]) -> dict:
     return {"qfilters": (filters, "sdpa"), "expected-stats-n512": (stats, "sdpa")}
 
 
+def curved(sizes: tuple[int, int, int, int]) -> dict:
+    """LU-KV by the made-up curves of `tests/measured.py`; kvpress' are of what is removed, rows first."""
+    removed = 1 - measured(*sizes)["utility_curves"].transpose(1, 0, 2)
+
+    def press(ratio: float):
+        press = kvpress.LUKVPress(compression_ratio=ratio)
+        press._budget_curves = removed
+        return press
+
+    return {"lukv-expected-n512": (press, "sdpa")}
+
+
 PLAIN_FAMILY = {
     name: FAMILY[name] for name in ("leverage-s48", "noncausal-c40", "chunk-c40-knorm", "egchunkkv-c10-knorm")
 }
@@ -259,6 +271,14 @@ def watch(press, seen: dict[int, dict[str, np.ndarray]]):
             entry["margin"] = margins(free.reshape(1, -1), chosen.reshape(1, -1))
             if chosen is not mask:
                 entry["margin"] = np.minimum(entry["margin"], inside)
+        elif isinstance(press, kvpress.LUKVPress):
+            _, heads, slots = (x.numpy() for x in module.masked_key_indices)
+            mask = np.ones(scores.shape, bool)
+            mask[heads, slots] = False
+            entry["kept_mask"] = mask
+            free = scores.copy()
+            free[:, : press.sink] = free[:, -press.window :] = np.float32(3e38)
+            entry["margin"] = np.concatenate([margins(free[[at]], mask[[at]]) for at in range(len(mask))])
         else:
             kept = positions_of(keys[0], out[0][0])
             mask = np.zeros(scores.shape, bool)
@@ -445,6 +465,7 @@ def main() -> None:
             heads = config.num_attention_heads, config.num_key_value_heads
             sizes = (config.num_hidden_layers, *heads, models["sdpa"].model.layers[0].self_attn.head_dim)
             last_methods(family, models, "calibrated", calibrated(sizes), 1000)
+            last_methods(family, models, "curves", curved(sizes), 4000)
     if len(sys.argv) == 2:
         print("smollm2")
         path = Path(sys.argv[1])
