@@ -103,17 +103,18 @@ def test_a_mesh_gives_what_one_device_gives(goldens, name, axes):
     assert_same_cache(out.cache, expected(folder, name).cache)
 
 
-@pytest.mark.parametrize("reduce", ["sum", "max"])
-def test_queries_that_weigh_more_than_others(goldens, reduce):
-    """KVzip+'s weights go with the queries that the devices along the text share."""
-    config = jaxkv.load(goldens / "tiny" / "llama3").config
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
+@pytest.mark.parametrize("family, queries", [("llama3", 16), ("smollm2", 16), ("smollm2", 6)])
+def test_queries_are_shared_along_the_text(goldens, reduce, family, queries):
+    """By as many devices as divide them (SmolLM2's 3 KV heads leave `model` for that too); KVzip+'s weights go along."""
+    config = jaxkv.load(goldens / "tiny" / family).config
     rng = np.random.default_rng(0)
     heads, held, dims = config.num_kv_heads, 24, config.head_dim
-    query = jnp.asarray(rng.normal(size=(2, config.num_heads, 16, dims)), jnp.float32)
+    query = jnp.asarray(rng.normal(size=(2, config.num_heads, queries, dims)), jnp.float32)
     keys = jnp.asarray(rng.normal(size=(2, heads, held, dims)), jnp.float32)
     at = jnp.broadcast_to(jnp.arange(held, dtype=jnp.int32), (2, held))
-    weights = jnp.asarray(rng.uniform(0.1, 10, (2, 16)), jnp.float32)
-    arrays = query, keys, at[:, -16:], jnp.broadcast_to(at[:, None], (2, heads, held))
+    weights = None if reduce == "mean" else jnp.asarray(rng.uniform(0.1, 10, (2, queries)), jnp.float32)
+    arrays = query, keys, at[:, -queries:], jnp.broadcast_to(at[:, None], (2, heads, held))
     one, many = (
         prefill_attend_mass(Layout.of(mesh, config), *arrays, reduce=reduce, weights=weights, scale=0.3)
         for mesh in (None, on((2, 2, 2)))

@@ -88,16 +88,16 @@ def prefill_attend_mass(
     q = layout.spec(grouped.shape, (ROWS, HEADS, GROUP, SLOTS, None))
     at = layout.spec(query_positions.shape, (ROWS, SLOTS))
     kv = layout.spec(keys.shape, layout.slot_axes(4, slots=None))
-    shared = at[1] is not None
+    over = at[1]  # context, spare, both or neither: what divides the queries without a rest
     more = {} if weights is None else {"weights": weights}
 
     def local(query, keys, query_positions, key_positions, more):
-        each = "sum" if shared and reduce == "mean" else reduce
+        each = "sum" if over and reduce == "mean" else reduce
         mass = kernel(_flat(query), keys, query_positions, key_positions, reduce=each, **more)
-        if shared:
-            mass = (lax.pmax if reduce == "max" else lax.psum)(mass, SLOTS)
+        if over:
+            mass = (lax.pmax if reduce == "max" else lax.psum)(mass, over)
             if reduce == "mean":
-                count = lax.psum(jnp.sum(query_positions >= 0, axis=-1, dtype=jnp.float32), SLOTS)
+                count = lax.psum(jnp.sum(query_positions >= 0, axis=-1, dtype=jnp.float32), over)
                 mass = mass / jnp.maximum(count, 1.0)[:, None, None]
         return mass.reshape(*query.shape[:3], -1)
 
