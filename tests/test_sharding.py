@@ -49,9 +49,12 @@ def policy(name, budget=16, **options):
     return jaxkv.policy(name, budget=budget, **options) if catalogue()[name].evicts else jaxkv.policy(name, **options)
 
 
-def prompts(rows=8):
-    """Ragged prompts, no token twice in one (see `generated`)."""
-    return [np.random.default_rng(i).permutation(150)[:n].astype(np.int32) for i, n in enumerate(LENGTHS[:rows])]
+def prompts(rows=8, first=0):
+    """Ragged prompts, no token twice in one (see `generated`); seeds from the `first` on."""
+    seeds = range(first, first + rows)
+    return [
+        np.random.default_rng(i).permutation(150)[:n].astype(np.int32) for i, n in zip(seeds, LENGTHS, strict=False)
+    ]
 
 
 def on(axes):
@@ -59,12 +62,13 @@ def on(axes):
     return jaxkv.mesh(data=data, model=model, context=context)
 
 
-def generated(params, name, steps=16, **options):
+def generated(params, name, steps=16, first=0, **options):
     """A run in which no token comes twice: equal keys (layer 0 under `knorm`) tie but for rounding, which is the matrix
     product's own, in prefill another than in decode and on a part of the matrix another than on the whole.
     """
     sampling = {"stop_tokens": (), "repetition_penalty": 1e6}
-    return jaxkv.generate(params, prompts(), policy=policy(name, **options), max_new_tokens=steps, **sampling)
+    chosen = policy(name, **options)
+    return jaxkv.generate(params, prompts(first=first), policy=chosen, max_new_tokens=steps, **sampling)
 
 
 @functools.cache
@@ -106,7 +110,7 @@ def test_a_mesh_gives_what_one_device_gives(goldens, name, axes):
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
 @pytest.mark.parametrize("family, queries", [("llama3", 16), ("smollm2", 16), ("smollm2", 6)])
 def test_queries_are_shared_along_the_text(goldens, reduce, family, queries):
-    """By as many devices as divide them (SmolLM2's 3 KV heads leave `model` for that too); KVzip+'s weights go along."""
+    """By as many devices as divide them (SmolLM2's 3 KV heads leave `model` for that too), with KVzip+'s weights."""
     config = jaxkv.load(goldens / "tiny" / family).config
     rng = np.random.default_rng(0)
     heads, held, dims = config.num_kv_heads, 24, config.head_dim
@@ -138,6 +142,9 @@ def test_heads_that_the_axis_does_not_divide(goldens, axes):
     assert_same_cache(out.cache, expected(folder, "dapq-longflow").cache)
 
 
+TIES = {"alisa": 8}  # seeds of other prompts: with the first ones two of its scores are equal but for rounding
+
+
 @functools.cache
 def real(axes):
     """SmolLM2's own weights, cut off after four layers, on a mesh; None: on one device."""
@@ -148,7 +155,7 @@ def real(axes):
 @functools.cache
 def really_expected(name):
     """What one device gives of them."""
-    return generated(real(None), name)
+    return generated(real(None), name, first=TIES.get(name, 0))
 
 
 @pytest.mark.slow
@@ -156,7 +163,7 @@ def really_expected(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_real_weights_whose_heads_no_axis_divides(name, axes):
     """9 query heads on 3 KV heads, every policy. (Four layers: the compiler's time is in their number.)"""
-    out = generated(real(axes), name)
+    out = generated(real(axes), name, first=TIES.get(name, 0))
     assert out.tokens.tolist() == really_expected(name).tokens.tolist()
     assert_same_cache(out.cache, really_expected(name).cache, atol=1e-3)
 
