@@ -13,7 +13,7 @@ from jaxkv import run
 from jaxkv.cache import KVCache
 from jaxkv.models import ModelConfig, abstract_weights
 from jaxkv.plan import plan
-from jaxkv.policies.policy import Policy
+from jaxkv.policies.policy import NOTHING, Learned, Policy
 from jaxkv.sampling import Sampler
 from jaxkv.sharding import ONE_DEVICE, Layout
 
@@ -40,15 +40,16 @@ def lower(
     panels: bool | None = None,
     layout: Layout = ONE_DEVICE,
     implementation: str | None = None,
+    learned: Learned = NOTHING,
 ) -> Lowered:
     """Prefill of `batch` prompts of `tokens` tokens each, and `steps` greedy decode steps after it; nothing runs.
 
     On the mesh of `layout` weights and cache are divided as `load` and `generate` do it. `room` is the new tokens that
-    a policy which only adds must hold; `panels` as in `abstract_weights`. Raises `BadValue` for a text longer than the
-    model's context.
+    a policy which only adds must hold; `panels` as in `abstract_weights`; `learned` what the policy `learns`. Raises
+    `BadValue` for a text longer than the model's context.
     """
     weights = _weights(config, dtype, panels, layout)
-    shapes, limits = plan(policy, config, None, np.full(batch, tokens), room, parts=layout.parts)
+    shapes, limits = plan(policy, config, None, np.full(batch, tokens), room, parts=layout.parts, learned=learned)
     static = {"config": config, "policy": policy, "layout": layout, "implementation": implementation}
     placed = lambda layers: tuple(  # noqa: E731
         layout.each(layer, lambda leaf, *axes: _array(layout, leaf, axes)) for layer in layers
@@ -63,7 +64,7 @@ def lower(
         placed(layers),
         *(_array(layout, jax.ShapeDtypeStruct(shape, jnp.int32)) for shape in ints),
     )
-    prefill = run.prefill.lower(*arguments, **static, plan=shapes)
+    prefill = run.prefill.lower(*arguments, **static, plan=shapes, learned=learned)
 
     def state(layers) -> run.DecodeState:
         row = jnp.zeros(batch, jnp.int32)
@@ -78,7 +79,7 @@ def lower(
         layers=placed(begun.cache.layers),
     )
     begun = dataclasses.replace(jax.tree.map(lambda leaf: _array(layout, leaf), begun), cache=cache)
-    decode = run.decode.lower(weights, begun, **static, steps=steps, sampler=Sampler(), stop=())
+    decode = run.decode.lower(weights, begun, **static, steps=steps, sampler=Sampler(), stop=(), learned=learned)
     return Lowered(prefill, decode, weights, begun.cache)
 
 

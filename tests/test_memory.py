@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from measured import measured
 
 import jaxkv
 from jaxkv.lowering import held, lower
@@ -20,7 +21,11 @@ BOUNDED = [
 
 def bytes_needed(config, policy, tokens):
     """Without the weights: temporary + argument bytes of prefill, and of decode after it."""
-    programs = lower(config, policy, batch=1, tokens=tokens, room=0 if policy.decode else 64, steps=4)
+    made_up = measured(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)
+    learned = {name: made_up[name] for name in policy.learns}
+    programs = lower(
+        config, policy, batch=1, tokens=tokens, room=0 if policy.decode else 64, steps=4, learned=learned
+    )  # fmt: skip
     found = []
     for program in (programs.prefill, programs.decode):
         memory = program.compile().memory_analysis()
