@@ -93,6 +93,7 @@ def generate(
     stop: str | Sequence[str] | None = None,
     speculative: Speculative | None = None,
     implementation: str | None = None,
+    scan_layers: bool = False,
     progress: Progress | None = None,
 ) -> Generation:
     """Continue the prompt under the policy (none: full cache), or go on from `cache` with or without a new prompt.
@@ -101,12 +102,13 @@ def generate(
     every prompt; it goes on under its own policy (or "full"). `stop_tokens=None` stops at the model's own,
     `()` at nothing; `stop` strings end the text before them. `samples` continues each prompt that many times.
     `speculative`, such as `jaxkv.speculative.AASD()`, drafts several tokens and verifies them in one pass.
+    `scan_layers` runs layers that are alike as one loop at prefill: it compiles sooner, and then runs a little slower.
     Raises `BadValue`, `BadCheckpoint` and their kin before anything is compiled.
     """
     sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty)
     task = _begin(
         params, prompt, policy, max_new_tokens, cache, sampler, samples, seed, stop_tokens, stop, speculative,
-        implementation, progress,
+        implementation, scan_layers, progress,
     )  # fmt: skip
     for _ in _decode(task, CHUNK):
         pass
@@ -154,13 +156,14 @@ def stream(
     stop: str | Sequence[str] | None = None,
     speculative: Speculative | None = None,
     implementation: str | None = None,
+    scan_layers: bool = False,
     progress: Progress | None = None,
 ) -> Stream:
     """`generate` for one prompt, giving its text as it comes: `for piece in jaxkv.stream(...)`."""
     sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty)
     task = _begin(
         params, prompt, policy, max_new_tokens, cache, sampler, 1, seed, stop_tokens, stop, speculative,
-        implementation, progress,
+        implementation, scan_layers, progress,
     )  # fmt: skip
     if len(task.tokens) != 1:
         raise BadValue(f"{len(task.tokens)} prompts to stream: expected one; use generate for a batch")
@@ -176,6 +179,7 @@ def prefill(
     room: int = 0,
     pseudo: np.ndarray | None = None,
     implementation: str | None = None,
+    scan_layers: bool = False,
     progress: Progress | None = None,
 ) -> KVCache:
     """The cache that the prompt leaves under the policy, to `generate(..., cache=cache)` from, any number of times.
@@ -188,7 +192,7 @@ def prefill(
     chosen = _policy(params, policy, cache)
     if pseudo is not None:
         pseudo = _checked(np.asarray(pseudo), len(rows), chosen, params.config.vocab_size)
-    return _prefill(params, rows, chosen, cache, room, implementation, progress, pseudo=pseudo)[0]
+    return _prefill(params, rows, chosen, cache, room, implementation, scan_layers, progress, pseudo=pseudo)[0]
 
 
 def _checked(pseudo: np.ndarray, rows: int, policy: Policy, vocab_size: int) -> np.ndarray:
@@ -229,6 +233,7 @@ def _prefill(
     cache: KVCache | None,
     room: int,
     implementation: str | None,
+    scan_layers: bool,
     progress: Progress | None,
     top: int = 0,
     limit: int = 0,
@@ -256,7 +261,7 @@ def _prefill(
     if policy.prefill is None or not shapes.look:
         pseudo = np.zeros((batch, 0), np.int32)
     elif pseudo is None:
-        pseudo = _pseudo_tokens(params, rows, policy, policy.prefill.observe, cache, implementation)
+        pseudo = _pseudo_tokens(params, rows, policy, policy.prefill.observe, cache, implementation, scan_layers)
     if cache is None:
         layers = layout.layers(run.empty_layers(config, policy, batch, params.dtype))
     else:
@@ -264,7 +269,7 @@ def _prefill(
     layers, logits, expected = run.prefill(
         params.weights, layers, *map(layout.put, (tokens, positions, pseudo, lengths, limits)),
         config=config, policy=policy, plan=shapes, layout=layout, implementation=implementation, progress=progress,
-        top=top, limit=limit, learned=learned,
+        top=top, limit=limit, scan_layers=scan_layers, learned=learned,
     )  # fmt: skip
     cache = KVCache(
         layers=layers,
@@ -293,6 +298,7 @@ def _pseudo_tokens(
     observe: Observe,
     cache: KVCache | None,
     implementation: str | None,
+    scan_layers: bool,
 ) -> np.ndarray:
     """The tokens that look from behind the prompt, int32 `[B, N]` (N = 0 for observers that are in it)."""
     if isinstance(observe, PseudoQueries):
@@ -306,7 +312,7 @@ def _pseudo_tokens(
             draft = first_pass(policy, observe)
         else:  # its token to run next already stands in front of the rows
             cache = dataclasses.replace(cache, pending=jnp.full_like(cache.pending, -1))
-        once = {"cache": cache, "stop_tokens": (), "implementation": implementation}
+        once = {"cache": cache, "stop_tokens": (), "implementation": implementation, "scan_layers": scan_layers}
         ahead = generate(params, rows, policy=draft, max_new_tokens=observe.count, **once)
         return ahead.tokens
     return np.zeros((len(rows), 0), np.int32)
@@ -377,6 +383,7 @@ def _begin(
     stop: str | Sequence[str] | None,
     speculative: Speculative | None,
     implementation: str | None,
+    scan_layers: bool,
     progress: Progress | None,
 ) -> _Task:
     """Check everything, prefill, and sample the first token."""
@@ -409,7 +416,9 @@ def _begin(
     else:
         rows, single = rows_of(prompt, params.tokenizer, config.vocab_size)
         top = (session.top, session.limit) if session is not None else (0, 0)
-        cache, logits, expected = _prefill(params, rows, chosen, cache, max_new_tokens, implementation, progress, *top)
+        cache, logits, expected = _prefill(
+            params, rows, chosen, cache, max_new_tokens, implementation, scan_layers, progress, *top
+        )
         logits = jnp.repeat(logits, samples, axis=0)
     layout = params.layout
     cache = layout.cache(_repeated(cache, samples))
@@ -437,7 +446,7 @@ def _begin(
     if session is not None:
 
         def prefilled(params: Params, policy: Policy) -> KVCache:
-            drafts = _prefill(params, rows or [], policy, None, max_new_tokens, implementation, None)[0]
+            drafts = _prefill(params, rows or [], policy, None, max_new_tokens, implementation, scan_layers, None)[0]
             return _repeated(drafts, samples)
 
         known = rows is not None and not went_on

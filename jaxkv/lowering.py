@@ -40,6 +40,7 @@ def lower(
     panels: bool | None = None,
     layout: Layout = ONE_DEVICE,
     implementation: str | None = None,
+    scan_layers: bool = False,
     learned: Learned = NOTHING,
 ) -> Lowered:
     """Prefill of `batch` prompts of `tokens` tokens each, and `steps` greedy decode steps after it; nothing runs.
@@ -64,7 +65,7 @@ def lower(
         placed(layers),
         *(_array(layout, jax.ShapeDtypeStruct(shape, jnp.int32)) for shape in ints),
     )
-    prefill = run.prefill.lower(*arguments, **static, plan=shapes, learned=learned)
+    prefill = run.prefill.lower(*arguments, **static, plan=shapes, scan_layers=scan_layers, learned=learned)
 
     def state(layers) -> run.DecodeState:
         row = jnp.zeros(batch, jnp.int32)

@@ -52,7 +52,7 @@ def empty_layers(config: ModelConfig, policy: Policy, batch: int, dtype) -> Laye
 
 @functools.partial(
     jax.jit,
-    static_argnames=("config", "policy", "plan", "layout", "implementation", "progress", "top", "limit"),
+    static_argnames=("config", "policy", "plan", "layout", "implementation", "progress", "top", "limit", "scan_layers"),
 )
 def prefill(
     weights,
@@ -71,6 +71,7 @@ def prefill(
     progress=None,
     top: int = 0,
     limit: int = 0,
+    scan_layers: bool = False,
     learned: Learned = NOTHING,
 ) -> tuple[Layers, Float[Array, "B V"], Expected]:
     """Run the left-padded prompt (padding at position -1) in blocks; the layers it leaves and the last logits.
@@ -128,9 +129,11 @@ def prefill(
 
         everything, last = layout.lay("tokens", jnp.concatenate([tokens, behind], axis=1)), tokens.shape[1] - 1
         after = None if top else behind.shape[1]
+        between = route if turn is not None or policy.reuse > 1 else None
         hidden, states = model(
-            everything, states, attend, layout.lay, behind=after, route=route, sizes=plan.look and policy.sizes
-        )
+            everything, states, attend, layout.lay, behind=after, route=between, sizes=plan.look and policy.sizes,
+            scan=scan_layers,
+        )  # fmt: skip
         expected = _expected(model, hidden[:, tokens.shape[1] - length :], (tokens.shape[0], length), top, wanted)
         layers = tuple(state.cache for state in states)
         if share is not None:

@@ -1,5 +1,6 @@
 """generate, stream, prefill, save and restore: what they give, and what they refuse."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from letters import Letters
 import jaxkv
 from jaxkv import cli
 from jaxkv.errors import BadCheckpoint, BadValue, JaxkvError, MissingModel, UnknownName
+from jaxkv.lowering import lower
 from jaxkv.prompts import rows_of
 from jaxkv.sampling import Sampler
 
@@ -45,6 +47,41 @@ def test_every_form_of_prompt(lettered):
     found, single = rows_of(chat, lettered.tokenizer, 256)
     assert single and lettered.tokenizer.decode(found[0]) == "<u>hi<a>"
     assert len(rows_of([chat, chat], lettered.tokenizer, 256)[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "options"),
+    [
+        ("llama3", "dapq-longflow", {}),
+        ("llama3", "adakv", {"window": 8}),
+        ("llama3", "global-h2o", {}),
+        ("gemma3_text", "dapq-longflow", {}),  # runs of layers with a sliding window, and others between them
+    ],
+)
+def test_layers_in_a_loop_do_what_they_do_in_a_row(tiny, family, name, options):
+    """A prompt in three blocks: the same tokens and entries, values within rounding."""
+    params, rows = tiny(family), [ids(70), ids(41, 1)]
+    policy = jaxkv.policy(name, budget=40, block=32, **options)
+    one, other = (
+        jaxkv.generate(params, rows, policy=policy, max_new_tokens=6, stop_tokens=(), scan_layers=scan)
+        for scan in (False, True)
+    )
+    np.testing.assert_array_equal(one.tokens, other.tokens)
+    for a, b in zip(one.cache.views, other.cache.views, strict=True):
+        np.testing.assert_array_equal(a.positions, b.positions)
+        np.testing.assert_allclose(a.keys, b.keys, atol=1e-5)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_layers_in_a_loop_are_compiled_once(tiny):
+    """The matrix products of a prefill: of one layer in the loop and of the last, which does less."""
+    config, count = tiny("llama3").config, {}
+    for layers in (4, 8):
+        config = dataclasses.replace(config, num_layers=layers, layer_types=config.layer_types[:1] * layers)
+        for scan in (False, True):
+            program = lower(config, jaxkv.policy("snapkv", budget=70), batch=1, tokens=96, scan_layers=scan).prefill
+            count[layers, scan] = program.compile().as_text().count(" dot(")
+    assert count[4, True] == count[8, True] < count[4, False] < count[8, False]
 
 
 def test_shapes_of_the_result(lettered):

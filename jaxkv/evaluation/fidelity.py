@@ -87,7 +87,7 @@ def _logits(
     params: Params, policy: Policy, prompt: np.ndarray, continuation: np.ndarray
 ) -> tuple[Float[Array, "B N V"], list[np.ndarray]]:
     """Log-probabilities after each continuation token, and each layer's positions `[B, Hk, C]` after the prompt."""
-    cache = prefill(params, prompt, policy=policy, room=continuation.shape[1])
+    cache = prefill(params, prompt, policy=policy, room=continuation.shape[1], scan_layers=True)
     positions = [np.asarray(by_head(layer).positions) for layer in cache.views]
     _, logits = follow(params, cache, continuation)
     assert logits is not None
@@ -103,7 +103,8 @@ def _mass(params: Params, prompt: np.ndarray, continuation: np.ndarray) -> np.nd
         decode=Phase(CurrentQuery(), AccumulatedAttention(), Aggregate(group="mean")),
         budget=tokens,
     )
-    cache, _ = follow(params, prefill(params, prompt, policy=watch), continuation, logits=False)
+    cache = prefill(params, prompt, policy=watch, scan_layers=True)
+    cache, _ = follow(params, cache, continuation, logits=False)
     out = np.zeros((len(cache.layers), *cache.layers[0].positions.shape[:2], prompt.shape[1]), np.float32)
     for index, layer in enumerate(cache.layers):
         positions, mass = np.asarray(layer.positions), np.asarray(layer.stats["attention"])

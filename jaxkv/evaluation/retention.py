@@ -49,7 +49,7 @@ def retained(params: Params, prompt: Any, policy: Policy, *, steps: int = 64, ev
     """
     if steps < 1 or every < 1:
         raise BadValue(f"steps={steps}, every={every}: expected at least 1 of each")
-    out = generate(params, prompt, policy=policy, max_new_tokens=1, stop_tokens=())
+    out = generate(params, prompt, policy=policy, max_new_tokens=1, stop_tokens=(), scan_layers=True)
     if out.cache.batch != 1:
         raise BadValue(f"{out.cache.batch} prompts: expected one, as the picture shows one text")
     length, new = int(out.cache.lengths[0]), out.tokens[0].tolist()  # the first token is not in the cache yet

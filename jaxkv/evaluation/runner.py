@@ -1,4 +1,7 @@
-"""A run: settings -> records. Every policy and budget answers the same questions and reads the same continuations."""
+"""A run: settings -> records. Every policy and budget answers the same questions and reads the same continuations.
+
+Every cell compiles programs of its own and calls them a few times: so prefill scans the layers.
+"""
 
 import dataclasses
 import hashlib
@@ -159,7 +162,9 @@ def _answers(params: Params, settings: Settings, job: Job) -> list[Record]:
         out, waited = _after_output(params, job.cell.policy, [example for example, _ in filled], prompts, new)
     else:
         # Stop at nothing, so that every policy decodes as many steps; the answer ends at the model's stop token.
-        out = generate(params, prompts, policy=job.cell.policy, max_new_tokens=new, stop_tokens=())
+        out = generate(
+            params, prompts, policy=job.cell.policy, max_new_tokens=new, stop_tokens=(), scan_layers=True
+        )  # fmt: skip
         waited = out.stats.prefill_seconds
     return _records(params, job, rows, [len(prompt) for prompt in prompts], out, waited)
 
@@ -170,7 +175,7 @@ def _compressed_first(params: Params, settings: Settings, job: Job, policy: Poli
     filled = [*contexts, *[contexts[-1]] * (settings.batch - len(contexts))]
     started = time.perf_counter()
     heads = [asking.asked(params.tokenizer, example, example.questions[0])[0] for example in filled]
-    cache = prefill(params, heads, policy=policy)
+    cache = prefill(params, heads, policy=policy, scan_layers=True)
     jax.block_until_ready(cache.lengths)
     waited = time.perf_counter() - started
     records = []
@@ -179,8 +184,9 @@ def _compressed_first(params: Params, settings: Settings, job: Job, policy: Poli
         tails = [asking.asked(params.tokenizer, example, example.questions[number])[1] for example, number in rows]
         after = catalogue()["full"] if settings.after == "full" else None
         out = generate(
-            params, tails, policy=after, cache=cache, max_new_tokens=contexts[0].max_new_tokens, stop_tokens=()
-        )
+            params, tails, policy=after, cache=cache, max_new_tokens=contexts[0].max_new_tokens, stop_tokens=(),
+            scan_layers=True,
+        )  # fmt: skip
         sizes = [len(head) + len(tail) for head, tail in zip(heads, tails, strict=True)]
         found = _records(params, job, rows[: len(contexts)], sizes, out, waited)
         records += [record for record, (example, _) in zip(found, rows, strict=False) if turn < len(example.questions)]
@@ -192,7 +198,7 @@ def _after_output(
 ) -> tuple[Generation, float]:
     """The answers behind an output that is forced through decode, and the seconds of the prefill."""
     started = time.perf_counter()
-    cache = prefill(params, prompts, policy=policy)
+    cache = prefill(params, prompts, policy=policy, scan_layers=True)
     jax.block_until_ready(cache.lengths)
     waited = time.perf_counter() - started
     said = [asking.ids(params.tokenizer, example.output) for example in examples]

@@ -4,12 +4,15 @@ The modules hold weights only. What attention looks at, and what is kept of it, 
 """
 
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv.models.config import AttentionSpec, ModelConfig
@@ -141,6 +144,31 @@ def _traced_once(attend: Attend, lay: Lay, sizes: bool) -> Callable[..., tuple[j
     return run
 
 
+def _scanned(
+    run: Callable[..., tuple[jax.Array, Any]], layers: Sequence[Layer], x: jax.Array, spec: AttentionSpec, states: Any
+) -> tuple[jax.Array, list[Any]]:
+    """Layers that are alike, one after the other in a loop: XLA compiles one of them, and each turn copies its weights
+    to where that one has them (stacked ones would be in memory twice)."""
+    weights = [lambda layer=layer: layer for layer in layers]
+
+    def turn(x, own):
+        index, state = own
+        return run(lax.switch(index, weights), x, spec, state, None)
+
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+    x, new = lax.scan(turn, x, (jnp.arange(len(layers)), stacked))
+    return x, [jax.tree.map(operator.itemgetter(index), new) for index in range(len(layers))]
+
+
+def _alike(specs: Sequence[AttentionSpec], states: Sequence[Any], behind: int | None) -> list[range]:
+    """The layers in runs whose attention and states have the same form; the last by itself where it does less."""
+    form = lambda state: (jax.tree.structure(state), *map(jax.typeof, jax.tree.leaves(state)))  # noqa: E731
+    forms = [(spec, form(state)) for spec, state in zip(specs, states, strict=True)]
+    last = len(forms) - 1
+    apart = (at for at in range(1, last + 1) if forms[at] != forms[at - 1] or (at == last and behind is not None))
+    return list(itertools.starmap(range, itertools.pairwise((0, *apart, last + 1))))
+
+
 class Decoder(nnx.Module):
     """Tokens -> hidden states -> logits. `panels` chooses how matrices lie in memory (see `linear.py`)."""
 
@@ -162,6 +190,7 @@ class Decoder(nnx.Module):
         behind: int | None = None,
         route: Route | None = None,
         sizes: bool = False,
+        scan: bool = False,
     ) -> tuple[Float[Array, "B _ M"], tuple[S, ...]]:
         """The final-norm hidden states (of the token with so many `behind` it alone, if given: the last layer is
         cheaper then), and the new per-layer states.
@@ -172,6 +201,7 @@ class Decoder(nnx.Module):
         what differs between them comes with the states, pytrees. `lay(name, x)` gets the residual "stream" each time
         that something was added to it, and the joined product "qkv", and gives them back laid out over devices.
         `route(layer, stream, state, attend)` may send only some of the tokens on to the layers after this one.
+        With `scan`, and no route, layers that are alike run as one `lax.scan`: compiled sooner, a bit slower to run.
         """
         x = lay("stream", lookup(self.embed[...], tokens))
         if self.config.embed_scale is not None:
@@ -179,8 +209,14 @@ class Decoder(nnx.Module):
         new: list[S] = []
         last = self.config.num_layers - 1
         run = _traced_once(attend, lay, sizes)
-        for index, (layer, spec, state) in enumerate(zip(self.layers, self.config.specs, states, strict=True)):
-            x, state = run(layer, x, spec, state, behind if index == last else None)
+        alone = [range(index, index + 1) for index in range(last + 1)]
+        for layers in _alike(self.specs, states, behind) if scan and route is None else alone:
+            index, spec = layers.start, self.specs[layers.start]
+            if len(layers) > 1:
+                x, some = _scanned(run, [self.layers[at] for at in layers], x, spec, [states[at] for at in layers])
+                new.extend(some)
+                continue
+            x, state = run(self.layers[index], x, spec, states[index], behind if index == last else None)
             new.append(state)
             if route is not None:
                 x, following = route(index, x, state, attend)
