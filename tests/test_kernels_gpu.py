@@ -166,7 +166,7 @@ def test_every_block_is_read_once(rows, slots):
     counts = [min(plan.each, plan.blocks - start) for start in starts]
     assert sum(counts) == plan.blocks == -(-slots // plan.block)
     assert min(counts) > 0
-    assert rows * plan.splits >= min(2 * gpu.MULTIPROCESSORS * 0.85, rows * max(1, plan.blocks // 8))
+    assert rows * plan.splits >= min(2 * gpu.blocks_of.MULTIPROCESSORS * 0.85, rows * max(1, plan.blocks // 8))
 
 
 @pytest.mark.parametrize(
