@@ -1,4 +1,4 @@
-"""The decode operation beside what else could do the work, on whatever accelerator is there.
+"""The decode operations beside what else could do the work, on whatever accelerator is there.
 
 Per batch and number of slots, all with one new token per row and the cache full:
 - fused: `decode_attend_score` with LongFlow's rule, by the fastest implementation for this backend;
@@ -7,10 +7,14 @@ Per batch and number of slots, all with one new token per row and the cache full
 - library: `jax.nn.dot_product_attention` (cuDNN on a GPU), in the layout that it wants; it writes no token;
 - tokamax: `tokamax.dot_product_attention`, likewise, where it is installed;
 - unfused: write, library attention, and a second pass over K that scores and takes the victim;
-- copy: a measured copy of as many bytes, the limit.
+- copy: a measured copy of as many bytes, the limit;
+- pool: `ragged_decode` on as many slots in all, which the KV heads share evenly;
+- uneven: the same where the first head has all but 8 slots of each other one;
+- plain pool: `uneven` by the reference, which every pool runs on where there is no kernel.
 
 Each runs in a loop inside one compiled program, its output the next query, so that dispatch does not count; the ways
-take turns, and every figure is the median of the rounds. Fused and unfused are compared before they are timed.
+take turns (those of the pools among themselves), and every figure is the median of the rounds. Fused and unfused, pool
+and plain are compared before they are timed.
 
     python -m benchmarks.kernels            # JSON to benchmarks/results/kernels.json
     python -m benchmarks.kernels --quick    # a smoke run on tiny shapes; stores nothing
@@ -32,6 +36,7 @@ from jax import lax
 from benchmarks.report import table, write
 from pallas_kernels.decode_attend_score import decode_attend_score
 from pallas_kernels.decode_attend_score.victim import Rule, alive, line, over_heads, protected, victim
+from pallas_kernels.ragged_decode import ragged_decode
 
 RULE = Rule("sum")
 SECONDS = 0.05  # a timed loop lasts at least so long
@@ -140,6 +145,39 @@ def unfused(state: dict[str, Any]) -> dict[str, Any]:
     return state | {"query": output, "slot": slot, "position": now}
 
 
+def pool_of(state: dict[str, Any], uneven: bool) -> dict[str, Any]:
+    """The same keys and values as one pool, full."""
+    batch, heads, slots, dim = state["keys"].shape
+    total = heads * slots
+    offsets = total - np.arange(heads, -1, -1) * (8 if uneven else slots)
+    offsets[0] = 0
+    return {
+        **{name: state[name] for name in ("query", "key", "value")},
+        **{name: state[name].reshape(batch, total, dim) for name in ("keys", "values")},
+        "positions": jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), (batch, total)),
+        "weight": state["weight"].reshape(batch, total),
+        "position": jnp.full(batch, total, jnp.int32),
+        "offsets": jnp.broadcast_to(jnp.asarray(offsets, jnp.int32), (batch, heads + 1)),
+        "slot": jnp.broadcast_to(jnp.asarray(offsets[:-1], jnp.int32), (batch, heads)),
+    }
+
+
+def pooled(state: dict[str, Any], implementation: str | None = None) -> dict[str, Any]:
+    """The operation on a pool: write, attend, score, choose."""
+    names = "query", "key", "value", "position", "slot", "keys", "values", "positions", "offsets"
+    result = ragged_decode(
+        *(state[name] for name in names), jnp.zeros_like(state["position"]), state["weight"], scale=_scale(state),
+        rule=Rule("each"), implementation=implementation,
+    )  # fmt: skip
+    return state | {
+        "query": result.output, "keys": result.keys, "values": result.values, "positions": result.positions,
+        "slot": result.next_slot, "position": state["position"] + 1,
+    }  # fmt: skip
+
+
+plain = functools.partial(pooled, implementation="reference")
+
+
 def copy(state: dict[str, Any]) -> dict[str, Any]:
     """Read K and write it back changed: as many bytes as reading K and V."""
     return state | {"keys": state["keys"] + state["position"][0].astype(state["keys"].dtype)}
@@ -162,16 +200,34 @@ def looped(step: Step, state: dict[str, Any]) -> Callable[[int], float]:
     return run
 
 
+def timed(ways: dict[str, Callable[[int], float]], options: argparse.Namespace) -> dict[str, float]:
+    """Median seconds per step of the ways, which take turns."""
+    times = {}
+    for name, run in ways.items():  # compile, then find how many steps fill the time
+        run(1)
+        once = min(run(2) / 2 for _ in range(2))
+        times[name] = max(2, min(5000, int(np.ceil(options.seconds / max(once, 1e-7)))))
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(options.rounds):
+        for name in list(ways) if turn % 2 == 0 else reversed(list(ways)):
+            found[name].append(ways[name](times[name]) / times[name])
+    return {name: statistics.median(each) for name, each in found.items()}
+
+
+def compared(what: str, ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[float, float]:
+    """How far two ways' outputs lie apart, and the share of equal victims; raises where they are not the same."""
+    apart = float(jnp.max(jnp.abs(ours["query"].astype(jnp.float32) - theirs["query"].astype(jnp.float32))))
+    if not apart < 0.05:
+        raise RuntimeError(f"{what}: outputs differ by {apart}")
+    return apart, float(jnp.mean((ours["slot"] == theirs["slot"]).astype(jnp.float32)))
+
+
 def measure(batch: int, slots: int, options: argparse.Namespace) -> dict[str, Any]:
     """Median seconds per step of every way, K and V's bytes, and how far fused and unfused lie apart."""
     state = start(batch, slots, options)
     swapped = state | {name: jnp.swapaxes(state[name], 1, 2) for name in ("keys", "values")}  # [B, C, Hk, D]
-    ours, theirs = jax.jit(fused)(state), jax.jit(unfused)(swapped)
-    apart = float(jnp.max(jnp.abs(ours["query"].astype(jnp.float32) - theirs["query"].astype(jnp.float32))))
-    if not apart < 0.05:
-        raise RuntimeError(f"fused and unfused outputs differ by {apart} at batch {batch}, {slots} slots")
-    same = float(jnp.mean((ours["slot"] == theirs["slot"]).astype(jnp.float32)))
-    del ours, theirs
+    size = f"at batch {batch}, {slots} slots"
+    apart, same = compared(f"fused and unfused {size}", jax.jit(fused)(state), jax.jit(unfused)(swapped))
 
     few = {name: value for name, value in state.items() if name in ("keys", "position")}
     ways: dict[str, Callable[[int], float]] = {
@@ -183,27 +239,29 @@ def measure(batch: int, slots: int, options: argparse.Namespace) -> dict[str, An
     }
     if importlib.util.find_spec("tokamax"):
         ways["tokamax"] = looped(tokamax, swapped)
-    times = {}
-    for name, run in ways.items():  # compile, then find how many steps fill the time
-        run(1)
-        once = min(run(2) / 2 for _ in range(2))
-        times[name] = max(2, min(5000, int(np.ceil(options.seconds / max(once, 1e-7)))))
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(options.rounds):
-        for name in list(ways) if turn % 2 == 0 else reversed(list(ways)):
-            found[name].append(ways[name](times[name]) / times[name])
+    seconds = timed(ways, options)
+    del ways, swapped, few
+
+    even, uneven = (pool_of(state, uneven) for uneven in (False, True))
+    del state
+    for pool in (even, uneven):
+        compared(f"pool and plain {size}", jax.jit(pooled)(pool), jax.jit(plain)(pool))
+    seconds |= timed(
+        {"pool": looped(pooled, even), "uneven": looped(pooled, uneven), "plain pool": looped(plain, uneven)}, options
+    )
     return {
-        "batch": batch, "slots": slots, "bytes": 2 * state["keys"].nbytes, "apart": apart, "same_victims": same,
-        "seconds": {name: statistics.median(each) for name, each in found.items()},
+        "batch": batch, "slots": slots, "bytes": 2 * even["keys"].nbytes, "apart": apart, "same_victims": same,
+        "seconds": seconds,
     }  # fmt: skip
 
 
 def ratios(found: dict[str, Any]) -> dict[str, float]:
-    """Bandwidth of the fused way as a share of the copy's, and its time beside the other ways'."""
+    """Bandwidth of the fused way as a share of the copy's, its time beside the other ways', and the pools' times."""
     seconds = found["seconds"]
     return {
         "of_copy": seconds["copy"] / seconds["fused"],
         "scoring_costs": seconds["fused"] / seconds["unscored"] - 1,
+        "uneven_over_pool": seconds["uneven"] / seconds["pool"],
         **{f"{name}_over_fused": seconds[name] / seconds["fused"] for name in seconds if name not in ("fused", "copy")},
     }
 
@@ -253,6 +311,8 @@ def main() -> None:
             f"{found['ratios']['of_copy']:.0%}",
             f"{found['ratios']['scoring_costs']:+.0%}",
             f"{found['ratios']['unfused_over_fused']:.2f}",
+            f"{found['ratios']['pool_over_fused']:.2f}",
+            f"{found['ratios']['uneven_over_pool']:.2f}",
         )
         for found in results
     ]
@@ -260,7 +320,13 @@ def main() -> None:
         f"decode on {jax.devices()[0].device_kind}: GB/s of K and V (Hk {options.kv_heads}, G {options.group}, "
         f"D {options.dim}, bfloat16)"
     )
-    print(table(title, ("batch x slots", "MiB", *names, "of copy", "scoring", "unfused/fused"), rows))
+    print(
+        table(
+            title,
+            ("batch x slots", "MiB", *names, "of copy", "scoring", "unfused/fused", "pool/fused", "uneven/pool"),
+            rows,
+        )
+    )
     if skipped:
         print(f"left out, too large for the memory: {', '.join(f'{b} x {s}' for b, s in skipped)}")
     if not options.quick:

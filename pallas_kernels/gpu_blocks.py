@@ -1,17 +1,24 @@
-"""What the GPU kernels share: what they take, how operands lie in shared memory, products and masks of a block.
+"""What the GPU kernels share: what they take, how operands lie in shared memory, products and masks of a block, and how
+a decode kernel's work is divided and joined.
 
 Keys are the rows of a block's scores [S, N] and queries the columns, so that a product with the values, [D, S] [S, N],
 needs no more than the weights written back to shared memory.
 """
+
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
 
 from pallas_kernels.masking import MASKED
 
+MULTIPROCESSORS = 132  # of an H100 or H200; each runs two programs (one copies, one computes), or one of a wide head
+SLOTS = {64: 128, 128: 64, 192: 64, 256: 64}  # slots at a time, by head dim filled up to 64s: about 16 KiB of K
 KEYS = plgpu.Layout.WGMMA.reduce(1)  # how a number per key (row of scores) lies in registers
 QUERIES = plgpu.Layout.WGMMA.reduce(0)  # and a number per query (column)
 SQUARE = plgpu.Layout.WGMMA
@@ -86,3 +93,135 @@ def clear_empty(values, key_positions):
     def _clear():
         block = plgpu.layout_cast(values[...], SQUARE)
         values[...] = jnp.where(per_key(key_positions >= 0, block.shape), block, jnp.zeros((), block.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode:
+    """The numbers that a decode kernel is compiled for, and what its programs do alike.
+
+    A program walks over blocks of S slots with the N queries of a KV head and carries their maximum [N], their weights
+    summed over the blocks [S, N], and the output [D, N].
+    """
+
+    slots: int  # of a row: C or P
+    dim: int  # D, filled up to a multiple of 64 with zeros that the copy engine makes
+    columns: int  # G, filled up to 8 or 16
+    stored: int  # G, filled up to a multiple of 4: a row of logits in memory is whole 16 bytes
+    block: int  # slots at a time
+    stages: int  # blocks in shared memory
+    each: int  # blocks per program
+    blocks: int  # blocks per row
+    scale: float
+    softcap: float | None
+
+    @classmethod
+    def of(cls, rows: int, slots: int, beside: int, dim: int, heads: int, dtype, **more: Any):
+        """The plan for `heads` queries to a KV head, and for `beside` slots more than a row has.
+
+        Raises `NotImplementedError` for what no decode kernel takes.
+        """
+        check(dim, dtype)
+        if heads > 16:
+            raise NotImplementedError(f"{heads} query heads to a KV head: up to 16")
+        wide = round_up(dim, 64)
+        block = SLOTS[wide]
+        blocks = -(-(slots + beside) // block)
+        each = -(-blocks // _splits(rows, blocks, MULTIPROCESSORS * (2 if wide <= 128 else 1)))
+        return cls(
+            slots, wide, round_up(heads, 8), round_up(heads, 4), block, 2 if wide > 128 else 3, each, blocks, **more
+        )
+
+    @property
+    def splits(self) -> int:
+        """Programs per row."""
+        return -(-self.blocks // self.each)
+
+    def scratch(self, dim: int, dtype) -> dict[str, Any]:
+        """Shared memory and barriers of a program."""
+        tiled = operand(tile_width(dim), dtype)
+        return {
+            "q_mem": tiled(self.columns, self.dim),
+            "k_mem": tiled(self.stages, self.block, self.dim),
+            "v_mem": tiled(self.stages, self.block, self.dim),
+            "w_mem": tiled(self.columns, self.block),
+            "p_mem": plgpu.SMEM((self.stages, self.block), jnp.int32),
+            "key_mem": plgpu.SMEM((dim,), dtype),
+            "value_mem": plgpu.SMEM((dim,), dtype),
+            "logit_mem": plgpu.SMEM((self.block, self.columns), jnp.float32),
+            "out_mem": plgpu.SMEM((self.dim, self.columns), jnp.float32),
+            "sum_mem": plgpu.SMEM((2, self.columns), jnp.float32),
+            "once": plgpu.Barrier(),
+            "k_here": plgpu.Barrier(num_arrivals=2, num_barriers=self.stages),
+            "v_here": plgpu.Barrier(num_barriers=self.stages),
+        }
+
+    def start(self):
+        """What a program carries before its first block."""
+        start = (
+            jnp.full((self.columns,), MASKED, jnp.float32),
+            jnp.zeros((self.block, self.columns), jnp.float32),
+            jnp.zeros((self.dim, self.columns), jnp.float32),
+        )
+        return tuple(plgpu.layout_cast(x, layout) for x, layout in zip(start, (QUERIES, SQUARE, SQUARE), strict=True))
+
+    def scores(self, keys, queries, seen):
+        """Scores [S, N], `masking.MASKED` for keys that are not `seen [S]`, and `seen` over the queries."""
+        scores = product(keys, queries.transpose((1, 0))) * self.scale
+        if self.softcap is not None:
+            scores = self.softcap * jnp.tanh(scores / self.softcap)
+        visible = per_key(seen, scores.shape)
+        return jnp.where(visible, scores, MASKED), visible
+
+
+def weigh(top, scores, visible, memory):
+    """The maximum with these scores, their weights under it (also to `memory`), and the factor of what was before."""
+    higher = jnp.maximum(top, jnp.max(scores, axis=0))
+    weights = jnp.where(visible, jnp.exp(scores - per_query(higher, scores.shape)), 0.0)
+    memory.transpose((1, 0))[...] = weights.astype(memory.dtype)
+    return higher, weights, jnp.exp(top - higher)
+
+
+def add(so_far, shrink, new):
+    """so_far * shrink + new, the factor per query."""
+    return so_far * per_query(shrink, so_far.shape) + new
+
+
+def put(new, memory, slot, once):
+    """Send a new token's key or value to its slot, by way of shared memory."""
+    plgpu.copy_gmem_to_smem(new, memory, once)
+    plgpu.barrier_wait(once)
+    plgpu.copy_smem_to_gmem(memory, slot)
+
+
+def send(carry, out_mem, sum_mem, part, sums):
+    """Send off what a program carried: output [D, N], and maximum and sum [2, N]."""
+    top, total, output = carry
+    out_mem[...] = output
+    sum_mem.at[0][...] = top
+    sum_mem.at[1][...] = jnp.sum(total, axis=0)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(out_mem, part)
+    plgpu.copy_smem_to_gmem(sum_mem, sums)
+
+
+def join(
+    top: Float[Array, "*B parts G"], total: Float[Array, "*B parts G"]
+) -> tuple[Float[Array, "*B G"], Float[Array, "*B parts G"]]:
+    """The log-sum-exp over the parts of a softmax, and what each part's output counts, by their maxima and sums."""
+    highest = jnp.max(top, axis=-2, keepdims=True)
+    share = jnp.exp(top - highest)
+    total = jnp.sum(total * share, axis=-2, keepdims=True)
+    safe = jnp.where(total > 0, total, 1.0)
+    lse = jnp.where(total > 0, highest + jnp.log(safe), -jnp.inf)
+    return jnp.squeeze(lse, -2), share / safe
+
+
+def _splits(rows: int, blocks: int, at_once: int) -> int:
+    """Programs per row: the fewest of at least 4 blocks that keep nine tenths of the chip busy, else the busiest."""
+
+    def busy(splits: int) -> float:
+        programs = rows * -(-blocks // -(-blocks // splits))
+        return programs / round_up(programs, at_once)
+
+    choices = range(1, max(1, blocks // 4) + 1)
+    return next((splits for splits in choices if busy(splits) >= 0.9), max(choices, key=busy))

@@ -15,6 +15,7 @@ import pytest
 
 import jaxkv
 from jaxkv import cache as slots_of
+from jaxkv import pool as pools
 from jaxkv import run as programs
 from jaxkv.cache import KVCache
 from jaxkv.configs import config_files
@@ -25,9 +26,12 @@ from pallas_kernels.decode_attend_score import reference
 from pallas_kernels.decode_attend_score.victim import Rule
 from pallas_kernels.prefill_attend import reference as attend_reference
 from pallas_kernels.prefill_attend_mass import reference as mass_reference
+from pallas_kernels.ragged_decode import api as ragged_api
+from pallas_kernels.ragged_decode import reference as ragged_reference
 
 gpu = pytest.importorskip("pallas_kernels.decode_attend_score.gpu", reason="this jaxlib carries no Mosaic GPU")
 attend_gpu = pytest.importorskip("pallas_kernels.prefill_attend.gpu")
+ragged_gpu = pytest.importorskip("pallas_kernels.ragged_decode.gpu")
 mass_gpu = pytest.importorskip("pallas_kernels.prefill_attend_mass.gpu")
 plgpu = gpu.plgpu
 
@@ -166,7 +170,7 @@ def test_every_block_is_read_once(rows, slots):
     counts = [min(plan.each, plan.blocks - start) for start in starts]
     assert sum(counts) == plan.blocks == -(-slots // plan.block)
     assert min(counts) > 0
-    assert rows * plan.splits >= min(2 * gpu.MULTIPROCESSORS * 0.85, rows * max(1, plan.blocks // 8))
+    assert rows * plan.splits >= min(2 * gpu.blocks_of.MULTIPROCESSORS * 0.85, rows * max(1, plan.blocks // 8))
 
 
 @pytest.mark.parametrize(
@@ -190,6 +194,151 @@ def test_refuses_keys_turned_at_read_time():
     arrays, options = inputs(1, 1, 1, 64, 64)
     with pytest.raises(NotImplementedError, match="rotate"):
         run(gpu, arrays, **options, rotate=lambda q, k, p: (q, k))
+
+
+RAGGED_RULES = {  # rule, is there a weight, is there a bias, recents
+    "longflow": (Rule("each", sinks=4), True, False, 3),
+    "h2o": (Rule("each"), False, True, 9),
+    "adds": (None, False, False, 0),
+}
+
+
+def pool(sizes, slots, group, dim, dtype="bfloat16", rule="longflow", begin=0, seed=0):
+    """Random arguments for heads with segments of these sizes [B, Hk], from slot `begin` on.
+
+    Three in ten slots empty and full of NaN; of three rows and more the first has finished; in the second the last head
+    holds nothing. What nobody owns looks like an entry.
+    """
+    rng, sizes = np.random.default_rng(seed), np.array(sizes)
+    batch, kv_heads = sizes.shape
+    offsets = begin + np.concatenate([np.zeros((batch, 1), int), np.cumsum(sizes, axis=1)], axis=1)
+    place = np.arange(slots)
+    held = np.stack([rng.permutation(2 * slots)[:slots] for _ in range(batch)])
+    mine = (place >= offsets[:, :1]) & (place < offsets[:, -1:])
+    held = np.where(mine & (rng.random(held.shape) < 0.3), -1, held)
+    if batch > 1:
+        held[1, offsets[1, -2] : offsets[1, -1]] = -1
+    hollow = np.where(held < 0, np.nan, 1.0)[..., None]
+    position = rng.integers(slots, 2 * slots, batch)
+    position[0] = -1 if batch > 2 else position[0]
+    slot = offsets[:, :-1] + (rng.random(sizes.shape) * sizes).astype(int)
+    chosen, *parts, recents = RAGGED_RULES[rule]
+    parts = [rng.random(held.shape) if part else float(i == 0) for i, part in enumerate(parts)]
+
+    def draw(*shape):
+        return rng.normal(size=shape)
+
+    floats = draw(batch, kv_heads * group, dim), draw(batch, kv_heads, dim), draw(batch, kv_heads, dim)
+    cache = draw(batch, slots, dim) * hollow, draw(batch, slots, dim) * hollow
+    arrays = (
+        *(jnp.asarray(x, dtype) for x in floats), *(jnp.asarray(x, jnp.int32) for x in (position, slot)),
+        *(jnp.asarray(x, dtype) for x in cache),
+        *(jnp.asarray(x, jnp.int32) for x in (held, offsets, np.full(batch, recents))),
+        *(x if isinstance(x, float) else jnp.asarray(x, jnp.float32) for x in parts),
+    )  # fmt: skip
+    return arrays, {"scale": dim**-0.5, "rule": chosen}
+
+
+def ragged(implementation, arrays, **options):
+    arrays, factors = arrays[:10], arrays[10:]
+    if implementation is ragged_gpu:
+        options |= native_or_not()
+    return jax.jit(lambda *args: implementation.ragged_decode(*args, *factors, **options))(*arrays)
+
+
+RAGGED = {  # sizes per row, P, G, D, dtype, rule, more
+    "even": ([[64] * 4] * 3, 256, 1, 64, "bfloat16", "longflow", {}),
+    "one head has nearly all, soft cap": (
+        [[597, 1, 1, 1], [1, 1, 590, 8], [1, 1, 1, 597]], 600, 4, 128, "bfloat16", "h2o",
+        {"softcap": 20.0, "group": "mean"},
+    ),
+    "several borders in a block, somebody else's around": (
+        [[1, 7, 1, 40, 1], [64, 64, 3, 5, 9]], 208, 3, 128, "float16", "longflow", {"group": "max", "begin": 11},
+    ),
+    "borders where runs of 5 blocks meet, D 80": ([[320, 1, 639, 7]], 1040, 8, 80, "bfloat16", "adds", {}),
+    "sixteen query heads, D 256": ([[1, 63, 1, 9, 1, 3]], 80, 16, 256, "bfloat16", "longflow", {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_ragged_equals_the_reference(name):
+    *shape, more = RAGGED[name]
+    more = dict(more)
+    arrays, options = pool(*shape, begin=more.pop("begin", 0))
+    check(ragged(ragged_gpu, arrays, **options, **more), ragged(ragged_reference, arrays, **options, **more))
+
+
+def test_ragged_ties_go_to_the_older_token():
+    """Equal keys get equal mass to the last bit in whatever part of a head they lie."""
+    arrays, options = pool([[9, 520, 71]], 600, 4, 128)
+    arrays = list(arrays)
+    for cache in (1, 2, 5, 6):
+        arrays[cache] = jnp.ones_like(arrays[cache])
+    arrays[7] = jnp.asarray(np.random.default_rng(3).permutation(600)[None], jnp.int32)
+    arrays[3], arrays[10:] = jnp.full(1, 600, jnp.int32), (1.0, 0.0)
+    got = ragged(ragged_gpu, arrays, **options | {"rule": Rule("each")})
+    assert ragged_gpu.blocks_of.Decode.of(1, 600, 0, 128, 4, jnp.bfloat16, scale=1.0, softcap=None).splits > 1
+    for begin, end, slot in zip((0, 9, 529), (9, 529, 600), got.next_slot[0], strict=True):
+        assert len(np.unique(np.asarray(got.mass[0, begin:end]))) == 1
+        assert int(got.positions[0, slot]) == int(np.min(np.asarray(got.positions[0, begin:end])))
+
+
+@pytest.mark.skipif(NATIVE, reason="copies are counted under the interpreter")
+@pytest.mark.parametrize("sizes", [[150, 150, 150], [1, 448, 1], [447, 1, 2], [64, 128, 258], [5, 3, 120]])
+def test_ragged_reads_each_block_once(monkeypatch, sizes):
+    """Blocks of K and V that somebody owns, whatever the borders; none behind the last one, none of finished rows."""
+    arrays, options = pool([sizes] * 3, 576, 4, 128)
+    copy, fetched = plgpu.copy_gmem_to_smem, []
+
+    def counted(source, *more):
+        if source.ref.shape == (3, 576, 128):
+            row, some, _ = source.transforms[0].indices
+            jax.debug.callback(lambda *at: fetched.append(tuple(map(int, at))), row, some.start)
+        copy(source, *more)
+
+    monkeypatch.setattr(plgpu, "copy_gmem_to_smem", counted)
+    jax.block_until_ready(ragged(ragged_gpu, arrays, **options))
+    jax.effects_barrier()
+    assert sorted(fetched) == [(row, at) for row in (1, 2) for at in range(0, sum(sizes), 64) for _ in "kv"]
+
+
+@pytest.mark.parametrize("kv_heads", [1, 8])
+@pytest.mark.parametrize(("dim", "group"), [(64, 4), (80, 1), (96, 7), (128, 8), (256, 16)])
+def test_ragged_lowers_for_cuda(dim, group, kv_heads):
+    """By the operation's own choice of kernels; K and V go in and out as the same buffers."""
+    arrays, options = pool([[1000 // kv_heads] * kv_heads] * 2, 1000, group, dim)
+    arrays, factors = arrays[:10], arrays[10:]
+    step = functools.partial(ragged_api.ragged_decode, **options, softcap=30.0, implementation="gpu")
+    traced = jax.jit(lambda *args: step(*args, *factors), donate_argnums=(5, 6, 7)).trace(*arrays)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    call = next(line for line in text.splitlines() if "@mosaic_gpu" in line)
+    for output, operand in ((3, 7), (4, 8)):
+        assert f"output_tuple_indices = [{output}], operand_index = {operand}" in call
+
+
+@pytest.mark.parametrize("batch", [1, 2, 8, 60, 512])
+@pytest.mark.parametrize("slots", [8, 1024, 16384, 262144])
+def test_ragged_runs_fill_the_chip(batch, slots):
+    """Programs depend on P alone, all as long but a row's last, so that no split of the heads leaves one behind."""
+    plan = ragged_gpu.blocks_of.Decode.of(batch, slots, 0, 128, 4, jnp.bfloat16, scale=1.0, softcap=None)
+    assert plan.each * (plan.splits - 1) < plan.blocks <= plan.each * plan.splits
+    chip = 2 * ragged_gpu.blocks_of.MULTIPROCESSORS
+    assert batch * plan.splits >= min(0.85 * chip, batch * max(1, plan.blocks // 8))
+
+
+@pytest.mark.parametrize(
+    ("said", "change"),
+    [
+        ("float32", {"dtype": "float32"}),
+        ("head dim 100", {"dim": 100}),
+        ("63 slots", {"slots": 63}),
+        ("17 query heads", {"group": 17}),
+    ],
+)
+def test_ragged_refuses_what_it_cannot_do(said, change):
+    arrays, options = pool(**{"sizes": [[20, 40]], "slots": 64, "group": 2, "dim": 64} | change)
+    with pytest.raises(NotImplementedError, match=said):
+        ragged(ragged_gpu, arrays, **options)
 
 
 def prompt(heads, kv_heads, length, past, dim, dtype="bfloat16"):
@@ -274,48 +423,66 @@ def calls(text: str, target: str) -> int:
     return of("main")
 
 
-def test_programs_of_a_model_lower_for_cuda():
-    """Prefill and decode of two layers with the attention of Llama 3 8B."""
+def llama() -> ModelConfig:
+    """Two layers with the attention of Llama 3 8B, and little else."""
     config = ModelConfig.from_hf(tomllib.loads(config_files("models")["llama-3-8b"].read_text())["config"])
-    config = dataclasses.replace(
+    return dataclasses.replace(
         config, num_layers=2, layer_types=config.layer_types[:2], vocab_size=512, hidden_size=64, intermediate_size=64
-    )  # only the attention matters here
-    batch, slots, policy = 2, 512, jaxkv.policy("dapq-longflow", budget=512)
+    )
+
+
+def begun(config, policy, batch, slots) -> programs.DecodeState:
+    """The state of a decode loop over an empty cache, whose heads share pools where the policy's do."""
+    rows = jnp.zeros(batch, jnp.int32)
+    layers = [
+        slots_of.empty(batch, spec.num_kv_heads, slots, spec.head_dim, jnp.bfloat16, policy.stats)
+        for spec in config.specs
+    ]
+    if policy.allocate.pooled:
+        none, total = jnp.zeros((batch, config.num_kv_heads * slots), bool), config.num_kv_heads * slots
+        layers = [pools.build(layer, none, total, rows + total) for layer in layers]
+    cache = KVCache(tuple(layers), rows, jnp.zeros((2, batch), jnp.int32), rows)
+    return programs.DecodeState(cache, jnp.zeros(batch, bool), rows, None, jax.vmap(jax.random.key)(rows))
+
+
+def lowered(program, config, policy, *args, **more) -> str:
+    """A program of the model, for CUDA, with the GPU kernels."""
     zeros = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype)  # noqa: E731
     weights = jax.tree.map(zeros, abstract_weights(config, jnp.bfloat16, panels=False))
     static = {"config": config, "policy": policy, "implementation": "gpu"}
+    leaves, tree = jax.tree.flatten(args)  # a tree that tells shapes would not pass for a cache
+    flat = jax.jit(lambda *leaves: program(weights, *tree.unflatten(leaves), **static, **more))
+    return flat.trace(*leaves).lower(lowering_platforms=("cuda",)).as_text()
 
-    def start() -> programs.DecodeState:
-        rows = jnp.zeros(batch, jnp.int32)
-        empty = tuple(
-            slots_of.empty(batch, spec.num_kv_heads, slots, spec.head_dim, jnp.bfloat16, policy.stats)
-            for spec in config.specs
-        )
-        cache = KVCache(empty, rows, jnp.zeros((2, batch), jnp.int32), rows)
-        return programs.DecodeState(cache, jnp.zeros(batch, bool), rows, None, jax.vmap(jax.random.key)(rows))
 
-    def lowered(program, *args, **more):
-        leaves, tree = jax.tree.flatten(args)  # a tree that tells shapes would not pass for a cache
-        flat = jax.jit(lambda *leaves: program(weights, *tree.unflatten(leaves), **static, **more))
-        return flat.trace(*leaves).lower(lowering_platforms=("cuda",)).as_text()
+@pytest.mark.parametrize("name", ["dapq-longflow", "adakv-h2o", "adakv"])
+def test_decode_of_a_model_lowers_for_cuda(name):
+    """One kernel a layer, whether its heads share a pool or not."""
+    config, policy = llama(), jaxkv.policy(name, budget=512)
+    state = begun(config, policy, 2, 512)
+    assert all(isinstance(layer, pools.Pool) == policy.allocate.pooled for layer in state.cache.layers)
+    text = lowered(programs.decode, config, policy, state, steps=4, sampler=Sampler(), stop=())
+    assert calls(text, "mosaic_gpu") == 2
 
-    text = lowered(programs.decode, start(), steps=4, sampler=Sampler(), stop=())
-    assert calls(text, "mosaic_gpu") == 2  # one kernel a layer
+
+def test_prefill_of_a_model_lowers_for_cuda():
+    batch, slots, config, policy = 2, 512, llama(), jaxkv.policy("dapq-longflow", budget=512)
 
     plan = Plan((slots,) * 2, 256, 3, 256, True)
     layers = programs.empty_layers(config, policy, batch, jnp.bfloat16)
     tokens, rows = jnp.zeros((batch, plan.length), jnp.int32), jnp.zeros(batch, jnp.int32)
     pseudo, limits = jnp.zeros((batch, policy.extra), jnp.int32), jnp.zeros((2, batch), jnp.int32)
-    text = lowered(programs.prefill, layers, tokens, tokens, pseudo, rows, limits, plan=plan)
+    text = lowered(programs.prefill, config, policy, layers, tokens, tokens, pseudo, rows, limits, plan=plan)
     assert calls(text, "mosaic_gpu") == 2 * 2 * 3  # the first block and the others, attention and two passes of mass
 
 
 @pytest.mark.slow
-def test_generates_what_the_reference_does():
+@pytest.mark.parametrize("name", ["dapq-longflow", "adakv-h2o"])
+def test_generates_what_the_reference_does(name):
     """A prompt in two blocks, cut to its budget, and decode steps that evict, with every kernel in its place."""
     params = jaxkv.load(Path(__file__).parent / "goldens" / "tiny" / "llama3", dtype=jnp.bfloat16)
     prompt = np.random.default_rng(0).integers(3, 160, 60)
-    options = {"policy": jaxkv.policy("dapq-longflow", budget=24, block=32), "max_new_tokens": 4, "stop_tokens": ()}
+    options = {"policy": jaxkv.policy(name, budget=24, block=32), "max_new_tokens": 4, "stop_tokens": ()}
     want = jaxkv.generate(params, [prompt], **options, implementation="reference")
     with contextlib.nullcontext() if NATIVE else plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         got = jaxkv.generate(params, [prompt], **options, implementation="gpu")

@@ -25,35 +25,15 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import gpu_blocks as blocks_of
 from pallas_kernels.decode_attend_score.reference import GROUP, Attended
 from pallas_kernels.decode_attend_score.victim import Factor, Rule, alive, line, over_heads, protected, victim
-from pallas_kernels.gpu_blocks import per_key, per_query
 from pallas_kernels.masking import MASKED
-
-MULTIPROCESSORS = (
-    132  # of an H100 or H200; each runs two programs, one copying while one computes, or one of a wide head
-)
-SLOTS = {64: 128, 128: 64, 192: 64, 256: 64}  # slots at a time, by head dim filled up to 64s: about 16 KiB of K
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
-    """The numbers that the kernel is compiled for."""
+class _Plan(blocks_of.Decode):
+    """The numbers that the kernel is compiled for; a row is one KV head of a row of the batch."""
 
-    slots: int  # C
-    dim: int  # D, filled up to a multiple of 64 with zeros that the copy engine makes
-    columns: int  # G, filled up to 8 or 16
-    stored: int  # G, filled up to a multiple of 4: a row of logits in memory is whole 16 bytes
-    block: int  # slots at a time
-    stages: int  # blocks in shared memory
-    each: int  # blocks per program
-    blocks: int  # blocks per head
-    scale: float
     window: int | None
-    softcap: float | None
     keeps_logits: bool
-
-    @property
-    def splits(self) -> int:
-        return -(-self.blocks // self.each)
 
 
 def decode_attend_score(
@@ -164,28 +144,12 @@ def attend(
     ]
     if keeps_logits:
         outputs.append(jax.ShapeDtypeStruct((rows, width, plan.stored), jnp.float32))
-    operand = blocks_of.operand(blocks_of.tile_width(dim), keys.dtype)
-    scratch = {
-        "q_mem": operand(plan.columns, plan.dim),
-        "k_mem": operand(plan.stages, plan.block, plan.dim),
-        "v_mem": operand(plan.stages, plan.block, plan.dim),
-        "w_mem": operand(plan.columns, plan.block),
-        "p_mem": plgpu.SMEM((plan.stages, plan.block), jnp.int32),
-        "key_mem": plgpu.SMEM((dim,), keys.dtype),
-        "value_mem": plgpu.SMEM((dim,), keys.dtype),
-        "logit_mem": plgpu.SMEM((plan.block, plan.columns), jnp.float32),
-        "out_mem": plgpu.SMEM((plan.dim, plan.columns), jnp.float32),
-        "sum_mem": plgpu.SMEM((2, plan.columns), jnp.float32),
-        "once": plgpu.Barrier(),
-        "k_here": plgpu.Barrier(num_arrivals=2, num_barriers=plan.stages),
-        "v_here": plgpu.Barrier(num_barriers=plan.stages),
-    }
     whole = (1, rows * slots, dim) if slots % 8 else (rows, slots, dim)
     cache = [jax.new_ref(x.reshape(whole)) for x in (keys, values)]
     parts, sums, *logits = plgpu.kernel(
         functools.partial(_attend_block, plan),
         out_type=outputs,
-        scratch_types=scratch,
+        scratch_types=plan.scratch(dim, keys.dtype),
         grid=(rows, plan.splits),
         grid_names=("row", "split"),
         interpret=interpret or None,
@@ -199,13 +163,8 @@ def attend(
         held,
         *cache,
     )
-    top, total = sums[:, :, 0, :heads], sums[:, :, 1, :heads]  # [H, splits, G]
-    highest = jnp.max(top, axis=1)
-    share = jnp.exp(top - highest[:, None])
-    total = jnp.sum(total * share, axis=1)
-    safe = jnp.where(total > 0, total, 1.0)
-    lse = jnp.where(total > 0, highest + jnp.log(safe), -jnp.inf)
-    output = jnp.einsum("rsdg,rsg->rgd", parts[:, :, :dim, :heads], share / safe[:, None], precision="highest")
+    lse, share = blocks_of.join(sums[:, :, 0, :heads], sums[:, :, 1, :heads])
+    output = jnp.einsum("rsdg,rsg->rgd", parts[:, :, :dim, :heads], share, precision="highest")
     if keeps_logits:
         logits = logits[0][:, :, :heads]
         place = (np.arange(slots) + shift)[..., None]
@@ -235,9 +194,7 @@ def _attend_block(
     @pl.when((now >= 0) & (lax.div(target + shift, plan.block * plan.each) == split))
     def _write_new_token():
         for new, memory, cache in ((key, key_mem, keys), (value, value_mem, values)):
-            plgpu.copy_gmem_to_smem(new.at[row], memory, once)
-            plgpu.barrier_wait(once)
-            plgpu.copy_smem_to_gmem(memory, cache.at[head, begin + target])
+            blocks_of.put(new.at[row], memory, cache.at[head, begin + target], once)
         plgpu.wait_smem_to_gmem(0)  # in memory before the block around it is read
 
     def fetch(index):
@@ -256,20 +213,12 @@ def _attend_block(
         top, total, output = carry
         stage = lax.rem(index, plan.stages)
         plgpu.barrier_wait(k_here.at[stage])
-        scores = blocks_of.product(k_mem.at[stage], q_mem.transpose((1, 0))) * plan.scale
-        if plan.softcap is not None:
-            scores = plan.softcap * jnp.tanh(scores / plan.softcap)
         held = plgpu.layout_cast(p_mem[stage], blocks_of.KEYS)
         seen = (held >= 0) & (held <= now)
         if plan.window is not None:
             seen = seen & (now - held < plan.window)
-        visible = per_key(seen, scores.shape)
-        scores = jnp.where(visible, scores, MASKED)
-
-        higher = jnp.maximum(top, jnp.max(scores, axis=0))
-        weights = jnp.where(visible, jnp.exp(scores - per_query(higher, scores.shape)), 0.0)
-        shrink = jnp.exp(top - higher)
-        w_mem.transpose((1, 0))[...] = weights.astype(w_mem.dtype)
+        scores, visible = plan.scores(k_mem.at[stage], q_mem, seen)
+        top, weights, shrink = blocks_of.weigh(top, scores, visible, w_mem)
         if logits:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             logit_mem[...] = scores
@@ -283,52 +232,18 @@ def _attend_block(
         coming = index - 1 + plan.stages
         pl.when((index > 0) & (coming < count))(functools.partial(fetch, coming))
         added = blocks_of.product(v_mem.at[stage].transpose((1, 0)), w_mem.transpose((1, 0)))
-        return (
-            higher,
-            total * per_query(shrink, total.shape) + weights,
-            output * per_query(shrink, output.shape) + added,
-        )
+        return top, blocks_of.add(total, shrink, weights), blocks_of.add(output, shrink, added)
 
-    start = (
-        jnp.full((plan.columns,), MASKED, jnp.float32),
-        jnp.zeros((plan.block, plan.columns), jnp.float32),
-        jnp.zeros((plan.dim, plan.columns), jnp.float32),
-    )
-    layouts = blocks_of.QUERIES, blocks_of.SQUARE, blocks_of.SQUARE
-    start = tuple(plgpu.layout_cast(x, layout) for x, layout in zip(start, layouts, strict=True))
-    top, total, output = lax.fori_loop(0, count, step, start)
-    out_mem[...] = output
-    sum_mem.at[0][...] = top
-    sum_mem.at[1][...] = jnp.sum(total, axis=0)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(out_mem, parts.at[row, split])
-    plgpu.copy_smem_to_gmem(sum_mem, sums.at[row, split])
+    carry = lax.fori_loop(0, count, step, plan.start())
+    blocks_of.send(carry, out_mem, sum_mem, parts.at[row, split], sums.at[row, split])
     plgpu.wait_smem_to_gmem(0)
 
 
 def _plan(rows, slots, dim, heads, dtype, scale, window, softcap, keeps_logits) -> _Plan:
     """The kernel's numbers; raises `NotImplementedError` for what it does not take."""
-    blocks_of.check(dim, dtype)
-    if heads > 16:
-        raise NotImplementedError(f"{heads} query heads to a KV head: up to 16")
     if rows * slots % 8:
         raise NotImplementedError(f"{rows} x {slots} slots: a multiple of 8 in all, as they are read by eights")
-    wide = blocks_of.round_up(dim, 64)
-    block = SLOTS[wide]
-    blocks = -(-(slots + (7 if slots % 8 else 0)) // block)
-    each = -(-blocks // _splits(rows, blocks, MULTIPROCESSORS * (2 if wide <= 128 else 1)))
-    columns, stored = blocks_of.round_up(heads, 8), blocks_of.round_up(heads, 4)
-    return _Plan(
-        slots, wide, columns, stored, block, 2 if wide > 128 else 3, each, blocks, scale, window, softcap, keeps_logits
-    )
-
-
-def _splits(rows: int, blocks: int, at_once: int) -> int:
-    """Programs per head: the fewest of at least 4 blocks that keep nine tenths of the chip busy, else the busiest."""
-
-    def busy(splits: int) -> float:
-        programs = rows * -(-blocks // -(-blocks // splits))
-        return programs / blocks_of.round_up(programs, at_once)
-
-    choices = range(1, max(1, blocks // 4) + 1)
-    return next((splits for splits in choices if busy(splits) >= 0.9), max(choices, key=busy))
+    return _Plan.of(
+        rows, slots, 7 if slots % 8 else 0, dim, heads, dtype, scale=scale, softcap=softcap, window=window,
+        keeps_logits=keeps_logits,
+    )  # fmt: skip

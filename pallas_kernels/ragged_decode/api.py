@@ -4,7 +4,14 @@ from pallas_kernels.decode_attend_score.reference import Attended
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.ragged_decode import reference, tpu
 
-IMPLEMENTATIONS = {"tpu": tpu.ragged_decode, "reference": reference.ragged_decode}
+
+def _gpu(*args, **kwargs) -> Attended:
+    from pallas_kernels.ragged_decode import gpu  # when called: not every jaxlib carries Mosaic GPU
+
+    return gpu.ragged_decode(*args, **kwargs)
+
+
+IMPLEMENTATIONS = {"tpu": tpu.ragged_decode, "gpu": _gpu, "reference": reference.ragged_decode}
 
 
 def ragged_decode(*args, implementation: str | None = None, **kwargs) -> Attended:
