@@ -78,9 +78,9 @@ def prefill_layer(
 
     The cache's slots stand in time order, and so do those of cache + block: nothing need be sorted.
     The last `state.extra` of the T tokens are pseudo tokens, which look, and whose keys and values are not kept.
-    Padding has position -1. `now [B]` is the position after the block's last prompt token. `sizes` are the norms of
-    the tokens' hidden states, for a policy that asks for them; `lead` is an earlier layer's `worth`, which
-    held the same entries, and this one then keeps what that one kept.
+    Padding has position -1. `now [B]` is the position after the block's last prompt token. A pool's rest is part of
+    the context, not of the mass. `sizes` are the norms of the tokens' hidden states, for a policy that asks for them;
+    `lead` is an earlier layer's `worth`, which held the same entries, and this one then keeps what that one kept.
     """
     query, key, value = (jnp.swapaxes(layout.lay("heads", x), 1, 2) for x in (query, key, value))  # [B, H, T, D]
     each_head = jnp.broadcast_to(positions[:, None, :], key.shape[:3])
