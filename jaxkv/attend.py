@@ -78,9 +78,9 @@ def prefill_layer(
 
     The cache's slots stand in time order, and so do those of cache + block: nothing need be sorted.
     The last `state.extra` of the T tokens are pseudo tokens, which look, and whose keys and values are not kept.
-    Padding has position -1. `now [B]` is the position after the block's last prompt token. `sizes` are the norms of
-    the tokens' hidden states, for a policy that asks for them; `lead` is an earlier layer's `worth`, which
-    held the same entries, and this one then keeps what that one kept.
+    Padding has position -1. `now [B]` is the position after the block's last prompt token. A pool's rest is part of
+    the context, not of the mass. `sizes` are the norms of the tokens' hidden states, for a policy that asks for them;
+    `lead` is an earlier layer's `worth`, which held the same entries, and this one then keeps what that one kept.
     """
     query, key, value = (jnp.swapaxes(layout.lay("heads", x), 1, 2) for x in (query, key, value))  # [B, H, T, D]
     each_head = jnp.broadcast_to(positions[:, None, :], key.shape[:3])
@@ -109,7 +109,9 @@ def prefill_layer(
         sight = dataclasses.replace(sight, query_places=mine[:, 0, :own])
 
     softmax = {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap, "implementation": implementation}
-    context = prefill_attend(layout, query, read, joined.values, positions, joined.positions, **softmax)
+    rest = getattr(state.cache, "rest", None)
+    dropped = {} if rest is None else {"rest": rest.arrays}
+    context = prefill_attend(layout, query, read, joined.values, positions, joined.positions, **dropped, **softmax)
 
     chosen = None
     if state.onward and policy.propagate is not None:
@@ -188,6 +190,7 @@ def _cut_prompt(
     live = alive(joined.positions, now, window)
     joined = dataclasses.replace(joined, positions=jnp.where(live, joined.positions, EMPTY))
     pooled = window is None and (policy.allocate.pooled or isinstance(state.cache, Pool))
+    rest = getattr(state.cache, "rest", None)
     share = policy.allocate if window is None and isinstance(policy.allocate, Across) else None
     if policy.prefill is None or not state.look:
         rank = joined.positions.astype(jnp.float32)
@@ -196,8 +199,9 @@ def _cut_prompt(
             return dataclasses.replace(state, cache=put_up)
         if pooled:
             pool = attend_pool.cut(
-                policy, joined, state.slots, state.limits, jnp.zeros_like(state.limits), lambda *_: rank, state.learned
-            )
+                policy, joined, state.slots, state.limits, jnp.zeros_like(state.limits), lambda *_: rank, state.learned,
+                rest,
+            )  # fmt: skip
             return dataclasses.replace(state, cache=attend_pool.aim(policy, pool, None, now, state.limits, sight))
         kept = slots_of.keep(joined, rank, state.slots, state.limits)
         return dataclasses.replace(state, cache=_aim(policy, kept, None, now, window, state.limits, sight))
@@ -220,7 +224,7 @@ def _cut_prompt(
         put_up = attend_model.candidates(share, carrying, worth, state.slots, room, guard)
         return dataclasses.replace(state, cache=put_up, profile=profile)
     if pooled:
-        kept = attend_pool.cut(policy, carrying, state.slots, state.limits, reserved, worth_of, state.learned)
+        kept = attend_pool.cut(policy, carrying, state.slots, state.limits, reserved, worth_of, state.learned, rest)
     else:
         worth = worth_of(policy.prefill, room) if lead is None else lead
         state = dataclasses.replace(state, worth=worth if policy.reuse > 1 else None)

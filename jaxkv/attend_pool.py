@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxkv import pool as slots_of
+from jaxkv import rest as rests
 from jaxkv.cache import LayerCache
 from jaxkv.policies.across import Across
 from jaxkv.policies.allocate import Adaptive
@@ -21,11 +22,13 @@ from jaxkv.policies.measured import Divided, Measured
 from jaxkv.policies.policy import Phase, Policy, priority
 from jaxkv.policies.score import Sight
 from jaxkv.pool import Pool
+from jaxkv.rest import Rest
 from jaxkv.sharding.attention import ragged_decode
 from jaxkv.sharding.layout import Layout
 from pallas_kernels.decode_attend_score.victim import Rule
 from pallas_kernels.ragged_decode.reference import first_empty, lowest
-from pallas_kernels.ragged_decode.segments import per_head, per_slot
+from pallas_kernels.ragged_decode.segments import mine, per_head, per_slot
+from pallas_kernels.rest import with_rest
 
 Worth = Callable[[Phase | None, Int[Array, "B *Hk"]], Float[Array, "B Hk S"]]
 
@@ -38,11 +41,13 @@ def cut(
     reserved: Int[Array, "B"],
     worth_of: Worth,
     learned: Learned,
+    rest: Rest | None = None,
 ) -> Pool:
     """The entries that stay when the heads of the layer share its budget, in a pool of `slots` per head.
 
     `worth_of(phase, kept)` scores every entry, given how many are to stay per head (`[B]`, or `[B, Hk]`). A layer that
-    became a pool under another policy stays one, each head keeping as much as any other would.
+    became a pool under another policy stays one, each head keeping as much as any other would. `rest` stands for what
+    was dropped before.
     """
     heads, share = joined.next_slot.shape[-1], policy.allocate
     split = share.of if isinstance(share, Adaptive) else None
@@ -56,7 +61,10 @@ def cut(
     if isinstance(share, Measured):
         quota = _quotas(share, learned, positions, owner, heads, each, guard)
         worth = _by_place(policy, learned, flat(worth_of(policy.prefill, quota)), positions, owner, heads)
-        return slots_of.build(joined, slots_of.best(worth, positions, owner, quota), total, room)
+        kept = slots_of.best(worth, positions, owner, quota)
+        lost = ~kept.reshape(joined.positions.shape) & (joined.positions >= 0)
+        rest = _compensated(share, learned, rest, joined.keys, joined.values, lost)
+        return dataclasses.replace(slots_of.build(joined, kept, total, room), rest=rest)
     first = policy.prefill
     if split is not None and first is not None:
         first = dataclasses.replace(first, score=split)
@@ -65,7 +73,7 @@ def cut(
         quota = per_head(kept, owner, heads)
         worth = jnp.where(safe, jnp.inf, flat(worth_of(policy.prefill, quota)))
         kept = slots_of.best(worth, positions, owner, quota)
-    return slots_of.build(joined, kept, total, room)
+    return dataclasses.replace(slots_of.build(joined, kept, total, room), rest=rest)
 
 
 def guarded(policy: Policy, limits: Int[Array, "B"]) -> Int[Array, "B"]:
@@ -102,10 +110,30 @@ def _quotas(
     return share.quotas(learned, heads * each, guard, held, jnp.max(positions, axis=-1) + 1)
 
 
+def _local_heads(share: Divided, learned: Learned, heads: int) -> Bool[Array, "Hk"]:
+    """True for the heads that are local."""
+    return share.local(share.scores(learned["retrieval"], heads))
+
+
 def _local(share: Divided, learned: Learned, owner: Int[Array, "B N"], heads: int) -> Bool[Array, "B N"]:
     """True for the entries of local heads."""
-    local = share.local(share.scores(learned["retrieval"], heads))
-    return per_slot(jnp.broadcast_to(local, (owner.shape[0], heads)), owner)
+    return per_slot(jnp.broadcast_to(_local_heads(share, learned, heads), (owner.shape[0], heads)), owner)
+
+
+def _compensated(
+    share: Any,
+    learned: Learned,
+    rest: Rest | None,
+    keys: Float[Array, "B #Hk S D"],
+    values: Float[Array, "B #Hk S D"],
+    lost: Bool[Array, "B Hk S"],
+) -> Rest | None:
+    """The rest with what the local heads have lost, of a policy that compensates; of any other as it was."""
+    if not (isinstance(share, Divided) and share.compensates):
+        return rest
+    batch, heads = lost.shape[:2]
+    rest = rests.empty(batch, heads, keys.shape[-1]) if rest is None else rest
+    return rests.added(rest, keys, values, lost & _local_heads(share, learned, heads)[:, None])
 
 
 def _by_place(
@@ -193,7 +221,9 @@ def decode_pool(
 ) -> tuple[Float[Array, "B Hq D"], Pool]:
     """Write one token into every head's next slot, attend over the heads' segments, and choose the slots after them.
 
-    `query` and `key` are turned already. A row whose position is -1 has finished: its pool stays as it is.
+    `query` and `key` are turned already. A row whose position is -1 has finished: its pool stays as it is. What the
+    token overwrites goes into the rest, which is attended to as well; the mass is that of the slots alone, for only
+    retrieval heads evict by it, and they have no rest.
     """
     phase, active, now = policy.decode, position >= 0, position + 1
     at_once = phase is not None and phase.every == 1
@@ -208,6 +238,13 @@ def decode_pool(
             local = _local(policy.allocate, sight.learned, pool.owner, pool.heads)
             line = (jnp.where(local, 0.0, line[0]), jnp.where(local, places.astype(jnp.float32), line[1]))
 
+    rest = pool.rest
+    if rest is not None:
+        gone, pool = jax.lax.optimization_barrier((slots_of.next_to_go(pool), pool))  # read before the write
+        keys, values, places = (x[:, :, None] for x in gone)
+        lost = (places >= 0) & active[:, None, None]
+        rest = _compensated(policy.allocate, sight.learned, rest, keys, values, lost)
+
     result = ragged_decode(
         layout, query, key, value, position, pool.next_slot, pool.keys, pool.values, pool.positions, pool.offsets,
         recents, *line, group=phase.aggregate.group if phase else "sum", rule=rule,
@@ -217,11 +254,15 @@ def decode_pool(
     if phase is not None:
         stats = observe(policy, phase, stats, result.mass, now)
     stats = {name: jnp.where(active[:, None], stat, pool.stats[name]) for name, stat in stats.items()}
-    pool = Pool(result.keys, result.values, result.positions, pool.offsets, result.next_slot, stats)
+    pool = Pool(result.keys, result.values, result.positions, pool.offsets, result.next_slot, stats, rest)
+    output = result.output
+    if rest is not None:
+        scale, softcap = softmax["scale"], softmax["softcap"]
+        output = with_rest(output, result.lse, query, rest.arrays, scale=scale, softcap=softcap)
     if phase is None:
-        return result.output, pool
+        return output, pool
 
-    output, pool = jax.lax.optimization_barrier((result.output, pool))  # read before a move, or values would be copied
+    output, pool = jax.lax.optimization_barrier((output, pool))  # read before a move, or values would be copied
     worth = lambda pool: worth_at_decode(policy, pool, before, result.mass, now, limits, sight)  # noqa: E731
     if not at_once:
         full = jnp.min(pool.sizes - pool.held(), axis=-1) <= 0
@@ -261,7 +302,9 @@ def _moved(
         else:
             kept, _ = slots_of.compete(worth(pool), pool.positions, owner, pool.heads, pool.heads * each, guard)
         new = slots_of.build(pool, kept, pool.total, pool.heads * (limits + _over(policy)))
-        new = dataclasses.replace(new, next_slot=first_empty(new.positions, new.offsets))
+        lost = mine(owner, pool.heads) & (~kept & (pool.positions >= 0))[:, None]
+        rest = _compensated(share, learned, pool.rest, pool.keys[:, None], pool.values[:, None], lost)
+        new = dataclasses.replace(new, next_slot=first_empty(new.positions, new.offsets), rest=rest)
         return jax.tree.map(lambda a, b: jnp.where(due.reshape(-1, *(1,) * (a.ndim - 1)), a, b), new, pool)
 
     # A loop of no or one turn: its carry stays where it is; the branches of a cond would copy the pool at every step

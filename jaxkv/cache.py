@@ -74,9 +74,11 @@ class KVCache:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values held: what a budget bounds."""
+        """Bytes of keys and values held: what a budget bounds, and the means of what was dropped, if any."""
         lines = [getattr(layer, "line", layer) for layer in self.layers]  # layers that share have one line between them
-        return sum(line.keys.nbytes + line.values.nbytes for line in lines if line is not None)
+        rests = [getattr(line, "rest", None) for line in lines]
+        held = sum(line.keys.nbytes + line.values.nbytes for line in lines if line is not None)
+        return held + sum(rest.kv_bytes for rest in rests if rest is not None)
 
     @property
     def views(self) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from jaxkv.errors import BadCheckpoint
 from jaxkv.model_pool import Share
 from jaxkv.policies.policy import from_dict, to_dict
 from jaxkv.pool import Pool
+from jaxkv.rest import Rest
 from jaxkv.sharding.hosts import together
 from jaxkv.sharding.layout import ONE_DEVICE, Layout
 
@@ -81,14 +82,21 @@ def restore(path: str | os.PathLike, params: Any = None) -> KVCache:
 
 
 def _arrays(cache: KVCache) -> dict[str, Any]:
-    flat = lambda layer: {f.name: getattr(layer, f.name) for f in dataclasses.fields(layer)}  # noqa: E731
     held = [layer.line if isinstance(layer, Share) else layer for layer in cache.layers]
-    layers = [{} if layer is None else flat(layer) for layer in held]
+    layers = [{} if layer is None else _fields(layer) for layer in held]
     return {"layers": layers, "lengths": cache.lengths, "limits": cache.limits, "pending": cache.pending}
+
+
+def _fields(layer: LayerCache | Pool | Rest) -> dict[str, Any]:
+    """A layer's arrays by name, those of its rest as a table in it, where it has one."""
+    held = {field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)}
+    return {name: _fields(x) if isinstance(x, Rest) else x for name, x in held.items() if x is not None}
 
 
 def _layer(arrays: dict[str, Any], fact: dict[str, Any]) -> LayerCache | Pool | Share:
     """A layer of its arrays; of a model's pool, its place."""
+    if "rest" in arrays:
+        arrays = {**arrays, "rest": Rest(**arrays["rest"])}
     if "share" in fact:
         return Share(Pool(**arrays) if arrays else None, **fact["share"])
     return (Pool if "offsets" in arrays else LayerCache)(**arrays)
@@ -99,7 +107,7 @@ def _shape_of(layer: LayerCache | Pool | Share) -> dict[str, Any]:
         place = {"number": layer.number, "reach": layer.reach, "heads": layer.heads}
         return {"share": place} | ({} if layer.line is None else _shape_of(layer.line))
     fact = {"shape": list(layer.keys.shape), "dtype": str(layer.keys.dtype), "stats": sorted(layer.stats)}
-    return {**fact, "heads": layer.heads} if isinstance(layer, Pool) else fact
+    return {**fact, "heads": layer.heads, "rest": layer.rest is not None} if isinstance(layer, Pool) else fact
 
 
 def _template(facts: dict[str, Any], layout: Layout) -> dict[str, Any]:
@@ -116,6 +124,9 @@ def _template(facts: dict[str, Any], layout: Layout) -> dict[str, Any]:
         shape, flat = tuple(fact["shape"]), tuple(fact["shape"][:-1])
         heads = (batch, fact.get("heads", flat[1]))
         more = {"offsets": array((batch, heads[1] + 1), jnp.int32, divided=False)} if "heads" in fact else {}
+        if fact.get("rest"):
+            means, count = (array(each, jnp.float32, divided=False) for each in ((*heads, shape[-1]), heads))
+            more |= {"rest": {"keys": means, "values": means, "count": count}}
         return more | {
             "keys": array(shape, fact["dtype"]),
             "values": array(shape, fact["dtype"]),

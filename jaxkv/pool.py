@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.cache import EMPTY, LayerCache
+from jaxkv.rest import Rest
 from pallas_kernels.ragged_decode.reference import first_empty
 from pallas_kernels.ragged_decode.segments import per_head, per_slot, segments
 
@@ -25,7 +26,8 @@ class Pool:
     """Keys and values of one layer in P slots, with the text position of each slot (-1: empty).
 
     `offsets` are the heads' borders; slots outside them are nobody's (a row whose budget is smaller than another's).
-    `next_slot` is each head's slot, of its own segment, that the next token will fill.
+    `next_slot` is each head's slot, of its own segment, that the next token will fill. `rest` stands for what the heads
+    have dropped, under a policy that compensates for it.
     """
 
     keys: Float[Array, "B P D"]
@@ -34,6 +36,7 @@ class Pool:
     offsets: Int[Array, "B Hk_1"]
     next_slot: Int[Array, "B Hk"]
     stats: dict[str, Float[Array, "B P"]]
+    rest: Rest | None = None
 
     @property
     def heads(self) -> int:
@@ -180,6 +183,12 @@ def widened(pool: Pool, more: int) -> Pool:
     return dataclasses.replace(wide, next_slot=first_empty(wide.positions, wide.offsets))
 
 
+def next_to_go(pool: Pool) -> tuple[Float[Array, "B Hk D"], Float[Array, "B Hk D"], Int[Array, "B Hk"]]:
+    """Key, value and position in every head's next slot, which the next token overwrites."""
+    rows = jnp.arange(pool.next_slot.shape[0])[:, None]
+    return pool.keys[rows, pool.next_slot], pool.values[rows, pool.next_slot], pool.positions[rows, pool.next_slot]
+
+
 def owners(cache: LayerCache | Pool) -> Int[Array, "B N"]:
     """The head of each slot, flat."""
     if isinstance(cache, Pool):
@@ -218,6 +227,7 @@ def _taken(pool: Pool, source: Int[Array, "B P"], offsets: Int[Array, "B Hk_1"])
         offsets=offsets,
         next_slot=offsets[:, :-1],
         stats={name: jnp.take_along_axis(stat, at, axis=1) for name, stat in pool.stats.items()},
+        rest=pool.rest,
     )
 
 

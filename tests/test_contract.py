@@ -27,7 +27,7 @@ from jaxkv.pool import Pool
 LEAN = (
     *("chunkkv-entropy", "compactor", "compresskv", "criticalkv", "expected-attention", "fastkv", "finch"),
     *("kvcrush", "kvzip", "lacache", "lagkv", "laq", "lazyeviction", "q-filters", "r-kv", "scope", "treekv"),
-    *("adakv", "cake", "critical-adakv", "duo", "global-h2o"),
+    *("adakv", "cake", "critical-adakv", "duo", "global-h2o", "razorattention"),
 )
 OTHERS = [name for name in sorted(catalogue()) if name not in CORE]
 REST = [pytest.param(name, marks=() if name in LEAN else pytest.mark.slow) for name in OTHERS]

@@ -124,12 +124,15 @@ class Divided(Retrieving):
     others leave, as far as there is text; the others are local: `base` (a fraction of the budget beyond what is
     protected, or one entry), and what the retrieval heads have no text for, evenly.
 
-    A local head holds what is protected and the newest entries, at decode too. Source: DuoAttention (arXiv 2410.10819)
-    and RazorAttention (arXiv 2407.15891), under a total that both let grow with the text.
+    A local head holds what is protected and the newest entries, at decode too. One that `compensates` has the mean
+    key and value of all that it dropped in its softmax, with their number as the weight (RazorAttention's compensation
+    token); what a retrieval head must drop is gone. Source: DuoAttention (arXiv 2410.10819) and RazorAttention
+    (arXiv 2407.15891), under a total that both let grow with the text.
     """
 
     retrieval: float = 0.5
     base: float = 0.0
+    compensates: bool = False
     kind: ClassVar[str] = "divided"
 
     def __post_init__(self):

@@ -25,6 +25,7 @@ from pallas_kernels.decode_attend_score.victim import Factor, Rule, aim
 from pallas_kernels.masking import filled, masked_softmax, soft_cap, visible
 from pallas_kernels.ragged_decode import reference as ragged
 from pallas_kernels.ragged_decode.segments import over_slots
+from pallas_kernels.rest import Rest
 
 ACROSS = {"sum": lax.psum, "mean": lax.pmean, "max": lax.pmax}
 
@@ -43,6 +44,8 @@ def prefill_attend(
     values: Float[Array, "B Hk S D"],
     query_positions: Int[Array, "B T"],
     key_positions: Int[Array, "B Hk S"],
+    *,
+    rest: Rest | None = None,
     **options: Any,
 ) -> Float[Array, "B Hq T D"]:
     """`prefill_attend` with the queries divided over the text as well; every device has all slots of its heads.
@@ -51,21 +54,25 @@ def prefill_attend(
     and the eviction behind it needs the rows anyway, to lay out what stays.
     """
     kernel = functools.partial(prefill_kernel.prefill_attend, own_keys_last=True, **options)
+    more = {} if rest is None else {"rest": rest}
     if layout.mesh is None:
-        return kernel(query, keys, values, query_positions, key_positions)
+        return kernel(query, keys, values, query_positions, key_positions, **more)
     if layout.size(SLOTS) > 1:  # a device's queries lie anywhere in the block
         kernel = functools.partial(kernel, own_keys_last=False)
     grouped = _grouped(query, keys.shape[1])
     q = layout.spec(grouped.shape, (ROWS, HEADS, GROUP, SLOTS, None))
     kv = layout.spec(keys.shape, layout.slot_axes(4, slots=None))
 
-    def local(query, keys, values, query_positions, key_positions):
-        out = kernel(_flat(query), keys, values, query_positions, key_positions)
+    each = PartitionSpec(*kv[:2], None)
+
+    def local(query, keys, values, query_positions, key_positions, more):
+        out = kernel(_flat(query), keys, values, query_positions, key_positions, **more)
         return out.reshape(query.shape)
 
-    out = _mapped(
-        layout, local, (q, kv, kv, layout.spec(query_positions.shape, (ROWS, SLOTS)), _but_last(kv)), q
-    )(grouped, keys, values, query_positions, key_positions)  # fmt: skip
+    ins = (q, kv, kv, layout.spec(query_positions.shape, (ROWS, SLOTS)), _but_last(kv))
+    out = _mapped(layout, local, (*ins, dict.fromkeys(more, (each, each, _but_last(each)))), q)(
+        grouped, keys, values, query_positions, key_positions, more
+    )
     return out.reshape(query.shape)
 
 

@@ -149,7 +149,7 @@ class Layout:
 
         def pool(it: Pool | None, line: Names) -> Any:
             def of(path: Any, leaf: Any) -> Any:
-                by_head = path[0].name in ("offsets", "next_slot")  # [B, Hk], not [B, P]
+                by_head = path[0].name in ("offsets", "next_slot", "rest")  # [B, Hk], not [B, P]
                 return place(leaf, *(ROWS, None if by_head else line, None)[: leaf.ndim])
 
             return jax.tree_util.tree_map_with_path(of, it)

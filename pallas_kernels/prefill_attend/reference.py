@@ -5,6 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.masking import filled
 from pallas_kernels.prefill_attend.tiles import tiles
+from pallas_kernels.rest import Rest, with_rest
 
 
 def prefill_attend(
@@ -18,20 +19,27 @@ def prefill_attend(
     window: int | None = None,
     softcap: float | None = None,
     own_keys_last: bool = False,
+    rest: Rest | None = None,
 ) -> Float[Array, "B Hq T D"]:
     """softmax(scale * q . k) v over the keys at or before each query's position; position -1 is an empty slot.
 
-    `own_keys_last` says that the last T keys are the queries' own, in order, so that none need look further.
+    `own_keys_last` says that the last T keys are the queries' own, in order, so that none need look further. `rest` is
+    a key and value per KV head, older than all queries, that stand for so many which are not among the keys.
     """
     batch, heads, length, dim = queries.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
     values = filled(values, key_positions)
     softmax = {"scale": scale, "window": window, "softcap": softcap, "own_keys_last": own_keys_last}
-    outs = []
-    for start, end, weights in tiles(queries, keys, query_positions, key_positions, **softmax):
+    outs, lses = [], []
+    for start, end, weights, lse in tiles(queries, keys, query_positions, key_positions, **softmax):
         far = weights.shape[-1]
         weights = weights.astype(values.dtype).reshape(batch, kv_heads, group * (end - start), far)
         out = jnp.einsum("bhqs,bhsd->bhqd", weights, values[:, :, :far], preferred_element_type=jnp.float32)
         outs.append(out.astype(queries.dtype).reshape(batch, kv_heads, group, end - start, dim))
-    return jnp.concatenate(outs, axis=3).reshape(batch, heads, length, dim)
+        lses.append(lse)
+    output = jnp.concatenate(outs, axis=3).reshape(batch, heads, length, dim)
+    if rest is None:
+        return output
+    lse = jnp.concatenate(lses, axis=3).reshape(batch, heads, length)
+    return with_rest(output, lse, queries, rest, scale=scale, softcap=softcap)

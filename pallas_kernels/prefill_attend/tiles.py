@@ -24,8 +24,10 @@ def tiles(
     window: int | None,
     softcap: float | None,
     own_keys_last: bool,
-) -> Iterator[tuple[int, int, Float[Array, "B Hk G N F"]]]:
-    """First and last of some queries, and their weights on the first F keys (those behind are seen by none)."""
+) -> Iterator[tuple[int, int, Float[Array, "B Hk G N F"], Float[Array, "B Hk G N"]]]:
+    """First and last of some queries, their weights on the first F keys (those behind are seen by none), and their
+    log-sum-exps.
+    """
     batch, heads, length, dim = queries.shape
     kv_heads, slots = keys.shape[1:3]
     group = heads // kv_heads
@@ -38,4 +40,4 @@ def tiles(
         logits = jnp.einsum("bhqd,bhsd->bhqs", q, keys[:, :, :far], preferred_element_type=jnp.float32) * scale
         seen = visible(query_positions[:, None, start:end], key_positions[:, :, :far], window)[:, :, None]
         logits = soft_cap(logits, softcap).reshape(batch, kv_heads, group, end - start, far)
-        yield start, end, masked_softmax(logits, seen)[0]
+        yield start, end, *masked_softmax(logits, seen)

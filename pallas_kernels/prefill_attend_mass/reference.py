@@ -29,7 +29,7 @@ def prefill_attend_mass(
     combine = jnp.maximum if reduce == "max" else jnp.add
     softmax = {"scale": scale, "window": window, "softcap": softcap, "own_keys_last": own_keys_last}
     total = jnp.zeros((batch, heads, slots), jnp.float32)
-    for start, end, given in tiles(queries, keys, query_positions, key_positions, **softmax):
+    for start, end, given, _ in tiles(queries, keys, query_positions, key_positions, **softmax):
         given = given if weights is None else given * weights[:, None, None, start:end, None]
         some = jnp.max(given, axis=3) if reduce == "max" else jnp.sum(given, axis=3)
         some = some.reshape(batch, heads, -1)
