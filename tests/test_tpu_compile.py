@@ -284,6 +284,21 @@ def test_decode_step_copies_no_cache(name, family):
     assert len(re.findall(rf"= \(bf16\[{shape},[^=]*? copy-start\(", loop)) <= (3 if name == "v5p" else 1)
 
 
+@pytest.mark.parametrize("policy", ["adakv-h2o", "layer-defensivekv"])
+def test_decode_step_of_a_pool_compiles(policy, unchecked):
+    """Heads that share a layer's budget, layers that share the model's: a kernel a layer, and the cache in place."""
+    config, chips = model("smollm2-135m", 2), topologies.get_topology_desc(platform="tpu", topology_name=CHIPS["v5e"])
+    layout = Layout.of(jaxkv.mesh(devices=[chips.devices[0]]), config)
+    program = lower(
+        config, jaxkv.policy(policy, budget=256), batch=BATCH, tokens=1024, steps=4, dtype=jnp.bfloat16, layout=layout,
+        implementation="tpu",
+    )  # fmt: skip
+    compiled = program.decode.compile()
+    assert len(re.findall(r'custom_call_target="tpu_custom_call"', compiled.as_text())) == config.num_layers
+    held = 2 * config.num_layers * BATCH * config.num_kv_heads * 256 * config.head_dim * 2
+    assert compiled.memory_analysis().alias_size_in_bytes >= held
+
+
 def prefill_program(name: str, family: str, slots: int, blocks: int, layers: int | None = None):
     """Prefill of some blocks after the first, compiled for one chip; all layers or the first so many."""
     config, policy = model(family, layers), jaxkv.policy("dapq-longflow", budget=slots)
