@@ -266,8 +266,9 @@ def _generate(command: Generate) -> int:
     prompt = [{"role": "user", "content": text}] if command.chat else text
     with _Meter(command.json or not speaks()) as meter:
         out = jaxkv.generate(
-            params, prompt, policy=chosen, speculative=method, progress=meter.update, **_drawn(command.draw)
-        )
+            params, prompt, policy=chosen, speculative=method, scan_layers=True, progress=meter.update,
+            **_drawn(command.draw),
+        )  # fmt: skip
     if not speaks():
         return 0
     if command.json:
@@ -298,7 +299,7 @@ def _chat(command: Chat) -> int:
         messages.append({"role": "user", "content": line})
         ids = next_turn(params.tokenizer, messages, pending)
         pieces = jaxkv.stream(
-            params, ids, policy=None if cache is not None else chosen, cache=cache, speculative=method,
+            params, ids, policy=None if cache is not None else chosen, cache=cache, speculative=method, scan_layers=True,
             **_drawn(command.draw),
         )  # fmt: skip
         for piece in pieces:
