@@ -299,8 +299,8 @@ def _chat(command: Chat) -> int:
         messages.append({"role": "user", "content": line})
         ids = next_turn(params.tokenizer, messages, pending)
         pieces = jaxkv.stream(
-            params, ids, policy=None if cache is not None else chosen, cache=cache, speculative=method, scan_layers=True,
-            **_drawn(command.draw),
+            params, ids, policy=None if cache is not None else chosen, cache=cache, speculative=method,
+            scan_layers=True, **_drawn(command.draw),
         )  # fmt: skip
         for piece in pieces:
             if not command.json:

@@ -204,6 +204,9 @@ def test_curves_as_in_kvpress(goldens, tiny, family, ratio):
     assert len({tuple(each) for each in held}) > 1 and len(set(held[0])) > 1, "layers and heads keep differently"
 
 
+by_curves = jax.jit(Curves().quotas)
+
+
 @given(st.integers(0, 2**16), st.sampled_from([1, 2, 3, 8]), st.integers(6, 40), st.integers(41, 400))
 @settings(max_examples=60, deadline=None)
 def test_heads_share_in_proportion_but_for_what_each_keeps(seed, heads, budget, tokens):
@@ -212,10 +215,8 @@ def test_heads_share_in_proportion_but_for_what_each_keeps(seed, heads, budget, 
     curves = np.sort(rng.random((99, heads)), axis=0)[::-1].astype(np.float32)
     guard, total = int(rng.integers(1, budget + 1)), heads * budget
     many = lambda x: jnp.full((1,), x, jnp.int32)  # noqa: E731
-    held = np.full(heads, tokens)
-    given = Curves().quotas(
-        {"utility_curves": jnp.asarray(curves)}, many(total), many(guard), jnp.asarray(held)[None], many(tokens)
-    )
+    held = jnp.full((1, heads), tokens, jnp.int32)
+    given = by_curves({"utility_curves": jnp.asarray(curves)}, many(total), many(guard), held, many(tokens))
     given = np.asarray(given)[0]
     assert given.sum() == total and (given >= guard).all() and (given <= tokens).all()
     row = np.argmin(np.abs(curves.mean(1) - np.float32(budget / tokens)))
