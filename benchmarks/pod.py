@@ -125,7 +125,9 @@ def traffic(found: list[Collective]) -> dict[str, Any]:
     }
 
 
-def measured(case: Case, layers: int | None, phase: str, implementation: str | None = None) -> dict[str, Any]:
+def measured(
+    case: Case, layers: int | None, phase: str, implementation: str | None = None, scan_layers: bool = False
+) -> dict[str, Any]:
     """Compile one phase of a case, with all layers or so many; memory, collectives and seconds."""
     config = config_of(case.model, layers)
     chips = devices_of(case.topology)[: math.prod(size for _, size in case.mesh)]
@@ -133,7 +135,7 @@ def measured(case: Case, layers: int | None, phase: str, implementation: str | N
     policy = jaxkv.policy(case.policy, budget=case.budget, block=case.block)
     programs = lower(
         config, policy, batch=case.batch, tokens=case.tokens, steps=STEPS, dtype=jnp.bfloat16, layout=layout,
-        implementation=implementation,
+        implementation=implementation, scan_layers=scan_layers,
     )  # fmt: skip
     began, held = time.perf_counter(), programs.cache.layers
     out = {

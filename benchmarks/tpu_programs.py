@@ -1,7 +1,8 @@
 """Whole prefill and decode programs through XLA's TPU compiler: how long that takes, and the memory they need.
 
 All layers with the kernels in them, bfloat16, policy `dapq-longflow`; Llama 3 8B stands on four chips of v5e, as its
-weights would fill one. No TPU need be there (see `pod.py`, whose cases are for many chips).
+weights would fill one. Prefill also with its layers as one loop (`scan_layers`). No TPU need be there (see `pod.py`,
+whose cases are for many chips).
 
     pip install libtpu && python -m benchmarks.tpu_programs [--only NAME ...] [--phases prefill]
 """
@@ -21,15 +22,16 @@ CASES = tuple(
     for topology, chips in (("v5e:2x2", 1 if model == "smollm2-135m" else 4), ("v6e:2x2", 1), ("v5p:2x2x1", 1))
 )
 HEADER = (
-    "program", "weights GiB", "cache GiB", "prefill: compiled in s", "temporary MiB", "decode: compiled in s",
-    "temporary MiB",
+    "program", "weights GiB", "cache GiB", "prefill: compiled in s", "temporary MiB", "in a loop: compiled in s",
+    "temporary MiB", "decode: compiled in s", "temporary MiB",
 )  # fmt: skip
+PHASES = {"prefill": ("prefill", False), "scanned": ("prefill", True), "decode": ("decode", False)}
 
 
 def row_of(result: dict[str, Any]) -> tuple[str, ...]:
     """A line of the table: sizes on one chip."""
     cells = [result["name"], *(f"{result[part] / 2**30:.2f}" for part in ("weights", "cache"))]
-    for phase in ("prefill", "decode"):
+    for phase in PHASES:
         found = result.get(phase)
         if found is None or "refused" in found:
             cells += ["-" if found is None else "does not fit", "-"]
@@ -42,7 +44,7 @@ def main() -> None:
     """Compile, print the table, add to the JSON and the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose name holds one of these")
-    parser.add_argument("--phases", nargs="+", default=["prefill", "decode"], choices=["prefill", "decode"])
+    parser.add_argument("--phases", nargs="+", default=list(PHASES), choices=list(PHASES))
     options = parser.parse_args()
 
     path = RESULTS / f"{NAME}.json"
@@ -51,7 +53,10 @@ def main() -> None:
         if not any(part in case.name for part in options.only):
             continue
         for phase in options.phases:
-            done[case.name] = done.get(case.name, {}) | measured(case, None, phase, "tpu")
+            program, scan_layers = PHASES[phase]
+            found = measured(case, None, program, "tpu", scan_layers)
+            found[phase] = found.pop(program)
+            done[case.name] = done.get(case.name, {}) | found
             ordered = [done[each.name] for each in CASES if each.name in done]
             rows = [row_of(each) for each in ordered]
             print(table("whole programs on TPU", HEADER, rows), flush=True)
