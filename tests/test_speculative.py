@@ -454,6 +454,7 @@ def test_a_draft_model_keeps_the_models_distribution(tiny, drafter):
             None,
             0,
             None,
+            False,
             None,
         )
         return np.asarray(jax.nn.softmax(sampler.warped(logits, None), axis=-1))
@@ -598,10 +599,10 @@ def test_siblings_are_what_the_prefill_held_likelier(tiny):
     """Where the prompt's own distribution gave the next token less than `low`, its likeliest tokens stand beside."""
     params = tiny(FAMILY)
     row = ids(40)
-    _, _, (top, chance) = prefill_of(params, [row], jaxkv.policy("tova", budget=16), None, 8, None, None, 3, 100)
+    _, _, (top, chance) = prefill_of(params, [row], jaxkv.policy("tova", budget=16), None, 8, None, False, None, 3, 100)
     full = prefill_of
     for at in (10, 39):
-        logits = np.asarray(full(params, [row[: at + 1]], jaxkv.policy("full"), None, 0, None, None)[1][0])
+        logits = np.asarray(full(params, [row[: at + 1]], jaxkv.policy("full"), None, 0, None, False, None)[1][0])
         column = top.shape[1] - 40 + at
         exact = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
         assert top[0, column].tolist() == np.argsort(-logits, kind="stable")[:3].tolist()

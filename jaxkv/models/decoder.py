@@ -5,7 +5,6 @@ The modules hold weights only. What attention looks at, and what is kept of it, 
 
 import functools
 import itertools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -150,14 +149,19 @@ def _scanned(
     """Layers that are alike, one after the other in a loop: XLA compiles one of them, and each turn copies its weights
     to where that one has them (stacked ones would be in memory twice)."""
     weights = [lambda layer=layer: layer for layer in layers]
+    before = after = jax.tree.structure(states[0])
 
     def turn(x, own):
-        index, state = own
-        return run(lax.switch(index, weights), x, spec, state, None)
+        nonlocal after
+        index, leaves = own
+        x, state = run(lax.switch(index, weights), x, spec, jax.tree.unflatten(before, leaves), None)
+        leaves, after = jax.tree.flatten(state)
+        return x, leaves
 
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+    # The loop carries leaves: stacked, they would not have the shapes that a state says its arrays have
+    stacked = [jnp.stack(leaves) for leaves in zip(*map(jax.tree.leaves, states), strict=True)]
     x, new = lax.scan(turn, x, (jnp.arange(len(layers)), stacked))
-    return x, [jax.tree.map(operator.itemgetter(index), new) for index in range(len(layers))]
+    return x, [jax.tree.unflatten(after, [leaf[index] for leaf in new]) for index in range(len(layers))]
 
 
 def _alike(specs: Sequence[AttentionSpec], states: Sequence[Any], behind: int | None) -> list[range]:
