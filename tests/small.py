@@ -1,6 +1,6 @@
 """The policies that every suite runs by default, and the options that fit policies to tiny prompts."""
 
-CORE = ("full", "streaming-llm", "snapkv", "h2o", "tova", "knorm", "dapq", "longflow", "dapq-longflow", "adakv-h2o")
+CORE = ("full", "streaming-llm", "snapkv", "h2o", "dapq", "dapq-longflow", "adakv-h2o")
 SMALL = {  # published windows are longer than the tiny prompts
     "snapkv": {"window": 6},
     "longflow": {"window": 6},

@@ -53,7 +53,7 @@ def sorted_between(positions: np.ndarray) -> np.ndarray:
 
 
 @given(layers(), st.sampled_from([1, 4, 9, 15]), st.integers(1, 15))  # each number of slots compiles
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_keep_is_a_stable_top_k_in_time_order(case, slots, limit):
     positions, scores = case
     positions = sorted_between(positions)
@@ -74,7 +74,7 @@ ANY = st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0, 1.0, 1e
 
 
 @given(st.lists(ANY, min_size=1, max_size=40), st.integers(0, 45))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_highest_is_exact_over_all_floats(scores, count):
     """Signs, zeros, subnormals and infinities: as a stable sort has it."""
     scores = np.array(scores, np.float32)
@@ -96,7 +96,7 @@ def test_in_time_order_moves_everything_along(case):
 
 
 @given(layers(), st.integers(1, 12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_victim_is_free_then_lowest_then_oldest(case, limit):
     positions, scores = case
     limits = jnp.full(positions.shape[0], limit, jnp.int32)

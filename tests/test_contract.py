@@ -189,7 +189,7 @@ def test_enough_budget_is_the_full_cache(tiny, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("size", [{"budget": 16}, {"ratio": 0.5}], ids=["budget", "ratio"])
+@pytest.mark.parametrize("size", [{"budget": 16}, pytest.param({"ratio": 0.5}, marks=pytest.mark.slow)], ids=str)
 def test_padding_and_batch_change_nothing(tiny, name, size):
     params = tiny(FAMILY)
     options = {**SMALL.get(name, {}), "block": 16}
@@ -322,7 +322,7 @@ def test_rules_hold_for_generated_cases_of_the_family(tiny, name):
     lengths=st.lists(st.integers(1, 44), min_size=2, max_size=2),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 def test_rules_hold_for_generated_cases(tiny, name, budget, block, lengths, seed):
     params, chosen = tiny(FAMILY), policy(name, budget=budget, block=block)
     prompts = [ids(length, seed + i) for i, length in enumerate(lengths)]

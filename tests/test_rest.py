@@ -243,7 +243,7 @@ def assert_rest(params, cache, rows):
     assert (np.asarray(layer.rest.count)[:, local] > 0).any()
 
 
-@pytest.mark.parametrize("every", [1, 4], ids=["overwritten", "cut"])
+@pytest.mark.parametrize("every", [1, pytest.param(4, marks=pytest.mark.slow)], ids=["overwritten", "cut"])
 def test_the_rest_is_all_that_was_dropped(tiny, tmp_path, every):
     """After a prompt in blocks and decode, after a save, more text, and text under "full", which drops nothing."""
     params = tiny(FAMILY)
