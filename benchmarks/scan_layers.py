@@ -17,6 +17,7 @@ import jaxkv
 from benchmarks.report import prose_rows, table, write
 
 WAYS = {"in a row": False, "in a loop": True}
+CALLS = ("first", "again")
 
 
 def called(params: Any, rows: list[np.ndarray], policy: jaxkv.Policy, scan_layers: bool) -> float:
@@ -42,17 +43,16 @@ def main() -> None:
     results, lines = [], []
     for name in options.policies:
         policy = jaxkv.policy(name, **({} if name == "full" else {"budget": options.budget}))
-        found: dict[str, dict[str, list[float]]] = {way: {"first": [], "again": []} for way in WAYS}
+        found: dict[str, dict[str, list[float]]] = {way: {which: [] for which in CALLS} for way in WAYS}
         for turn in range(options.rounds):
             for way in list(WAYS) if turn % 2 == 0 else reversed(WAYS):
                 jax.clear_caches()
-                for which in ("first", "again"):
+                for which in CALLS:
                     found[way][which].append(called(params, rows, policy, WAYS[way]))
-        middle = {(way, which): statistics.median(each) for way in WAYS for which, each in found[way].items()}
-        loop, row = (middle["in a loop", "first"], middle["in a loop", "again"]), "in a row"
-        lines.append((name, *middle.values(), loop[0] / middle[row, "first"], loop[1] / middle[row, "again"]))
+        row, loop = ([statistics.median(found[way][which]) for which in CALLS] for way in WAYS)
+        lines.append((name, *row, *loop, *(mine / other for mine, other in zip(loop, row, strict=True))))
         results.append({"policy": name, "seconds": found})
-    header = ("policy", *(f"{way}: {which}" for way in WAYS for which in ("first", "again")), "ratio: first", "again")
+    header = ("policy", *(f"{way}: {which}" for way in WAYS for which in CALLS), "ratio: first", "again")
     print(table(f"seconds of a prefill, {options.batch} x {options.length} tokens", header, lines))
     settings = {key: getattr(options, key) for key in ("model", "budget", "length", "batch", "rounds")}
     print("written to", write("scan_layers", settings | {"runs": results}))

@@ -46,8 +46,8 @@ def lower(
     """Prefill of `batch` prompts of `tokens` tokens each, and `steps` greedy decode steps after it; nothing runs.
 
     On the mesh of `layout` weights and cache are divided as `load` and `generate` do it. `room` is the new tokens that
-    a policy which only adds must hold; `panels` as in `abstract_weights`; `learned` what the policy `learns`. Raises
-    `BadValue` for a text longer than the model's context.
+    a policy which only adds must hold; `panels` as in `abstract_weights`, `scan_layers` as in `generate`; `learned` is
+    what the policy `learns`. Raises `BadValue` for a text longer than the model's context.
     """
     weights = _weights(config, dtype, panels, layout)
     shapes, limits = plan(policy, config, None, np.full(batch, tokens), room, parts=layout.parts, learned=learned)
