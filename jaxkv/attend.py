@@ -18,6 +18,7 @@ from jaxkv import attend_model, attend_pool
 from jaxkv import cache as slots_of
 from jaxkv import pool as pools
 from jaxkv.cache import EMPTY, LayerCache
+from jaxkv.model_pool import Token
 from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import rotate
 from jaxkv.policies.across import Across
@@ -29,11 +30,12 @@ from jaxkv.sharding.attention import Turn, decode_attend_score, prefill_attend, 
 from jaxkv.sharding.layout import Layout
 from pallas_kernels.decode_attend_score.victim import Rule, alive, victim
 from pallas_kernels.masking import filled
+from pallas_kernels.ragged_decode.reference import Line
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["cache", "limits", "layer", "out", "learned", "chosen", "worth", "profile"],
+    data_fields=["cache", "limits", "layer", "out", "learned", "chosen", "worth", "profile", "line", "token"],
     meta_fields=["slots", "look", "extra", "onward"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +46,7 @@ class LayerState:
     and `learned` what was measured on the layer beforehand. `onward` tokens go on to deeper layers (0: all),
     the `chosen` ones, by their index in the block. `worth` is what the policy valued the entries of cache and block
     at, for the layers that keep the same; `profile` what the layer says of itself where layers share a budget.
+    Where they do, `line` is where the layer's keys and values lie, and `token` what a decode step gives them to add.
     """
 
     cache: Any  # LayerCache or Pool
@@ -58,6 +61,8 @@ class LayerState:
     chosen: Int[Array, "B N"] | None = None
     worth: Float[Array, "B Hk S"] | None = None
     profile: Float[Array, "B _"] | None = None
+    line: Line | None = None
+    token: Token | None = None
 
 
 def prefill_layer(
@@ -309,9 +314,10 @@ def decode_layer(
         query, key = (rotate(x, position[:, None], spec.rope) for x in (query, key))
         output, pool = attend_pool.decode_pool(
             policy, layout, position, query, key, value, entered, layer, limits, sight,
-            scale=spec.scale, softcap=spec.softcap, implementation=implementation,
+            scale=spec.scale, softcap=spec.softcap, line=state.line, implementation=implementation,
         )  # fmt: skip
-        return output[:, None], dataclasses.replace(state, cache=pool)
+        token = None if state.line is None else (key, value)
+        return output[:, None], dataclasses.replace(state, cache=pool, line=None, token=token)
     stats = _write_stats(layer, entered, active)
 
     turn = None

@@ -2,7 +2,8 @@
 
 The line is a `Pool` with layers x KV heads segments, so the bytes held are the budget whatever each layer gets. A layer
 reads it through a `view`: `reach` slots from its first border on, a static number, of which those of other layers count
-as empty. A decode step writes one slot per segment, and only these go back into the line.
+as empty; or where its slots lie, by a kernel that can (`place`). A decode step writes one slot per segment, all at its
+end.
 """
 
 import dataclasses
@@ -11,10 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxkv.cache import EMPTY
 from jaxkv.pool import Pool, widened
+from pallas_kernels.ragged_decode.reference import Line
+from pallas_kernels.ragged_decode.reference import written as overwritten
+
+Token = tuple[Float[Array, "B Hk D"], Float[Array, "B Hk D"]]  # a decode step's key and value in one layer
 
 
 @jax.tree_util.register_dataclass
@@ -32,8 +37,7 @@ class Share:
 
     def view(self, line: Pool) -> Pool:
         """The layer's segments as a pool of `reach` slots."""
-        first = self.number * self.heads
-        start = self.start(line)
+        first, start = self.number * self.heads, self.start(line)
         offsets = line.offsets[:, first : first + self.heads + 1] - start[:, None]
         cut = jax.vmap(lambda x, at: lax.dynamic_slice_in_dim(x, at, self.reach))
         place = jnp.arange(self.reach)
@@ -43,9 +47,17 @@ class Share:
             values=cut(line.values, start),
             positions=jnp.where(own, cut(line.positions, start), EMPTY),
             offsets=offsets,
-            next_slot=line.next_slot[:, first : first + self.heads] - start[:, None],
+            next_slot=self.own(line.next_slot) - start[:, None],
             stats={name: cut(stat, start) for name, stat in line.stats.items()},
         )
+
+    def own(self, x: Shaped[Array, "B LHk"]) -> Shaped[Array, "B Hk"]:
+        """Of what the line's segments have, the layer's heads' part."""
+        return x[:, self.number * self.heads : (self.number + 1) * self.heads]
+
+    def place(self, line: Pool) -> Line:
+        """Keys and values of all layers, and where this one's `view` of them begins."""
+        return line.keys, line.values, self.start(line)
 
     def start(self, line: Pool) -> Int[Array, "B"]:
         """Where the view begins: at the layer's first border, or earlier where the line ends."""
@@ -76,29 +88,34 @@ def joined(pools: list[Pool]) -> Pool:
     )  # fmt: skip
 
 
-def written(layers: tuple[Any, ...], views: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The layers after a decode step on their views: one slot per segment goes back into the line."""
+def places(layers: tuple[Any, ...]) -> tuple[Line | None, ...]:
+    """Where each layer that shares lies in the line; None for any other."""
+    line = next((layer.line for layer in layers if isinstance(layer, Share)), None)
+    return tuple(layer.place(line) if line is not None and isinstance(layer, Share) else None for layer in layers)
+
+
+def written(
+    layers: tuple[Any, ...], views: tuple[Any, ...], tokens: tuple[Token | None, ...], position: Int[Array, "B"]
+) -> tuple[Any, ...]:
+    """The layers after a decode step on their views: each segment's token, at `position [B]`, goes into the line.
+
+    `tokens` are the keys and values of the layers that share. A row whose position is -1 has finished: nothing does.
+    """
     shares = [(layer, view) for layer, view in zip(layers, views, strict=True) if isinstance(layer, Share)]
     if not shares:
         return views
     line = shares[0][0].line
     assert line is not None
+    # Read before it is written, or it would be copied
+    (old_keys, old_values), following = lax.optimization_barrier(
+        ((line.keys, line.values), [view.next_slot for _, view in shares])
+    )
     starts = [share.start(line)[:, None] for share, _ in shares]
-    places = [
-        line.next_slot[:, share.number * share.heads : (share.number + 1) * share.heads] - start
-        for (share, _), start in zip(shares, starts, strict=True)
-    ]
-
-    def new(name: str) -> Array:
-        """What stands in the slots that were written."""
-        each = [getattr(view, name) for _, view in shares]
-        return jnp.concatenate(
-            [jnp.take_along_axis(x, at[..., None] if x.ndim == 3 else at, axis=1)
-             for x, at in zip(each, places, strict=True)],
-            axis=1,
-        )  # fmt: skip
-
-    at = (jnp.arange(line.positions.shape[0])[:, None], line.next_slot)
+    given = [token for token in tokens if token is not None]
+    new_keys, new_values = (jnp.concatenate(new, axis=1) for new in zip(*given, strict=True))
+    keys, values, positions = overwritten(
+        old_keys, old_values, line.positions, new_keys, new_values, position, line.next_slot
+    )  # fmt: skip
     owner = line.owner
     layer = jnp.minimum(owner // shares[0][0].heads, len(shares) - 1)
     back = jnp.arange(line.total) - jnp.take_along_axis(jnp.concatenate(starts, axis=1), layer, axis=1)
@@ -113,13 +130,11 @@ def written(layers: tuple[Any, ...], views: tuple[Any, ...]) -> tuple[Any, ...]:
         return jnp.where(owner < heads, stat, before[name])
 
     line = Pool(
-        keys=line.keys.at[at].set(new("keys")),
-        values=line.values.at[at].set(new("values")),
-        positions=line.positions.at[at].set(new("positions")),
+        keys=keys,
+        values=values,
+        positions=positions,
         offsets=line.offsets,
-        next_slot=jnp.concatenate(
-            [view.next_slot + start for (_, view), start in zip(shares, starts, strict=True)], axis=1
-        ),
+        next_slot=jnp.concatenate([slots + start for slots, start in zip(following, starts, strict=True)], axis=1),
         stats={name: whole(name) for name in line.stats},
     )
     return tuple(

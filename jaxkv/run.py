@@ -275,14 +275,16 @@ def decode_logits(
         LayerState(
             layer, layer.slots, cache.limits[i], layer=i,
             out=model.output_matrix(i) if policy.decode is not None and policy.decode.score.projects else None,
-            learned=_of_layer(learned, i),
+            learned=_of_layer(learned, i), line=line,
         )
-        for i, layer in enumerate(cache.views)
+        for i, (layer, line) in enumerate(zip(cache.views, model_pool.places(cache.layers), strict=True))
     ]  # fmt: skip
     hidden, states = model(layout.lay("tokens", jnp.maximum(cache.pending, 0)[:, None]), states, attend, layout.lay)
     cache = dataclasses.replace(
         cache,
-        layers=model_pool.written(cache.layers, tuple(each.cache for each in states)),
+        layers=model_pool.written(
+            cache.layers, tuple(each.cache for each in states), tuple(each.token for each in states), position
+        ),
         lengths=cache.lengths + running.astype(jnp.int32),
     )
     return cache, model.logits(hidden[:, 0])

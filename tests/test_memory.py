@@ -1,6 +1,8 @@
 """Memory is bounded for real: bytes of the compiled programs by prompt length, on two layers of SmolLM2's shape."""
 
 import dataclasses
+import math
+import re
 
 import pytest
 from measured import measured
@@ -54,3 +56,20 @@ def test_the_full_cache_grows(config):
     (short_prefill, short_decode), (long_prefill, long_decode) = (bytes_needed(config, policy, n) for n in (2048, 8192))
     assert long_prefill > 2 * short_prefill
     assert long_decode > 2 * short_decode
+
+
+@pytest.mark.parametrize("name", ["h2o", "adakv-h2o", "global-h2o"])
+def test_a_decode_step_copies_no_keys(config, name):
+    """Slots are overwritten in place: the program has no copy of keys or values, of a layer or of the model's line.
+
+    A step on pools calls the CPU's kernel once per layer.
+    """
+    pytest.importorskip("numba")
+    policy = jaxkv.policy(name, budget=BUDGET, block=BLOCK)
+    text = lower(config, policy, batch=2, tokens=2048, steps=4).decode.compile().as_text()
+    parts = text.split("\n\n")  # the step's, not that of the loop in which borders move, once in 64 steps
+    step = max(parts, key=lambda part: (part.count("custom-call("), len(part)))
+    copied = {tuple(map(int, shape.split(","))) for shape in re.findall(r"= f32\[([\d,]+)\]\S* copy\(", step)}
+    keys = 2 * config.num_kv_heads * BUDGET * config.head_dim  # numbers in one layer's keys
+    assert all(math.prod(shape) < keys for shape in copied), copied
+    assert len(re.findall(r"custom-call\(.*jaxkv_ragged_decode", step)) == (0 if name == "h2o" else config.num_layers)

@@ -219,14 +219,11 @@ def test_a_view_is_the_layers_own():
         assert int((view.positions >= 0).sum()) == sizes[:, number * heads : (number + 1) * heads].sum()
 
     def step(view):
-        at = (jnp.arange(batch)[:, None], view.next_slot)
-        return dataclasses.replace(
-            view, keys=view.keys.at[at].set(7.0), values=view.values.at[at].set(8.0),
-            positions=view.positions.at[at].set(100), next_slot=view.offsets[:, :-1],
-            stats={"mark": view.stats["mark"] + 1},
-        )  # fmt: skip
+        return dataclasses.replace(view, next_slot=view.offsets[:, :-1], stats={"mark": view.stats["mark"] + 1})
 
-    after = model_pool.written(shares, tuple(map(step, views)))[0].line
+    token = tuple(jnp.full((batch, heads, dim), number) for number in (7.0, 8.0))
+    position = jnp.full((batch,), 100, jnp.int32)
+    after = model_pool.written(shares, tuple(map(step, views)), (token,) * layers, position)[0].line
     slot = np.zeros((batch, total), bool)
     np.put_along_axis(slot, np.asarray(line.next_slot), True, axis=1)
     inside = np.arange(total) < borders[:, -1:]

@@ -292,7 +292,7 @@ def test_more_slots_for_every_head():
 
 
 ON_TPU = jax.default_backend() == "tpu"
-DECODES = {"reference": {}, "tpu": {} if ON_TPU else {"interpret": pltpu.InterpretParams(detect_races=True)}}
+DECODES = {"reference": {}, "cpu": {}, "tpu": {} if ON_TPU else {"interpret": pltpu.InterpretParams(detect_races=True)}}
 VICTIM = Rule("each", 2)
 POOLS = {  # sizes of the segments per row, slots in all, dim: a row may leave slots that are nobody's
     "one block": ([[9, 4, 7], [5, 6, 3]], 20, 8),
@@ -300,14 +300,17 @@ POOLS = {  # sizes of the segments per row, slots in all, dim: a row may leave s
 }
 
 
-@pytest.mark.parametrize("how", DECODES)
+CASES = [
+    *(("one block", group, VICTIM, "float32") for group in ("sum", "mean", "max")),
+    ("one block", "sum", None, "bfloat16"),
+    ("two blocks", "sum", VICTIM, "float32"),
+]
+TAKES = {"cpu": ("float32",)}
+
+
 @pytest.mark.parametrize(
-    "shape, group, rule, dtype",
-    [
-        *(("one block", group, VICTIM, "float32") for group in ("sum", "mean", "max")),
-        ("one block", "sum", None, "bfloat16"),
-        ("two blocks", "sum", VICTIM, "float32"),
-    ],
+    "how, shape, group, rule, dtype",
+    [(how, *case) for how in DECODES for case in CASES if case[-1] in TAKES.get(how, case)],
 )
 def test_ragged_decode_is_each_head_by_itself(how, shape, group, rule, dtype):
     """Every head of a pool gets what decode_attend_score gives on its segment alone; the softcap as well."""
@@ -363,6 +366,35 @@ def test_ragged_decode_is_each_head_by_itself(how, shape, group, rule, dtype):
     np.testing.assert_array_equal(np.asarray(still.positions)[0], positions[0])
     np.testing.assert_array_equal(np.asarray(still.keys, np.float32)[0], np.asarray(keys, np.float32)[0])
     np.testing.assert_array_equal(np.asarray(still.next_slot)[0], slot[0])
+
+
+@pytest.mark.parametrize("rule", [VICTIM, None])
+def test_a_line_is_read_where_it_lies(rule):
+    """The CPU's kernel on a layer's part of a line, before the token is in it, equals the reference on a copy."""
+    rng = np.random.default_rng(5)
+    heads, groups, dim, total, slots = 3, 2, 8, 100, 30
+    sizes = np.array([[9, 14, 7], [5, 6, 3]])
+    first = np.array([41, total - slots])  # a row whose layer stands at the line's end
+    begin = np.array([0, slots - sizes[1].sum()])
+    offsets = begin[:, None] + np.concatenate([np.zeros((2, 1), int), np.cumsum(sizes, axis=1)], axis=1)
+    inside = (np.arange(slots) >= offsets[:, :1]) & (np.arange(slots) < offsets[:, -1:])
+    positions = np.where(inside, rng.permuted(np.tile(np.arange(slots), (2, 1)), axis=1), EMPTY)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    whole = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
+    line = (normal(2, total, dim), normal(2, total, dim), whole(first))
+    copies = [jnp.stack([x[row, at : at + slots] for row, at in enumerate(first)]) for x in line[:2]]
+    call = (
+        normal(2, heads * groups, dim), normal(2, heads, dim), normal(2, heads, dim), whole([slots, slots + 5]),
+        whole(offsets[:, :-1] + 1), *copies, whole(positions), whole(offsets), whole([2, 3]), normal(2, slots),
+    )  # fmt: skip
+    run = functools.partial(ragged_decode, bias=0.5, scale=0.3, rule=rule)
+    theirs = run(*call, implementation="reference")
+    poisoned = (*call[:5], *(jnp.full_like(copy, jnp.nan) for copy in copies), *call[7:])
+    ours = jax.jit(functools.partial(run, implementation="cpu", line=line))(*poisoned)
+    for name in ("output", "lse", "mass"):
+        np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), rtol=2e-5, atol=1e-6)
+    np.testing.assert_array_equal(ours.next_slot, theirs.next_slot)
+    np.testing.assert_array_equal(ours.positions, theirs.positions)
 
 
 # ---- whole runs

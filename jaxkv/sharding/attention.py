@@ -254,6 +254,7 @@ def ragged_decode(
     rule: Rule | None,
     whole: bool,
     implementation: str | None,
+    line: ragged.Line | None = None,
     **softmax: Any,
 ) -> Attended:
     """`ragged_decode` with rows and slots divided, wherever the heads' borders lie; K and V never leave their device.
@@ -265,7 +266,8 @@ def ragged_decode(
         ragged_kernel.ragged_decode, group=group, rule=rule, implementation=implementation, **softmax
     )
     if layout.mesh is None:
-        return kernel(query, key, value, position, slot, keys, values, positions, offsets, recents, weight, bias)
+        token = query, key, value, position, slot
+        return kernel(*token, keys, values, positions, offsets, recents, weight, bias, line=line)
     kv = layout.spec(keys.shape, (ROWS, None if whole else LINE, None))
     rows, flat = layout.spec(position.shape, (ROWS,)), _but_last(kv)
     few, tokens = PartitionSpec(*rows, None), PartitionSpec(*rows, None, None)

@@ -1,5 +1,7 @@
 """ragged_decode: picks the implementation for where it runs."""
 
+import functools
+
 from pallas_kernels.decode_attend_score.reference import Attended
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.ragged_decode import reference, tpu
@@ -11,9 +13,21 @@ def _gpu(*args, **kwargs) -> Attended:
     return gpu.ragged_decode(*args, **kwargs)
 
 
-IMPLEMENTATIONS = {"tpu": tpu.ragged_decode, "gpu": _gpu, "reference": reference.ragged_decode}
+def _cpu(*args, **kwargs) -> Attended:
+    try:
+        from pallas_kernels.ragged_decode import cpu
+    except ImportError as error:  # numba is not everywhere
+        raise NotImplementedError(str(error)) from error
+    return cpu.ragged_decode(*args, **kwargs)
 
 
-def ragged_decode(*args, implementation: str | None = None, **kwargs) -> Attended:
-    """`reference.ragged_decode` by the fastest implementation that takes the arguments, or the named one."""
-    return dispatch(IMPLEMENTATIONS, implementation, *args, **kwargs)
+IMPLEMENTATIONS = {"tpu": tpu.ragged_decode, "gpu": _gpu, "cpu": _cpu, "reference": reference.ragged_decode}
+
+
+def ragged_decode(*args, implementation: str | None = None, line: reference.Line | None = None, **kwargs) -> Attended:
+    """`reference.ragged_decode` by the fastest implementation that takes the arguments, or the named one.
+
+    Where keys and values are cut out of a `line` that layers share, a kernel that takes it reads them there.
+    """
+    choice = {**IMPLEMENTATIONS, "cpu": functools.partial(_cpu, line=line)}
+    return dispatch(choice, implementation, *args, **kwargs)

@@ -16,6 +16,7 @@ from pallas_kernels.ragged_decode.segments import mine, over_slots, per_slot, se
 
 LAST = jnp.iinfo(jnp.int32).max
 Weight = Float[Array, "B P"] | float
+Line = tuple[Float[Array, "B T D"], Float[Array, "B T D"], Int[Array, "B"]]  # K and V of many layers; a layer's first
 
 
 def ragged_decode(

@@ -1,0 +1,214 @@
+"""Functions that numba compiles, as calls in a CPU program: the words of XLA's foreign function interface.
+
+Pallas has no compiler for CPUs; XLA's C interface (`xla/ffi/api/c_api.h`, version 0) lets a program call any function.
+It gives the function the address of a frame of machine words; here is what is needed of it, by its place there
+(`tests/test_cpu_call.py` looks it up in the header), and how a call's work is shared out over XLA's own threads.
+"""
+
+import ctypes
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from llvmlite import ir
+from numba import cfunc, njit, types
+from numba.extending import intrinsic
+from numba.np.numpy_support import carray
+
+EXTENSION, API, CONTEXT, ARGUMENTS, RESULTS = 1, 2, 3, 9, 14  # words of a frame
+DATA, SIZES = 3, 5  # of a buffer
+METADATA, METADATA_VERSION = 3, 3  # of the extension that asks for the version, and of where it wants it
+API_VERSION, DESTROY_ERROR, SCHEDULE, COUNT_THREADS = 4, 8, 17, 18  # of the API
+BEGUN, DONE, HOLDERS, UNITS, INS, OUTS, BLOCK = range(7)  # of what the threads of one call share, and how many
+
+VERSION = 0
+WORD = ir.IntType(64)
+
+
+def supported() -> None:
+    """Raises `NotImplementedError` where jaxlib speaks another version of the interface, or words have not 64 bits."""
+    header = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
+    found = re.search(r"#define XLA_FFI_API_MAJOR (\d+)", header)
+    if found is None or int(found[1]) != VERSION or ctypes.sizeof(ctypes.c_void_p) != 8:
+        raise NotImplementedError(f"XLA's foreign function interface of version {VERSION}, on 64 bits")
+
+
+def compiled(body: Callable | None = None, **options) -> Any:
+    """`numba.njit` of the function itself, whatever checks were wrapped around it."""
+    if body is None:
+        return lambda body: compiled(body, **options)
+    return njit(inspect.unwrap(body), error_model="numpy", **options)
+
+
+def emitted(code: Callable) -> Any:
+    """`numba.extending.intrinsic`: a function by the instructions that it stands for."""
+    return intrinsic(code)
+
+
+@emitted
+def pointer(typing, address):
+    """The address as a pointer to nothing in particular."""
+
+    def code(context, builder, signature, args):
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.intp), code
+
+
+@emitted
+def called(typing, function, argument):
+    """What the function at an address gives for a word, a word."""
+
+    def code(context, builder, signature, args):
+        form = ir.FunctionType(WORD, [WORD])
+        return builder.call(builder.inttoptr(args[0], form.as_pointer()), [args[1]])
+
+    return types.intp(types.intp, types.intp), code
+
+
+@emitted
+def added(typing, address, amount):
+    """Add to the word at an address, which other threads may do as well; the word before."""
+
+    def code(context, builder, signature, args):
+        return builder.atomic_rmw("add", builder.inttoptr(args[0], WORD.as_pointer()), args[1], "seq_cst")
+
+    return types.intp(types.intp, types.intp), code
+
+
+@compiled
+def words(address, count):
+    """The machine words from an address on."""
+    return carray(pointer(address), (count,), np.intp)
+
+
+@compiled
+def word(address, index):
+    """The machine word that lies `index` words behind an address."""
+    return words(address, index + 1)[index]
+
+
+@compiled
+def size(buffer, axis):
+    """How long a buffer is along an axis."""
+    return word(word(buffer, SIZES), axis)
+
+
+@compiled
+def floats(buffer, shape):
+    """A buffer's float32 numbers, where they lie."""
+    return carray(pointer(word(buffer, DATA)), shape, np.float32)
+
+
+@compiled
+def integers(buffer, shape):
+    """A buffer's int32 numbers, where they lie."""
+    return carray(pointer(word(buffer, DATA)), shape, np.int32)
+
+
+@compiled
+def asked_for_version(frame):
+    """Whether XLA only asks for the interface's version, as it does once; the answer is its own."""
+    asked = word(frame, EXTENSION)
+    if asked == 0:
+        return False
+    words(word(asked, METADATA), METADATA_VERSION + 1)[METADATA_VERSION] = word(word(frame, API), API_VERSION)
+    return True
+
+
+def _at(function: Any) -> int:
+    """The address of a function of Python's own, which is then called without taking Python's lock."""
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+new = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_ssize_t)(_at(ctypes.pythonapi.PyMem_RawMalloc))
+free = ctypes.CFUNCTYPE(None, ctypes.c_ssize_t)(_at(ctypes.pythonapi.PyMem_RawFree))
+
+
+@compiled
+def asked(frame, function, first, second):
+    """Whether a function of the API, given two words, did what it was asked for."""
+    given, api = new(8 * 5), word(frame, API)
+    request = words(given, 5)
+    request[0], request[1], request[2], request[3], request[4] = 8 * 5, 0, word(frame, CONTEXT), first, second
+    error = called(word(api, function), given)
+    if error != 0:
+        request[0], request[1], request[2] = 8 * 3, 0, error
+        called(word(api, DESTROY_ERROR), given)
+    free(given)
+    return error == 0
+
+
+@compiled
+def threads(frame):
+    """How many threads XLA has for this call; 1 where it has no others."""
+    place = new(8)
+    count = words(place, 1)
+    count[0] = 1
+    asked(frame, COUNT_THREADS, place, 0)
+    found = count[0]
+    free(place)
+    return found
+
+
+@compiled
+def left(block):
+    """One thread fewer uses the block; the last one frees it, for a thread may come when the work is long done."""
+    if added(block + 8 * HOLDERS, -1) == 1:
+        free(block)
+
+
+def registered(name: str, units: Callable, body: Callable) -> str:
+    """The name by which programs call `body(ins, outs, unit)` for each unit of `units(ins)`, over XLA's threads.
+
+    `ins` and `outs` are lists of buffers (`word(ins, 0)` is the first). Both functions are `compiled`; they must not
+    fail, for nobody would hear of it. Units may run at the same time, in any order.
+    """
+
+    def work(block):
+        count, ins, outs = word(block, UNITS), word(block, INS), word(block, OUTS)
+        unit = added(block + 8 * BEGUN, 1)
+        while unit < count:
+            body(ins, outs, unit)
+            added(block + 8 * DONE, 1)
+            unit = added(block + 8 * BEGUN, 1)
+
+    work = compiled(work)
+
+    def helper(block):
+        work(block)
+        left(block)
+
+    helping = cfunc(types.void(types.intp))(inspect.unwrap(helper))
+    address = helping.address
+
+    def handler(frame):
+        if asked_for_version(frame):
+            return 0
+        ins, outs = word(frame, ARGUMENTS), word(frame, RESULTS)
+        count = units(ins)
+        block = new(8 * BLOCK)
+        shared = words(block, BLOCK)
+        shared[BEGUN], shared[DONE], shared[UNITS], shared[INS], shared[OUTS] = 0, 0, count, ins, outs
+        helpers = min(count, threads(frame)) - 1
+        shared[HOLDERS] = helpers + 1
+        for _ in range(helpers):
+            if not asked(frame, SCHEDULE, address, block):
+                left(block)
+        work(block)
+        while added(block + 8 * DONE, 0) < count:
+            pass
+        left(block)
+        return 0
+
+    code = cfunc(types.intp(types.intp))(inspect.unwrap(handler))
+    KEPT.extend((helping, code))  # for as long as there may be programs
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(code.ctypes), platform="cpu")
+    return name
+
+
+KEPT: list = []

@@ -1,0 +1,156 @@
+"""ragged_decode for CPUs, compiled by numba: every head reads its own segment, where it lies.
+
+XLA's dot products on CPU take no operand at an offset that is data: a head multiplies with all slots of its layer and
+keeps its own, and a layer that shares a line with others is copied out of it first. Here neither happens. K and V are
+read once; the token's own key and value, for which the slot is meant, come from the arguments, so that a line need not
+be written before it is read.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.cpu_call import compiled, floats, integers, registered, size, supported, word
+from pallas_kernels.decode_attend_score.reference import GROUP, Attended
+from pallas_kernels.decode_attend_score.victim import Rule
+from pallas_kernels.ragged_decode.reference import Line, Weight, aim, written
+
+REDUCE = {name: code for code, name in enumerate(GROUP)}
+SUM, MAX = REDUCE["sum"], REDUCE["max"]
+ORDER = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; infinities and NaN stay what they are
+
+
+def ragged_decode(
+    query: Float[Array, "B Hq D"],
+    key: Float[Array, "B Hk D"],
+    value: Float[Array, "B Hk D"],
+    position: Int[Array, "B"],
+    slot: Int[Array, "B Hk"],
+    keys: Float[Array, "B P D"],
+    values: Float[Array, "B P D"],
+    positions: Int[Array, "B P"],
+    offsets: Int[Array, "B Hk_1"],
+    recents: Int[Array, "B"],
+    weight: Weight = 1.0,
+    bias: Weight = 0.0,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    group: str = "sum",
+    rule: Rule | None = None,
+    line: Line | None = None,
+) -> Attended:
+    """`reference.ragged_decode`, K and V read once; of a layer that shares a `line`, where they lie in it.
+
+    Raises `NotImplementedError` for dtypes other than float32, and where XLA cannot call what numba compiles.
+    """
+    if {query.dtype, keys.dtype} != {jnp.dtype(jnp.float32)}:
+        raise NotImplementedError(f"{query.dtype} and {keys.dtype}: float32")
+    batch, kv_heads, dim = key.shape
+    token = key, value, jnp.where(position[:, None] < 0, -1, slot)
+    keys, values, positions = written(keys, values, positions, key, value, position, slot)
+    lines = (keys, values, jnp.zeros_like(position)) if line is None else line
+    queries = query.reshape(batch, kv_heads, -1, dim)
+    shapes = queries.shape, queries.shape[:3], positions.shape
+    output, lse, mass = jax.ffi.ffi_call(_attend(), [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])(
+        queries, *token, *lines, positions, offsets, position,
+        np.array([scale, softcap or 0.0], np.float32), np.array([REDUCE[group]], np.int32),
+    )  # fmt: skip
+    aimed = aim(mass, positions, position, offsets, recents, weight, bias, rule=rule)
+    return Attended(
+        output=output.reshape(query.shape),
+        lse=lse.reshape(query.shape[:2]),
+        mass=mass,
+        keys=keys,
+        values=values,
+        positions=positions,
+        next_slot=jnp.where(position[:, None] < 0, slot, aimed),
+    )
+
+
+@functools.cache
+def _attend() -> str:
+    """The kernel's name; it is compiled when it is first called for."""
+    supported()
+    return registered("jaxkv_ragged_decode", _heads, _attend_head)
+
+
+@compiled
+def _heads(ins):
+    """The heads of all rows."""
+    return size(word(ins, 0), 0) * size(word(ins, 0), 1)
+
+
+@compiled
+def _attend_head(ins, outs, unit):
+    """One head of one row: the parts of all buffers that are its own."""
+    query, line, whole = word(ins, 0), word(ins, 4), word(ins, 7)
+    batch, heads, groups, dim = size(query, 0), size(query, 1), size(query, 2), size(query, 3)
+    total, slots = size(line, 1), size(whole, 1)
+    b, h = unit // heads, unit % heads
+    token = (batch, heads, dim)
+    offsets = integers(word(ins, 8), (batch, heads + 1))[b]
+    begin, end = max(offsets[h], 0), min(offsets[h + 1], slots)
+    first = integers(word(ins, 6), (batch,))[b] + begin
+    last = first + end - begin
+    settings = floats(word(ins, 10), (2,))
+    mass = floats(word(outs, 2), (batch, slots))[b]
+    mass[0 if h == 0 else begin : slots if h == heads - 1 else end] = 0  # nobody's too
+    _attend_segment(
+        floats(query, (batch, heads, groups, dim))[b, h],
+        floats(word(ins, 1), token)[b, h], floats(word(ins, 2), token)[b, h],
+        integers(word(ins, 3), (batch, heads))[b, h] - begin,
+        floats(line, (batch, total, dim))[b, first:last], floats(word(ins, 5), (batch, total, dim))[b, first:last],
+        integers(whole, (batch, slots))[b, begin:end], integers(word(ins, 9), (batch,))[b],
+        settings[0], settings[1], integers(word(ins, 11), (1,))[0],
+        floats(word(outs, 0), (batch, heads, groups, dim))[b, h], floats(word(outs, 1), (batch, heads, groups))[b, h],
+        mass[begin:end],
+    )  # fmt: skip
+
+
+@compiled(fastmath=ORDER)
+def _attend_segment(
+    query, key, value, slot, keys, values, positions, position, scale, softcap, reduce, output, lse, mass
+):
+    """One KV head's softmax over its segment, for its G queries. The token's key and value are those of its slot."""
+    groups, dim = query.shape
+    slots, nothing = positions.shape[0], -np.float32(np.inf)
+    weights = np.empty((groups, slots), np.float32)
+    for p in range(slots):
+        own = keys[p] if p != slot else key
+        for g in range(groups):
+            dot = np.float32(0)
+            for d in range(dim):
+                dot += query[g, d] * own[d]
+            weights[g, p] = dot * scale
+    for g in range(groups):
+        top = nothing
+        for p in range(slots):
+            if softcap > 0:
+                weights[g, p] = softcap * math.tanh(weights[g, p] / softcap)
+            if positions[p] < 0 or positions[p] > position:
+                weights[g, p] = nothing
+            top = max(top, weights[g, p])
+        total = np.float32(0)
+        for p in range(slots):
+            weights[g, p] = math.exp(weights[g, p] - top) if weights[g, p] > nothing else np.float32(0)
+            total += weights[g, p]
+        lse[g] = top + math.log(total) if total > 0 else nothing
+        share = 1 / total if total > 0 else np.float32(0)
+        for p in range(slots):
+            weights[g, p] *= share
+            if reduce == MAX:
+                mass[p] = max(mass[p], weights[g, p])
+            else:
+                mass[p] += weights[g, p] if reduce == SUM else weights[g, p] / groups
+    output[:] = 0
+    for p in range(slots):
+        if positions[p] >= 0 and positions[p] <= position:
+            own = values[p] if p != slot else value
+            for g in range(groups):
+                for d in range(dim):
+                    output[g, d] += weights[g, p] * own[d]

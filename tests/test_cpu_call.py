@@ -1,0 +1,93 @@
+"""Calls of compiled functions in CPU programs: the interface's words, and work shared out over threads."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("numba")
+from pallas_kernels import cpu_call
+from pallas_kernels.cpu_call import compiled, floats, registered, size, word
+
+HEADER = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
+
+
+def fields(struct: str) -> list[str]:
+    """The names of a struct's fields in order, each as often as it has words (two ints share one)."""
+    body = re.search(rf"struct {struct} {{(.*?)}}", HEADER, re.DOTALL)
+    assert body is not None
+    lines = [line.split("//")[0].strip() for line in body[1].splitlines()]
+    names: list[str] = []
+    nested = {
+        "XLA_FFI_Args": 5, "XLA_FFI_Rets": 5, "XLA_FFI_Attrs": 5, "XLA_FFI_Api_Version": 3,
+        "XLA_FFI_InternalExtension": 3,
+    }  # fmt: skip
+    for line in filter(None, lines):
+        function = re.match(r"_XLA_FFI_API_STRUCT_FIELD\((\w+)\)", line)
+        kind, name = ("", function[1]) if function else re.match(r"(.*?)(\w+)\s*;", line).groups()
+        if name == "minor_version":
+            continue
+        names += [name] * nested.get(kind.strip(), 1)
+    return names
+
+
+def test_the_words_are_where_the_header_has_them():
+    """Every place that cpu_call reads or writes, in the header that comes with this jaxlib."""
+    frame = fields("XLA_FFI_CallFrame")
+    within = [name for name in fields("XLA_FFI_Args")]
+    assert frame.index("extension_start") == cpu_call.EXTENSION
+    assert (frame.index("api"), frame.index("ctx")) == (cpu_call.API, cpu_call.CONTEXT)
+    assert frame.index("args") + within.index("args") == cpu_call.ARGUMENTS
+    assert frame.index("rets") + fields("XLA_FFI_Rets").index("rets") == cpu_call.RESULTS
+    buffer = fields("XLA_FFI_Buffer")
+    assert (buffer.index("data"), buffer.index("dims")) == (cpu_call.DATA, cpu_call.SIZES)
+    version = fields("XLA_FFI_Api_Version").index("major_version")
+    assert fields("XLA_FFI_Metadata_Extension").index("metadata") == cpu_call.METADATA
+    assert fields("XLA_FFI_Metadata").index("api_version") + version == cpu_call.METADATA_VERSION
+    api = fields("XLA_FFI_Api")
+    assert api.index("api_version") + version == cpu_call.API_VERSION
+    assert api.index("XLA_FFI_Error_Destroy") == cpu_call.DESTROY_ERROR
+    assert api.index("XLA_FFI_ThreadPool_Schedule") == cpu_call.SCHEDULE
+    assert api.index("XLA_FFI_ThreadPool_NumThreads") == cpu_call.COUNT_THREADS
+    assert fields("XLA_FFI_ThreadPool_Schedule_Args") == ["struct_size", "extension_start", "ctx", "task", "data"]
+    assert fields("XLA_FFI_ThreadPool_NumThreads_Args") == ["struct_size", "extension_start", "ctx", "num_threads"]
+    assert fields("XLA_FFI_Error_Destroy_Args") == ["struct_size", "extension_start", "error"]
+
+
+def test_another_version_is_left_alone(monkeypatch):
+    """Where jaxlib speaks a later major version the call is not supported, so that the reference runs."""
+    monkeypatch.setattr(cpu_call, "VERSION", 1)
+    with pytest.raises(NotImplementedError, match="version 1"):
+        cpu_call.supported()
+
+
+@compiled
+def _rows(ins):
+    return size(word(ins, 0), 0)
+
+
+@compiled
+def _sum_of_squares(ins, outs, unit):
+    rows, columns = size(word(ins, 0), 0), size(word(ins, 0), 1)
+    total = np.float32(0)
+    for column in range(columns):
+        total += floats(word(ins, 0), (rows, columns))[unit, column] ** 2
+    floats(word(outs, 0), (rows,))[unit] = total
+
+
+@pytest.mark.parametrize("rows", [1, 2, 97])
+def test_every_unit_is_done_once(rows):
+    """Hundreds of calls, one after the other and at the same time on eight devices, each over all threads."""
+    name = registered(f"jaxkv_test_sum_of_squares_{rows}", _rows, _sum_of_squares)
+
+    def step(x, _):
+        total = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((rows,), jnp.float32))(x)
+        return x + 0 * total[:, None], total
+
+    x = np.random.default_rng(0).normal(size=(rows, 64)).astype(np.float32)
+    many = jax.jit(lambda x: jax.lax.scan(step, x, length=100)[1])
+    for each in [many(jax.device_put(x, device)) for device in jax.devices()]:
+        np.testing.assert_allclose(each, np.broadcast_to((x**2).sum(axis=1), (100, rows)), rtol=1e-5)
