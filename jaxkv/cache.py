@@ -87,13 +87,20 @@ class KVCache:
 
     def held(self) -> Int[Array, "L B Hk"]:
         """Entries held per layer, row and KV head."""
-        return jnp.stack([layer.held() for layer in self.views])
+        line = _line(self.layers)
+        of_line = None if line is None else line.held()
+        return jnp.stack([layer.own(of_line) if hasattr(layer, "own") else layer.held() for layer in self.layers])
 
 
 def opened(layers: tuple[Any, ...]) -> tuple[Any, ...]:
     """The layers, those that share one line of slots as their views of it."""
-    line = next((layer.line for layer in layers if getattr(layer, "line", None) is not None), None)
+    line = _line(layers)
     return tuple(layer if line is None or not hasattr(layer, "view") else layer.view(line) for layer in layers)
+
+
+def _line(layers: tuple[Any, ...]) -> Any:
+    """The line of the layers that share one, a `pool.Pool`; None where none does."""
+    return next((layer.line for layer in layers if getattr(layer, "line", None) is not None), None)
 
 
 def one_row(cache: KVCache, index: int) -> KVCache:

@@ -284,7 +284,7 @@ def _prefill(
 
 def _check_pools(policy: Policy, cache: KVCache | None) -> None:
     """Raises `BadValue` for a pool under drafts, which know only layers whose heads hold equally many."""
-    if policy.allocate.pooled or any(isinstance(layer, Pool) for layer in (cache.views if cache else ())):
+    if policy.allocate.pooled or any(isinstance(layer, Pool | Share) for layer in (cache.layers if cache else ())):
         raise BadValue(
             f"policy {policy.name!r} with speculative=: its heads share a pool, which drafts do not know so far; leave "
             "one of the two out, or set allocate kind 'uniform'"

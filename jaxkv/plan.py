@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxkv.cache import KVCache
 from jaxkv.errors import BadValue
+from jaxkv.model_pool import Share
 from jaxkv.models import ModelConfig
 from jaxkv.policies.across import Across
 from jaxkv.policies.policy import NOTHING, Learned, Policy
@@ -99,7 +100,8 @@ def _held(cache: KVCache) -> np.ndarray:
     """Slots per KV head that hold what each layer holds; in a pool, on average over the heads."""
     held = on_host(cache.held())
     most = [np.ceil(layer.mean(axis=1)).max() for layer in held]
-    return np.array([most[i] if isinstance(view, Pool) else held[i].max() for i, view in enumerate(cache.views)], int)
+    pooled = [isinstance(layer, Pool | Share) for layer in cache.layers]
+    return np.array([most[i] if pooled[i] else held[i].max() for i in range(len(held))], int)
 
 
 def _looks(policy: Policy, total: np.ndarray, limits: np.ndarray) -> bool:
