@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 from typing import Any
 
+import jax
 import numpy as np
 
 import jaxkv
@@ -30,6 +31,7 @@ def uniform(policy: jaxkv.Policy) -> jaxkv.Policy:
 
 def costs(params: Any, policy: jaxkv.Policy, batch: int, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of a decode step and of the prefill, pool and uniform in turns, and the median of the rounds' ratios."""
+    jax.clear_caches()
     rows = prose_rows(params.tokenizer, batch, options.tokens)
     pair = {"pool": policy, "uniform": uniform(policy)}
     step = in_turns(
@@ -44,6 +46,7 @@ def costs(params: Any, policy: jaxkv.Policy, batch: int, options: argparse.Names
 
 def held(params: Any, policy: jaxkv.Policy, full: int, rows: list[list[int]]) -> dict[str, Any]:
     """Bytes of keys and values held after the prompt, over the full cache's, beside the fraction asked for."""
+    jax.clear_caches()  # so many programs, each in many pieces, reach the number of mappings a process may have
     cache = jaxkv.prefill(params, rows, policy=policy)
     mine = cache.kv_bytes
     spread = np.asarray(cache.held())[:, 0]
@@ -70,7 +73,7 @@ def main() -> None:
     """Measure, print the tables, store the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--policies", nargs="+", default=["adakv-h2o"], help="for the times")
+    parser.add_argument("--policies", nargs="+", default=["adakv-h2o", "global-h2o"], help="for the times")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--budget", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=1024)

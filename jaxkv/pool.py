@@ -65,7 +65,8 @@ class Pool:
 
     def held(self) -> Int[Array, "B Hk"]:
         """Entries held by each KV head."""
-        return per_head(self.positions >= 0, self.owner, self.heads)
+        upto = jnp.cumsum(self.positions >= 0, axis=-1, dtype=jnp.int32)
+        return jnp.diff(jnp.take_along_axis(jnp.pad(upto, ((0, 0), (1, 0))), self.offsets, axis=-1), axis=-1)
 
 
 def build(cache: LayerCache | Pool, kept: Bool[Array, "B N"], slots: int, room: Int[Array, "B"]) -> Pool:

@@ -17,10 +17,11 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.cpu_call import compiled, floats, integers, registered, size, supported, word
 from pallas_kernels.decode_attend_score.reference import GROUP, Attended
 from pallas_kernels.decode_attend_score.victim import Rule
-from pallas_kernels.ragged_decode.reference import Line, Weight, aim, written
+from pallas_kernels.ragged_decode.reference import LAST, Line, Weight, written
 
 REDUCE = {name: code for code, name in enumerate(GROUP)}
 SUM, MAX = REDUCE["sum"], REDUCE["max"]
+NO_RULE = -1
 ORDER = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; infinities and NaN stay what they are
 
 
@@ -55,12 +56,14 @@ def ragged_decode(
     keys, values, positions = written(keys, values, positions, key, value, position, slot)
     lines = (keys, values, jnp.zeros_like(position)) if line is None else line
     queries = query.reshape(batch, kv_heads, -1, dim)
-    shapes = queries.shape, queries.shape[:3], positions.shape
-    output, lse, mass = jax.ffi.ffi_call(_attend(), [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])(
+    floating = queries.shape, queries.shape[:3], positions.shape
+    out = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in floating]
+    output, lse, mass, aimed = jax.ffi.ffi_call(_attend(), [*out, jax.ShapeDtypeStruct(slot.shape, jnp.int32)])(
         queries, *token, *lines, positions, offsets, position,
-        np.array([scale, softcap or 0.0], np.float32), np.array([REDUCE[group]], np.int32),
+        np.array([scale, softcap or 0.0], np.float32), np.array([REDUCE[group]], np.int32), recents,
+        *(x if isinstance(x, jax.Array) else np.full((1, 1), x, np.float32) for x in (weight, bias)),
+        np.array([NO_RULE if rule is None else rule.sinks], np.int32),
     )  # fmt: skip
-    aimed = aim(mass, positions, position, offsets, recents, weight, bias, rule=rule)
     return Attended(
         output=output.reshape(query.shape),
         lse=lse.reshape(query.shape[:2]),
@@ -110,6 +113,39 @@ def _attend_head(ins, outs, unit):
         floats(word(outs, 0), (batch, heads, groups, dim))[b, h], floats(word(outs, 1), (batch, heads, groups))[b, h],
         mass[begin:end],
     )  # fmt: skip
+    weight, bias, sinks = word(ins, 13), word(ins, 14), integers(word(ins, 15), (1,))[0]
+    aimed = integers(word(outs, 3), (batch, heads))
+    recent = integers(word(ins, 9), (batch,))[b] + 1 - integers(word(ins, 12), (batch,))[b]
+    aimed[b, h] = begin + _aim(
+        integers(whole, (batch, slots))[b, begin:end], mass[begin:end], _row(weight, b, begin, end),
+        _row(bias, b, begin, end), sinks, recent,
+    )  # fmt: skip
+
+
+@compiled
+def _row(buffer, row, begin, end):
+    """A row's numbers from `begin` to `end`; the one number, where there is only one for all."""
+    rows, columns = size(buffer, 0), size(buffer, 1)
+    numbers = floats(buffer, (rows, columns))
+    return numbers[0] if rows * columns == 1 else numbers[row, begin:end]
+
+
+@compiled
+def _aim(positions, mass, weight, bias, sinks, recent):
+    """A segment's first empty slot, else the oldest of the lowest weight * mass + bias, protected entries last; without
+    a rule the first empty slot, else the first."""
+    found, lowest, oldest = 0, np.float32(np.inf), LAST
+    for p in range(positions.shape[0]):
+        if positions[p] < 0:
+            return p
+        if sinks == NO_RULE:
+            continue
+        worth = weight[p % weight.shape[0]] * mass[p] + bias[p % bias.shape[0]]
+        if positions[p] < sinks or positions[p] >= recent:
+            worth = np.float32(np.inf)
+        if worth < lowest or (worth == lowest and positions[p] < oldest):
+            found, lowest, oldest = p, worth, positions[p]
+    return found
 
 
 @compiled(fastmath=ORDER)
