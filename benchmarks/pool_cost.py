@@ -103,7 +103,8 @@ def main() -> None:
             print(name, batch, times[-1]["ratio"], flush=True)
     shown = [(row["policy"], row["batch"], row["ratio"]["step"], row["ratio"]["prefill"]) for row in times]
     print(table("pool over uniform, median of the rounds", ("policy", "batch", "step", "prefill"), shown))
-    print("written to", write(options.name, {**vars(options), "times": times, "held": bytes_held}))
+    settings = {name: value for name, value in vars(options).items() if name != "oracle_python"}  # a path
+    print("written to", write(options.name, {**settings, "times": times, "held": bytes_held}))
 
 
 if __name__ == "__main__":
