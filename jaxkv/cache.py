@@ -87,18 +87,18 @@ class KVCache:
 
     def held(self) -> Int[Array, "L B Hk"]:
         """Entries held per layer, row and KV head."""
-        line = _line(self.layers)
+        line = line_of(self.layers)
         of_line = None if line is None else line.held()
         return jnp.stack([layer.own(of_line) if hasattr(layer, "own") else layer.held() for layer in self.layers])
 
 
 def opened(layers: tuple[Any, ...]) -> tuple[Any, ...]:
     """The layers, those that share one line of slots as their views of it."""
-    line = _line(layers)
+    line = line_of(layers)
     return tuple(layer if line is None or not hasattr(layer, "view") else layer.view(line) for layer in layers)
 
 
-def _line(layers: tuple[Any, ...]) -> Any:
+def line_of(layers: tuple[Any, ...]) -> Any:
     """The line of the layers that share one, a `pool.Pool`; None where none does."""
     return next((layer.line for layer in layers if getattr(layer, "line", None) is not None), None)
 

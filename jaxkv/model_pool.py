@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxkv.cache import EMPTY
+from jaxkv.cache import EMPTY, line_of
 from jaxkv.pool import Pool, widened
 from pallas_kernels.ragged_decode.reference import Line
 from pallas_kernels.ragged_decode.reference import written as overwritten
@@ -90,7 +90,7 @@ def joined(pools: list[Pool]) -> Pool:
 
 def places(layers: tuple[Any, ...]) -> tuple[Line | None, ...]:
     """Where each layer that shares lies in the line; None for any other."""
-    line = next((layer.line for layer in layers if isinstance(layer, Share)), None)
+    line = line_of(layers)
     return tuple(layer.place(line) if line is not None and isinstance(layer, Share) else None for layer in layers)
 
 
@@ -104,8 +104,7 @@ def written(
     shares = [(layer, view) for layer, view in zip(layers, views, strict=True) if isinstance(layer, Share)]
     if not shares:
         return views
-    line = shares[0][0].line
-    assert line is not None
+    line = line_of(layers)
     # Read before it is written, or it would be copied
     (old_keys, old_values), following = lax.optimization_barrier(
         ((line.keys, line.values), [view.next_slot for _, view in shares])

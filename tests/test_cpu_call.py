@@ -37,10 +37,9 @@ def fields(struct: str) -> list[str]:
 def test_the_words_are_where_the_header_has_them():
     """Every place that cpu_call reads or writes, in the header that comes with this jaxlib."""
     frame = fields("XLA_FFI_CallFrame")
-    within = [name for name in fields("XLA_FFI_Args")]
     assert frame.index("extension_start") == cpu_call.EXTENSION
     assert (frame.index("api"), frame.index("ctx")) == (cpu_call.API, cpu_call.CONTEXT)
-    assert frame.index("args") + within.index("args") == cpu_call.ARGUMENTS
+    assert frame.index("args") + fields("XLA_FFI_Args").index("args") == cpu_call.ARGUMENTS
     assert frame.index("rets") + fields("XLA_FFI_Rets").index("rets") == cpu_call.RESULTS
     buffer = fields("XLA_FFI_Buffer")
     assert (buffer.index("data"), buffer.index("dims")) == (cpu_call.DATA, cpu_call.SIZES)

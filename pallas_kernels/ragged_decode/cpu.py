@@ -22,6 +22,10 @@ from pallas_kernels.ragged_decode.reference import LAST, Line, Weight, written
 REDUCE = {name: code for code, name in enumerate(GROUP)}
 SUM, MAX = REDUCE["sum"], REDUCE["max"]
 NO_RULE = -1
+# The buffers of a call, in order
+QUERY, KEY, VALUE, SLOT, KEYS, VALUES, FIRST, POSITIONS, OFFSETS, POSITION, SOFTMAX, GROUPS, RECENTS = range(13)
+WEIGHT, BIAS, SINKS = range(13, 16)
+OUTPUT, LSE, MASS, AIMED = range(4)
 ORDER = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; infinities and NaN stay what they are
 
 
@@ -85,40 +89,40 @@ def _attend() -> str:
 @compiled
 def _heads(ins):
     """The heads of all rows."""
-    return size(word(ins, 0), 0) * size(word(ins, 0), 1)
+    return size(word(ins, QUERY), 0) * size(word(ins, QUERY), 1)
 
 
 @compiled
 def _attend_head(ins, outs, unit):
     """One head of one row: the parts of all buffers that are its own."""
-    query, line, whole = word(ins, 0), word(ins, 4), word(ins, 7)
+    query, line, whole = word(ins, QUERY), word(ins, KEYS), word(ins, POSITIONS)
     batch, heads, groups, dim = size(query, 0), size(query, 1), size(query, 2), size(query, 3)
     total, slots = size(line, 1), size(whole, 1)
     b, h = unit // heads, unit % heads
     token = (batch, heads, dim)
-    offsets = integers(word(ins, 8), (batch, heads + 1))[b]
+    offsets = integers(word(ins, OFFSETS), (batch, heads + 1))[b]
     begin, end = max(offsets[h], 0), min(offsets[h + 1], slots)
-    first = integers(word(ins, 6), (batch,))[b] + begin
+    first = integers(word(ins, FIRST), (batch,))[b] + begin
     last = first + end - begin
-    settings = floats(word(ins, 10), (2,))
-    mass = floats(word(outs, 2), (batch, slots))[b]
+    positions = integers(whole, (batch, slots))[b, begin:end]
+    position = integers(word(ins, POSITION), (batch,))[b]
+    settings = floats(word(ins, SOFTMAX), (2,))
+    mass = floats(word(outs, MASS), (batch, slots))[b]
     mass[0 if h == 0 else begin : slots if h == heads - 1 else end] = 0  # nobody's too
     _attend_segment(
         floats(query, (batch, heads, groups, dim))[b, h],
-        floats(word(ins, 1), token)[b, h], floats(word(ins, 2), token)[b, h],
-        integers(word(ins, 3), (batch, heads))[b, h] - begin,
-        floats(line, (batch, total, dim))[b, first:last], floats(word(ins, 5), (batch, total, dim))[b, first:last],
-        integers(whole, (batch, slots))[b, begin:end], integers(word(ins, 9), (batch,))[b],
-        settings[0], settings[1], integers(word(ins, 11), (1,))[0],
-        floats(word(outs, 0), (batch, heads, groups, dim))[b, h], floats(word(outs, 1), (batch, heads, groups))[b, h],
-        mass[begin:end],
+        floats(word(ins, KEY), token)[b, h], floats(word(ins, VALUE), token)[b, h],
+        integers(word(ins, SLOT), (batch, heads))[b, h] - begin,
+        floats(line, (batch, total, dim))[b, first:last], floats(word(ins, VALUES), (batch, total, dim))[b, first:last],
+        positions, position, settings[0], settings[1], integers(word(ins, GROUPS), (1,))[0],
+        floats(word(outs, OUTPUT), (batch, heads, groups, dim))[b, h],
+        floats(word(outs, LSE), (batch, heads, groups))[b, h], mass[begin:end],
     )  # fmt: skip
-    weight, bias, sinks = word(ins, 13), word(ins, 14), integers(word(ins, 15), (1,))[0]
-    aimed = integers(word(outs, 3), (batch, heads))
-    recent = integers(word(ins, 9), (batch,))[b] + 1 - integers(word(ins, 12), (batch,))[b]
+    weight, bias, sinks = word(ins, WEIGHT), word(ins, BIAS), integers(word(ins, SINKS), (1,))[0]
+    aimed = integers(word(outs, AIMED), (batch, heads))
+    recent = position + 1 - integers(word(ins, RECENTS), (batch,))[b]
     aimed[b, h] = begin + _aim(
-        integers(whole, (batch, slots))[b, begin:end], mass[begin:end], _row(weight, b, begin, end),
-        _row(bias, b, begin, end), sinks, recent,
+        positions, mass[begin:end], _row(weight, b, begin, end), _row(bias, b, begin, end), sinks, recent,
     )  # fmt: skip
 
 
@@ -135,12 +139,13 @@ def _aim(positions, mass, weight, bias, sinks, recent):
     """A segment's first empty slot, else the oldest of the lowest weight * mass + bias, protected entries last; without
     a rule the first empty slot, else the first."""
     found, lowest, oldest = 0, np.float32(np.inf), LAST
+    by_slot = min(weight.shape[0] - 1, 1), min(bias.shape[0] - 1, 1)  # 0 where there is one number for all
     for p in range(positions.shape[0]):
         if positions[p] < 0:
             return p
         if sinks == NO_RULE:
             continue
-        worth = weight[p % weight.shape[0]] * mass[p] + bias[p % bias.shape[0]]
+        worth = weight[p * by_slot[0]] * mass[p] + bias[p * by_slot[1]]
         if positions[p] < sinks or positions[p] >= recent:
             worth = np.float32(np.inf)
         if worth < lowest or (worth == lowest and positions[p] < oldest):
