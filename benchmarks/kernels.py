@@ -35,7 +35,7 @@ from jax import lax
 
 from benchmarks.report import table, write
 from pallas_kernels.decode_attend_score import decode_attend_score
-from pallas_kernels.decode_attend_score.victim import Rule, alive, line, over_heads, protected, victim
+from pallas_kernels.decode_attend_score.victim import Rule, alive, linear, over_heads, protected, victim
 from pallas_kernels.ragged_decode import ragged_decode
 
 RULE = Rule("sum")
@@ -139,7 +139,7 @@ def unfused(state: dict[str, Any]) -> dict[str, Any]:
     logits = jnp.einsum("bhgd,bchd->bhgc", queries, keys, preferred_element_type=jnp.float32) * _scale(state)
     mass = jnp.sum(jax.nn.softmax(logits, axis=-1), axis=2)
     now, live = state["position"] + 1, alive(positions, state["position"] + 1, None)
-    score = over_heads(line(mass, state["weight"], 0.0), RULE.heads)
+    score = over_heads(linear(mass, state["weight"], 0.0), RULE.heads)
     score = jnp.where(protected(positions, now, RULE.sinks, jnp.zeros_like(now)), jnp.inf, score)
     slot = victim(score, positions, live, jnp.full_like(now, slots))
     return state | {"query": output, "slot": slot, "position": now}

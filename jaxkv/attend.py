@@ -24,7 +24,7 @@ from jaxkv.models.rope import rotate
 from jaxkv.policies.across import Across
 from jaxkv.policies.policy import Phase, Policy, priority
 from jaxkv.policies.propagate import Propagate
-from jaxkv.policies.score import Sight
+from jaxkv.policies.score import ScoreInputs
 from jaxkv.pool import Pool
 from jaxkv.sharding.attention import Turn, decode_attend_score, prefill_attend, prefill_attend_mass
 from jaxkv.sharding.layout import Layout
@@ -94,7 +94,7 @@ def prefill_layer(
         key, value, queries=query, positions=positions, rotate=rotation, learned=state.learned
     )
     own = positions.shape[1] - state.extra
-    sight = Sight(
+    inputs = ScoreInputs(
         queries=query[:, :, :own], query_positions=positions[:, :own], query_places=positions[:, :own],
         rotate=rotation, scale=spec.scale, layer=state.layer, out=state.out, learned=state.learned,
     )  # fmt: skip
@@ -111,7 +111,7 @@ def prefill_layer(
         read = rotate(joined.keys, places, spec.rope)
         mine = places[:, :, -positions.shape[1] :]
         query = rotate(query, jnp.repeat(mine, query.shape[1] // key.shape[1], axis=1), spec.rope)
-        sight = dataclasses.replace(sight, query_places=mine[:, 0, :own])
+        inputs = dataclasses.replace(inputs, query_places=mine[:, 0, :own])
 
     softmax = {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap, "implementation": implementation}
     rest = getattr(state.cache, "rest", None)
@@ -126,8 +126,8 @@ def prefill_layer(
         mass = _prompt_mass(policy.prefill, layout, query, read, positions, joined, now, state, softmax, sizes)
     if state.extra:  # the pseudo tokens have looked: empty their slots
         joined = dataclasses.replace(joined, positions=joined.positions.at[:, :, -state.extra :].set(EMPTY))
-    sight = dataclasses.replace(sight, keys=read, values=joined.values, places=places)
-    cut = _cut_prompt(policy, joined, mass, now, spec.window, state, sight, lead)
+    inputs = dataclasses.replace(inputs, keys=read, values=joined.values, places=places)
+    cut = _cut_prompt(policy, joined, mass, now, spec.window, state, inputs, lead)
     cut = dataclasses.replace(cut, cache=layout.layer(cut.cache), chosen=chosen)
     return layout.lay("context", jnp.swapaxes(context, 1, 2)), cut
 
@@ -188,7 +188,7 @@ def _cut_prompt(
     now: Int[Array, "B"],
     window: int | None,
     state: LayerState,
-    sight: Sight,
+    inputs: ScoreInputs,
     lead: Float[Array, "B Hk S"] | None = None,
 ) -> LayerState:
     """The cache cut back to its slots, with the slot of the next token chosen."""
@@ -207,14 +207,14 @@ def _cut_prompt(
                 policy, joined, state.slots, state.limits, jnp.zeros_like(state.limits), lambda *_: rank, state.learned,
                 rest,
             )  # fmt: skip
-            return dataclasses.replace(state, cache=attend_pool.aim(policy, pool, None, now, state.limits, sight))
+            return dataclasses.replace(state, cache=attend_pool.aim(policy, pool, None, now, state.limits, inputs))
         kept = slots_of.keep(joined, rank, state.slots, state.limits)
-        return dataclasses.replace(state, cache=_aim(policy, kept, None, now, window, state.limits, sight))
+        return dataclasses.replace(state, cache=_aim(policy, kept, None, now, window, state.limits, inputs))
 
     reserved = jnp.broadcast_to(policy.prefill.reserved(state.limits), state.limits.shape)
     room = state.limits - reserved
     worth_of = lambda phase, kept: priority(  # noqa: E731
-        phase, joined.stats, joined.positions, mass, now, state.limits, sight, kept
+        phase, joined.stats, joined.positions, mass, now, state.limits, inputs, kept
     )
     carried = joined.stats if mass is None else {**joined.stats, "mass": mass}  # moves with its entries, then goes
     carrying = dataclasses.replace(joined, stats=carried)
@@ -223,7 +223,7 @@ def _cut_prompt(
         facts = {
             "positions": joined.positions, "mass": mass, "now": now, "limits": state.limits, "protected": protected,
         }  # fmt: skip
-        profile = share.profile(dataclasses.replace(sight, **facts), state.slots)
+        profile = share.profile(dataclasses.replace(inputs, **facts), state.slots)
         guard = attend_pool.guarded(policy, state.limits)
         worth = share.worth(worth_of(policy.prefill, room), joined.positions, profile)
         put_up = attend_model.candidates(share, carrying, worth, state.slots, room, guard)
@@ -237,10 +237,10 @@ def _cut_prompt(
     mass = kept.stats.get("mass")
     kept = dataclasses.replace(kept, stats={name: kept.stats[name] for name in policy.stats})
     if isinstance(kept, Pool):
-        aimed = attend_pool.aim(policy, kept, mass, now, state.limits, sight)
+        aimed = attend_pool.aim(policy, kept, mass, now, state.limits, inputs)
         stats = attend_pool.observe(policy, policy.prefill, kept.stats, mass, now)
         return dataclasses.replace(state, cache=dataclasses.replace(aimed, stats=stats))
-    aimed = _aim(policy, kept, mass, now, window, state.limits, sight)
+    aimed = _aim(policy, kept, mass, now, window, state.limits, inputs)
     stats = policy.observe(policy.prefill, kept.stats, mass, now)
     return dataclasses.replace(state, cache=dataclasses.replace(aimed, stats=stats))
 
@@ -252,7 +252,7 @@ def _aim(
     now: Int[Array, "B"],
     window: int | None,
     limits: Int[Array, "B"],
-    sight: Sight,
+    inputs: ScoreInputs,
 ) -> LayerCache:
     """The layer with `next_slot` set: an empty or expired slot, else the one that the decode phase values least.
 
@@ -264,18 +264,18 @@ def _aim(
         return dataclasses.replace(layer, next_slot=jnp.argmin(live, axis=-1).astype(jnp.int32))
     if mass is None:
         mass = jnp.zeros(layer.positions.shape, jnp.float32)
-    worth = priority(phase, layer.stats, layer.positions, mass, now, limits, _decoding(policy, layer, sight))
+    worth = priority(phase, layer.stats, layer.positions, mass, now, limits, _decoding(policy, layer, inputs))
     return dataclasses.replace(layer, next_slot=victim(worth, layer.positions, live, limits))
 
 
-def _decoding(policy: Policy, layer: LayerCache, sight: Sight) -> Sight:
+def _decoding(policy: Policy, layer: LayerCache, inputs: ScoreInputs) -> ScoreInputs:
     """What a decode score may look at: the layer's own entries, and no queries."""
     keys, places = layer.keys, layer.positions
-    if policy.rope == "cache" and sight.rotate is not None:
+    if policy.rope == "cache" and inputs.rotate is not None:
         places = slots_of.ranks(layer.positions)
-        keys = sight.rotate(keys, places)
+        keys = inputs.rotate(keys, places)
     return dataclasses.replace(
-        sight, keys=keys, values=layer.values, places=places, queries=None, query_positions=None, query_places=None
+        inputs, keys=keys, values=layer.values, places=places, queries=None, query_positions=None, query_places=None
     )
 
 
@@ -303,9 +303,9 @@ def decode_layer(
     layer, phase, limits = state.cache, policy.decode, state.limits
     active = position >= 0
     at_once = phase is not None and phase.every == 1
-    rule = Rule(phase.aggregate.heads, phase.protects.sinks) if phase and at_once and phase.straight else None
+    rule = Rule(phase.aggregate.heads, phase.protects.sinks) if phase and at_once and phase.linear else None
     rotation = functools.partial(_turned, spec)
-    sight = Sight(rotate=rotation, scale=spec.scale, layer=state.layer, out=state.out, learned=state.learned)
+    inputs = ScoreInputs(rotate=rotation, scale=spec.scale, layer=state.layer, out=state.out, learned=state.learned)
     entered = policy.enter(
         key[:, :, None], value[:, :, None], positions=position[:, None], rotate=rotation, prompt=False,
         learned=state.learned,
@@ -313,7 +313,7 @@ def decode_layer(
     if isinstance(layer, Pool):
         query, key = (rotate(x, position[:, None], spec.rope) for x in (query, key))
         output, pool = attend_pool.decode_pool(
-            policy, layout, position, query, key, value, entered, layer, limits, sight,
+            policy, layout, position, query, key, value, entered, layer, limits, inputs,
             scale=spec.scale, softcap=spec.softcap, line=state.line, implementation=implementation,
         )  # fmt: skip
         token = None if state.line is None else (key, value)
@@ -351,12 +351,12 @@ def decode_layer(
     before, stats = stats, policy.observe(phase, stats, result.mass, position + 1) if phase else stats
     stats = {name: jnp.where(active[:, None, None], stat, layer.stats[name]) for name, stat in stats.items()}
     layer = LayerCache(result.keys, result.values, result.positions, result.next_slot, stats)
-    if phase is not None and at_once and not phase.straight:
+    if phase is not None and at_once and not phase.linear:
         scored = dataclasses.replace(layer, stats=before)
-        aimed = _aim(policy, scored, result.mass, position + 1, spec.window, limits, sight).next_slot
+        aimed = _aim(policy, scored, result.mass, position + 1, spec.window, limits, inputs).next_slot
         layer = dataclasses.replace(layer, next_slot=jnp.where(active[:, None], aimed, layer.next_slot))
     if phase is not None and not at_once:
-        layer = _cut_when_full(policy, phase, layer, before, result.mass, position, spec.window, state, sight)
+        layer = _cut_when_full(policy, phase, layer, before, result.mass, position, spec.window, state, inputs)
     return layout.lay("context", result.output[:, None]), dataclasses.replace(state, cache=layout.layer(layer))
 
 
@@ -364,10 +364,10 @@ def _score_of(
     phase: Phase | None, layer: LayerCache, stats: dict, position: Int[Array, "B"], limits: Int[Array, "B"]
 ) -> tuple:
     """Recent tokens protected, weight and bias of the score, as the attention of this step will need them."""
-    if phase is None or not phase.straight:
+    if phase is None or not phase.linear:
         return (jnp.zeros_like(limits),)
     positions = jnp.where(_filling(layer, position >= 0), position[:, None, None], layer.positions)
-    return (phase.protects.recents(limits), *phase.score.line(stats, positions, position + 1))
+    return (phase.protects.recents(limits), *phase.score.factors(stats, positions, position + 1))
 
 
 def _write_stats(layer: LayerCache, entered: dict, active: Bool[Array, "B"]) -> dict:
@@ -406,7 +406,7 @@ def _cut_when_full(
     position: Int[Array, "B"],
     window: int | None,
     state: LayerState,
-    sight: Sight,
+    inputs: ScoreInputs,
 ) -> LayerCache:
     """Rows that have run `every` tokens over their budget are cut back to it, the others stay whole.
 
@@ -418,13 +418,13 @@ def _cut_when_full(
     full = (position >= 0) & (held >= state.limits + phase.every)
 
     def cut(layer: LayerCache) -> LayerCache:
-        seen = _decoding(policy, layer, sight)
+        seen = _decoding(policy, layer, inputs)
         worth = priority(phase, before, layer.positions, mass, now, state.limits, seen)
         positions, stats = jnp.where(live, layer.positions, EMPTY), {**layer.stats, "worth": worth}
         ordered = slots_of.in_time_order(dataclasses.replace(layer, positions=positions, stats=stats))
         limits = jnp.where(full, state.limits, layer.slots)
         kept = slots_of.keep(ordered, ordered.stats["worth"], layer.slots, limits)
         kept = dataclasses.replace(kept, stats={name: kept.stats[name] for name in layer.stats})
-        return _aim(policy, kept, None, now, window, state.limits, sight)
+        return _aim(policy, kept, None, now, window, state.limits, inputs)
 
     return jax.lax.cond(jnp.any(full), cut, lambda layer: layer, layer)

@@ -16,7 +16,7 @@ from jaxkv.cache import LayerCache
 from jaxkv.model_pool import Share, joined, shared
 from jaxkv.policies.across import Across
 from jaxkv.policies.policy import Policy
-from jaxkv.policies.score import Sight
+from jaxkv.policies.score import ScoreInputs
 from jaxkv.pool import Pool
 
 WORTH = "worth"  # what the entries of a block were worth, until the layers have divided the budget
@@ -80,7 +80,7 @@ def divided(
     line = pools.build(line, kept, slots, room)
     mass = line.stats.get("mass")
     line = dataclasses.replace(line, stats={name: line.stats[name] for name in policy.stats})
-    aimed = attend_pool.aim(policy, line, mass, now, limits, Sight())
+    aimed = attend_pool.aim(policy, line, mass, now, limits, ScoreInputs())
     if policy.prefill is not None and profiles is not None:
         stats = attend_pool.observe(policy, policy.prefill, line.stats, mass, now)
         aimed = dataclasses.replace(aimed, stats=stats)

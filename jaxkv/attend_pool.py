@@ -20,7 +20,7 @@ from jaxkv.policies.allocate import Adaptive
 from jaxkv.policies.layers import Learned
 from jaxkv.policies.measured import Divided, Measured
 from jaxkv.policies.policy import Phase, Policy, priority
-from jaxkv.policies.score import Sight
+from jaxkv.policies.score import ScoreInputs
 from jaxkv.pool import Pool
 from jaxkv.rest import Rest
 from jaxkv.sharding.attention import ragged_decode
@@ -162,12 +162,12 @@ def aim(
     mass: Float[Array, "B P"] | None,
     now: Int[Array, "B"],
     limits: Int[Array, "B"],
-    sight: Sight,
+    inputs: ScoreInputs,
 ) -> Pool:
     """The pool with every head's next slot: its first empty one, else the one that the decode phase values least."""
     if policy.decode is None or policy.decode.every > 1:  # there always is an empty one
         return dataclasses.replace(pool, next_slot=first_empty(pool.positions, pool.offsets))
-    worth = worth_at_decode(policy, pool, pool.stats, mass, now, limits, sight)
+    worth = worth_at_decode(policy, pool, pool.stats, mass, now, limits, inputs)
     return dataclasses.replace(pool, next_slot=lowest(worth, pool.positions, pool.offsets))
 
 
@@ -178,23 +178,23 @@ def worth_at_decode(
     mass: Float[Array, "B P"] | None,
     now: Int[Array, "B"],
     limits: Int[Array, "B"],
-    sight: Sight,
+    inputs: ScoreInputs,
 ) -> Float[Array, "B P"]:
     """What the decode phase values each entry at, from the statistics before this mass; +inf for what it protects."""
     phase = policy.decode
     assert phase is not None
     if mass is None:
         mass = jnp.zeros(pool.positions.shape, jnp.float32)
-    by_place = lambda worth: _by_place(policy, sight.learned, worth, pool.positions, pool.owner, pool.heads)  # noqa: E731
-    if phase.straight:
+    by_place = lambda worth: _by_place(policy, inputs.learned, worth, pool.positions, pool.owner, pool.heads)  # noqa: E731
+    if phase.linear:
         return by_place(priority(phase, _line(stats), pool.positions[:, None], mass[:, None], now, limits)[:, 0])
     wide = slots_of.rectangle(dataclasses.replace(pool, stats={**stats, "mass": mass}))
-    sight = dataclasses.replace(
-        sight, keys=wide.keys, values=wide.values, places=wide.positions, queries=None, query_positions=None,
+    inputs = dataclasses.replace(
+        inputs, keys=wide.keys, values=wide.values, places=wide.positions, queries=None, query_positions=None,
         query_places=None,
     )  # fmt: skip
     stats = {name: wide.stats[name] for name in stats}
-    worth = priority(phase, stats, wide.positions, wide.stats["mass"], now, limits, sight)
+    worth = priority(phase, stats, wide.positions, wide.stats["mass"], now, limits, inputs)
     return by_place(slots_of.from_rectangle(pool, worth))
 
 
@@ -216,7 +216,7 @@ def decode_pool(
     entered: dict[str, Float[Array, "B Hk 1"]],
     pool: Pool,
     limits: Int[Array, "B"],
-    sight: Sight,
+    inputs: ScoreInputs,
     **softmax: Any,
 ) -> tuple[Float[Array, "B Hq D"], Pool]:
     """Write one token into every head's next slot, attend over the heads' segments, and choose the slots after them.
@@ -229,13 +229,13 @@ def decode_pool(
     at_once = phase is not None and phase.every == 1
     stats = {name: _put(pool, stat, entered[name][..., 0], active) for name, stat in pool.stats.items()}
     rule, recents, line = None, jnp.zeros_like(limits), ()
-    if phase is not None and at_once and phase.straight:
+    if phase is not None and at_once and phase.linear:
         rule, recents = Rule("each", phase.protects.sinks), phase.protects.recents(limits)
         places = _put(pool, pool.positions, position[:, None], active)
-        factors = phase.score.line(_line(stats), places[:, None], now)
+        factors = phase.score.factors(_line(stats), places[:, None], now)
         line = tuple(x[:, 0] if isinstance(x, jax.Array) else x for x in factors)
         if isinstance(policy.allocate, Divided):
-            local = _local(policy.allocate, sight.learned, pool.owner, pool.heads)
+            local = _local(policy.allocate, inputs.learned, pool.owner, pool.heads)
             line = (jnp.where(local, 0.0, line[0]), jnp.where(local, places.astype(jnp.float32), line[1]))
 
     rest = pool.rest
@@ -243,7 +243,7 @@ def decode_pool(
         gone, pool = jax.lax.optimization_barrier((slots_of.next_to_go(pool), pool))  # read before the write
         keys, values, places = (x[:, :, None] for x in gone)
         lost = (places >= 0) & active[:, None, None]
-        rest = _compensated(policy.allocate, sight.learned, rest, keys, values, lost)
+        rest = _compensated(policy.allocate, inputs.learned, rest, keys, values, lost)
 
     result = ragged_decode(
         layout, query, key, value, position, pool.next_slot, pool.keys, pool.values, pool.positions, pool.offsets,
@@ -263,18 +263,18 @@ def decode_pool(
         return output, pool
 
     output, pool = jax.lax.optimization_barrier((output, pool))  # read before a move, or values would be copied
-    worth = lambda pool: worth_at_decode(policy, pool, before, result.mass, now, limits, sight)  # noqa: E731
+    worth = lambda pool: worth_at_decode(policy, pool, before, result.mass, now, limits, inputs)  # noqa: E731
     if not at_once:
         full = jnp.min(pool.sizes - pool.held(), axis=-1) <= 0
-        return output, _moved(policy, pool, worth, active & full, limits, limits, sight.learned)
-    if not phase.straight:
+        return output, _moved(policy, pool, worth, active & full, limits, limits, inputs.learned)
+    if not phase.linear:
         aimed = lowest(worth(pool), pool.positions, pool.offsets)
         pool = dataclasses.replace(pool, next_slot=jnp.where(active[:, None], aimed, pool.next_slot))
     share = policy.allocate
     if isinstance(share, Adaptive) and share.interval:
         each = jnp.maximum(limits - share.shift, guarded(policy, limits))
         full = jnp.all((pool.positions >= 0) | (pool.owner == pool.heads), axis=-1)
-        pool = _moved(policy, pool, worth, active & full & (now % share.interval == 0), limits, each, sight.learned)
+        pool = _moved(policy, pool, worth, active & full & (now % share.interval == 0), limits, each, inputs.learned)
     return output, pool
 
 

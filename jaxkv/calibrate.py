@@ -17,7 +17,7 @@ from jaxkv.models.rope import rotate
 from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.curves import best_split
 from jaxkv.policies.policy import priority
-from jaxkv.policies.score import Sight
+from jaxkv.policies.score import ScoreInputs
 from jaxkv.run import model_of
 from jaxkv.weights.params import Params
 from pallas_kernels.masking import masked_softmax, soft_cap, visible
@@ -208,11 +208,11 @@ def _gains(weights, tokens: Int[Array, "B T"], *, config: ModelConfig) -> Float[
         query, key, value = (jnp.swapaxes(x[:, :prompt], 1, 2) for x in (seen.query, seen.key, seen.value))
         at = jnp.broadcast_to(jnp.arange(prompt, dtype=jnp.int32), (1, spec.num_kv_heads, prompt))
         now = jnp.full(1, prompt, jnp.int32)
-        sight = Sight(
+        inputs = ScoreInputs(
             keys=key, values=value, places=at, queries=query, query_positions=at[:, 0], query_places=at[:, 0],
             rotate=lambda x, places: rotate(x, places, spec.rope), scale=spec.scale,
         )  # fmt: skip
-        worth = priority(phase, policy.enter(key, value), at, None, now, now, sight)
+        worth = priority(phase, policy.enter(key, value), at, None, now, now, inputs)
         read = jnp.sum(seen.mass[:, :, prompt:, :prompt], axis=2).reshape(1, spec.num_kv_heads, -1, prompt)
         out = seen.facts.reshape(spec.num_kv_heads, -1, spec.head_dim, config.hidden_size).astype(jnp.float32)
         size = jnp.linalg.norm(jnp.einsum("bhsd,hgdm->bhgsm", value.astype(jnp.float32), out), axis=-1)

@@ -46,7 +46,7 @@ from jaxkv.policies import (
 )
 from jaxkv.policies.order import BIG
 from jaxkv.policies.policy import from_dict, to_dict
-from jaxkv.policies.score import Entering, KeyNorm, Recency, Sight
+from jaxkv.policies.score import Entering, KeyNorm, Recency, ScoreInputs
 from jaxkv.policies.scores import KINDS
 from pallas_kernels.prefill_attend_mass.reference import prefill_attend_mass
 
@@ -202,7 +202,7 @@ S, HEADS, DIMS = 24, 2, 8
 
 @pytest.fixture
 def entries():
-    """`(sight, arrays)`: entries at positions 0..S-1 (in time order in `arrays`) in shuffled slots, 3 of them empty."""
+    """`(inputs, arrays)`: entries at positions 0..S-1 (in time order in `arrays`) in shuffled slots, 3 of them empty."""
     rng = np.random.default_rng(7)
     order = np.concatenate([rng.permutation(S)])
     keys, values = rng.normal(size=(2, 1, HEADS, S, DIMS)).astype(np.float32)
@@ -214,7 +214,7 @@ def entries():
         return jnp.asarray(x)
 
     positions = slots(np.broadcast_to(np.arange(S, dtype=np.int32), (1, HEADS, S)), np.int32(-1))
-    sight = Sight(
+    inputs = ScoreInputs(
         keys=slots(keys, np.float32(np.nan)),
         values=slots(values, np.float32(np.nan)),
         places=positions,
@@ -229,17 +229,17 @@ def entries():
     def in_time(x):
         return np.asarray(x)[:, :, np.argsort(order)]
 
-    return sight, {"keys": keys, "values": values, "mass": mass, "slots": slots, "in_time": in_time}
+    return inputs, {"keys": keys, "values": values, "mass": mass, "slots": slots, "in_time": in_time}
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.9])
 def test_redundancy_of_copies(entries, threshold):
     """R-KV's second term by its formula, and: of three copies the newest is the least redundant."""
-    sight, arrays = entries
+    inputs, arrays = entries
     keys = arrays["keys"].copy()
     keys[:, :, 5] = keys[:, :, 11] = keys[:, :, 17]
-    sight = dataclasses.replace(sight, keys=arrays["slots"](keys, np.float32(np.nan)))
-    got = arrays["in_time"](Redundancy(threshold=threshold).score({}, sight))[0]
+    inputs = dataclasses.replace(inputs, keys=arrays["slots"](keys, np.float32(np.nan)))
+    got = arrays["in_time"](Redundancy(threshold=threshold).score({}, inputs))[0]
     unit = keys[0] / np.linalg.norm(keys[0], axis=-1, keepdims=True)
     for head in range(HEADS):
         cos = unit[head] @ unit[head].T
@@ -257,8 +257,8 @@ def test_redundancy_of_copies(entries, threshold):
 
 def test_neighbours_of_the_best_count_less(entries):
     """GraphKV: two rounds by hand."""
-    sight, arrays = entries
-    got = arrays["in_time"](Propagated(of=Attention(), share=0.25, strength=0.6, rounds=2).score({}, sight))[0]
+    inputs, arrays = entries
+    got = arrays["in_time"](Propagated(of=Attention(), share=0.25, strength=0.6, rounds=2).score({}, inputs))[0]
     keys, mass = arrays["keys"][0], arrays["mass"][0]
     unit = keys / np.linalg.norm(keys, axis=-1, keepdims=True)
     for head in range(HEADS):
@@ -274,9 +274,9 @@ def test_neighbours_of_the_best_count_less(entries):
 @pytest.mark.parametrize("sketch", [0, 4])
 def test_leverage_is_the_hat_matrix(entries, sketch):
     """x^T (X^T X + 0.01)^-1 x of the centred keys, in z-scores over the row, whatever lies in empty slots."""
-    sight, arrays = entries
+    inputs, arrays = entries
     part = Leverage(sketch=sketch)
-    got = arrays["in_time"](part.score({}, sight))[0]
+    got = arrays["in_time"](part.score({}, inputs))[0]
     x = arrays["keys"][0].astype(np.float64)
     x = x - x.mean(axis=1, keepdims=True)
     if sketch:
@@ -287,17 +287,17 @@ def test_leverage_is_the_hat_matrix(entries, sketch):
 
 def test_lag_kv_with_a_constant_channel(entries):
     """A channel that does not vary in the next partition says nothing; kvpress divides by zero there."""
-    sight, arrays = entries
+    inputs, arrays = entries
     keys = arrays["keys"].copy()
     keys[..., 3] = 1.5
-    sight = dataclasses.replace(sight, keys=arrays["slots"](keys, np.float32(np.nan)), sinks=2)
-    got = np.asarray(LagKV(lag=4, cross=True).score({}, sight))
-    assert np.isfinite(np.where(np.asarray(sight.live), got, 0)).all()
+    inputs = dataclasses.replace(inputs, keys=arrays["slots"](keys, np.float32(np.nan)), sinks=2)
+    got = np.asarray(LagKV(lag=4, cross=True).score({}, inputs))
+    assert np.isfinite(np.where(np.asarray(inputs.live), got, 0)).all()
 
 
 def test_lag_kv_keeps_the_newest_of_a_short_text(entries):
-    sight, arrays = entries
-    got = arrays["in_time"](LagKV(lag=16).score({}, dataclasses.replace(sight, sinks=4)))
+    inputs, arrays = entries
+    got = arrays["in_time"](LagKV(lag=16).score({}, dataclasses.replace(inputs, sinks=4)))
     assert (np.diff(got, axis=-1) > 0).all()
 
 
@@ -336,10 +336,10 @@ def test_recurrence_by_hand():
     assert stats["last_seen"].tolist() == [[[10.0, 9.0]]]
     assert stats["longest_gap"].tolist() == [[[5.0, 8.0]]]
     at = jnp.array([[[0, 1]]], jnp.int32)
-    sight = Sight(positions=at, now=jnp.array([13]))
+    inputs = ScoreInputs(positions=at, now=jnp.array([13]))
     sigmoid = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
     want = [2 * sigmoid(-2 / 5) + 2 * sigmoid(1 - 5), 2 * sigmoid(-3 / 8) + 2 * sigmoid(1 - 8)]
-    np.testing.assert_allclose(np.asarray(part.score(stats, sight))[0, 0], want, rtol=RTOL)
+    np.testing.assert_allclose(np.asarray(part.score(stats, inputs))[0, 0], want, rtol=RTOL)
 
 
 def test_forgetting_factor():
@@ -349,7 +349,7 @@ def test_forgetting_factor():
     stats = {"attention": jnp.zeros((1, 2, 5))}
     for mass in masses[:-1]:
         stats = part.observe(stats, jnp.asarray(mass), jnp.array([0]))
-    weight, bias = part.line(stats, jnp.zeros((1, 2, 5), jnp.int32), jnp.array([6]))
+    weight, bias = part.factors(stats, jnp.zeros((1, 2, 5), jnp.int32), jnp.array([6]))
     want = sum(0.7 ** (5 - i) * mass for i, mass in enumerate(masses))
     np.testing.assert_allclose(weight * masses[-1] + np.asarray(bias), want, rtol=RTOL)
 
@@ -369,33 +369,33 @@ def test_scaled_by_the_size_of_the_value(by):
     past, mass = rng.random((2, 1, 2, 6)).astype(np.float32)
     stats["attention"] = jnp.asarray(past)
     at = jnp.zeros((1, 2, 6), jnp.int32)
-    sight = Sight(
+    inputs = ScoreInputs(
         values=jnp.asarray(values), positions=at, mass=jnp.asarray(mass), now=jnp.array([6]), out=jnp.asarray(out)
     )
     want = (mass + past + 0.5) * size
-    np.testing.assert_allclose(np.asarray(part.score(stats, sight)), want, rtol=RTOL)
-    assert part.straight != part.projects == (by == "output-l1")
-    if part.straight:
-        weight, bias = part.line(stats, at, jnp.array([6]))
+    np.testing.assert_allclose(np.asarray(part.score(stats, inputs)), want, rtol=RTOL)
+    assert part.linear != part.projects == (by == "output-l1")
+    if part.linear:
+        weight, bias = part.factors(stats, at, jnp.array([6]))
         np.testing.assert_allclose(np.asarray(weight) * mass + np.asarray(bias), want, rtol=RTOL)
     with pytest.raises(BadValue, match="turn its order around"):
         Scaled(of=KeyNorm(), by=by)
 
 
 def test_weighted_max_and_then(entries):
-    sight, arrays = entries
+    inputs, arrays = entries
     mass, newest = arrays["mass"][0], np.broadcast_to(np.arange(S), (HEADS, S))
-    show = lambda part: arrays["in_time"](part.score({}, sight))[0]  # noqa: E731
+    show = lambda part: arrays["in_time"](part.score({}, inputs))[0]  # noqa: E731
     plain = Weighted(first=Attention(), second=Recency(), first_weight=2.0, second_weight=0.25)
-    assert plain.straight and plain.looks
+    assert plain.linear and plain.looks
     np.testing.assert_allclose(show(plain), 2 * mass + 0.25 * newest, rtol=RTOL)
-    weight, bias = plain.line({}, sight.at, sight.next)
-    np.testing.assert_allclose(np.asarray(weight * sight.mass + bias), np.asarray(plain.score({}, sight)), rtol=RTOL)
+    weight, bias = plain.factors({}, inputs.at, inputs.next)
+    np.testing.assert_allclose(np.asarray(weight * inputs.mass + bias), np.asarray(plain.score({}, inputs)), rtol=RTOL)
 
     ratio = Weighted(first=Attention(), second=Recency(), first_weight="ratio", second_weight=1.0)
     np.testing.assert_allclose(show(ratio), 0.5 * mass + newest, rtol=RTOL)  # half of them have to go
     unit = Weighted(first=Attention(), second=Recency(), scale="unit")
-    assert not unit.straight
+    assert not unit.linear
     scaled = (mass - mass.min(1, keepdims=True)) / np.ptp(mass, axis=1, keepdims=True)
     np.testing.assert_allclose(show(unit), scaled / 2 + newest / (S - 1) / 2, rtol=RTOL)
 
@@ -435,26 +435,26 @@ def test_queries_are_there_at_prefill_only():
 
 def test_patterns(entries):
     """Ladder: the rungs of two layers; neighbours: losers of pairs; distance; an even sample."""
-    sight, arrays = entries
-    time = lambda part, at=sight: arrays["in_time"](part.score({}, at))[0, 0]  # noqa: E731
+    inputs, arrays = entries
+    time = lambda part, at=inputs: arrays["in_time"](part.score({}, at))[0, 0]  # noqa: E731
     for layer in (0, 1):
-        worth = time(Ladder(rungs=4), dataclasses.replace(sight, sinks=4, layer=layer))
+        worth = time(Ladder(rungs=4), dataclasses.replace(inputs, sinks=4, layer=layer))
         best = set(np.argsort(-worth)[:5].tolist())
         assert best == {4 + layer + 4 * i for i in range(5)}
 
-    stats = {"attention": jnp.zeros(sight.at.shape)}
+    stats = {"attention": jnp.zeros(inputs.at.shape)}
     average = arrays["mass"][0, 0] / np.arange(S, 0, -1)
-    worth = arrays["in_time"](Neighbours().score(stats, dataclasses.replace(sight, sinks=2)))[0, 0]
+    worth = arrays["in_time"](Neighbours().score(stats, dataclasses.replace(inputs, sinks=2)))[0, 0]
     pair = 2 + S % (S - 3)
     loser = pair if average[pair] < average[pair + 1] else pair + 1
     assert worth.argmin() == loser
     np.testing.assert_allclose(np.delete(worth, loser), np.delete(average, loser), rtol=RTOL)
-    prompt = dataclasses.replace(sight, queries=jnp.zeros((1, 2, 1, DIMS)))
+    prompt = dataclasses.replace(inputs, queries=jnp.zeros((1, 2, 1, DIMS)))
     worth = arrays["in_time"](Neighbours().score(stats, prompt))[0, 0]
     losers = {2 * i if average[2 * i] < average[2 * i + 1] else 2 * i + 1 for i in range(S // 2)}
     assert set(np.argsort(worth)[: S // 2].tolist()) == losers
 
-    weight, far = Distance(offset=5).line({}, sight.at, sight.next)
+    weight, far = Distance(offset=5).factors({}, inputs.at, inputs.next)
     assert weight == 0.0 and arrays["in_time"](far)[0, 0].argmin() == S - 5
 
     mass = arrays["mass"][0]
@@ -472,15 +472,15 @@ def test_patterns(entries):
 @pytest.mark.parametrize("head_goal", [False, True])
 def test_a_cover_of_the_keys(entries, head_goal):
     """SubGen's centres by a plain loop, under a budget of the row or of each head; the rest by its sampling key."""
-    sight, arrays = entries
-    guard = np.asarray(sight.at) >= S - 4
+    inputs, arrays = entries
+    guard = np.asarray(inputs.at) >= S - 4
     limits = np.array([[12, 16]] if head_goal else [12], np.int32)
-    sight = dataclasses.replace(sight, protected=jnp.asarray(guard), limits=jnp.asarray(limits))
+    inputs = dataclasses.replace(inputs, protected=jnp.asarray(guard), limits=jnp.asarray(limits))
     part = Cover(share=0.4, seed=3)
     at = jnp.arange(S, dtype=jnp.int32)[None]
     entered = part.enter(Entering(jnp.asarray(arrays["keys"]), jnp.asarray(arrays["values"]), positions=at))["sampled"]
     stats = {"sampled": arrays["slots"](np.asarray(entered), np.float32(np.nan))}
-    got = arrays["in_time"](part.score(stats, sight))[0]
+    got = arrays["in_time"](part.score(stats, inputs))[0]
     for head, goal in enumerate(np.broadcast_to(limits[0], HEADS)):
         keys, centres = arrays["keys"][0, head], [0]
         while len(centres) < int((goal - 4) * 0.4):
@@ -508,14 +508,16 @@ def test_equal_keys_have_one_centre_each():
     """More centres than kinds of key: the oldest of each kind comes first, then the oldest of what is left."""
     keys = jnp.asarray(np.eye(3, DIMS, dtype=np.float32)[[0, 0, 1, 1, 2, 2]])[None, None]
     at = jnp.arange(6, dtype=jnp.int32)[None, None]
-    sight = Sight(keys=keys, values=keys, positions=at, limits=jnp.array([4]), protected=jnp.zeros((1, 1, 6), bool))
-    got = Cover(share=1.0).score({"sampled": jnp.full((1, 1, 6), -1.0)}, sight)
+    inputs = ScoreInputs(
+        keys=keys, values=keys, positions=at, limits=jnp.array([4]), protected=jnp.zeros((1, 1, 6), bool)
+    )
+    got = Cover(share=1.0).score({"sampled": jnp.full((1, 1, 6), -1.0)}, inputs)
     assert np.flatnonzero(np.asarray(got)[0, 0] == np.float32(BIG)).tolist() == [0, 1, 2, 4]
 
 
 def test_random_is_uniform_and_differs():
     at = jnp.broadcast_to(jnp.arange(4000, dtype=jnp.int32), (1, 2, 4000))
-    draw = lambda seed: np.asarray(Random(seed).line({}, at, jnp.array([4000]))[1])[0]  # noqa: E731
+    draw = lambda seed: np.asarray(Random(seed).factors({}, at, jnp.array([4000]))[1])[0]  # noqa: E731
     for row in (*draw(0), *draw(1)):
         assert abs(row.mean() - 0.5) < 0.02 and abs(np.corrcoef(row[:-1], row[1:])[0, 1]) < 0.05
         assert row.min() >= 0 and row.max() < 1
@@ -526,9 +528,9 @@ def test_random_is_uniform_and_differs():
 @pytest.mark.parametrize("by", ["whole", "even"])
 def test_chunks(entries, by):
     """Whole chunks by their mean, with what shares a chunk with a protected entry; or as many of every chunk."""
-    sight, arrays = entries
-    guard = jnp.asarray(np.asarray(sight.at) == S - 1)
-    worth = Select(chunk=5, by=by).by_chunks(sight.mass, sight.at, guard)
+    inputs, arrays = entries
+    guard = jnp.asarray(np.asarray(inputs.at) == S - 1)
+    worth = Select(chunk=5, by=by).by_chunks(inputs.mass, inputs.at, guard)
     worth, mass = arrays["in_time"](worth)[0], arrays["mass"][0]
     for row, values in zip(worth, mass, strict=True):
         for start in range(0, S, 5):
@@ -736,6 +738,6 @@ def test_the_policies_of_the_docs():
     made = {}
     exec(code[1], made)
     assert from_dict({"name": "x", **tomllib.loads(table[1])}).prefill == made["stages"]
-    assert made["either"].decode.straight and not made["either"].prefill.straight
+    assert made["either"].decode.linear and not made["either"].prefill.linear
     for kind in (*KINDS, *observe.KINDS):
         assert f"`{kind}`" in text, kind

@@ -722,7 +722,7 @@ def test_every_policy_speculates_or_says_why_not():
             refused.add(name)
             assert f"policy {name!r}" in str(error) and "leave speculative= out" in str(error)
     slow = {name for name, known in catalogue().items() if known.decode and known.decode.every > 1}
-    bent = {name for name, known in catalogue().items() if known.decode and not known.decode.straight}
+    bent = {name for name, known in catalogue().items() if known.decode and not known.decode.linear}
     pooled = {name for name, known in catalogue().items() if known.allocate.pooled}
     measured = {"q-filters"}  # what was measured on the model scores every token that enters
     assert refused == slow | bent | pooled | measured and bent

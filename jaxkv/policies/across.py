@@ -16,7 +16,7 @@ from jaxkv.errors import BadValue
 from jaxkv.policies.by_queries import over_queries, window_attention
 from jaxkv.policies.layers import Learned
 from jaxkv.policies.measured import STEPS, poured
-from jaxkv.policies.score import Sight
+from jaxkv.policies.score import ScoreInputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Across:
         """The most entries per head that a layer may hold."""
         return jnp.floor(each.astype(jnp.float32) * self.most).astype(jnp.int32)
 
-    def profile(self, sight: Sight, ranks: int) -> Float[Array, "B _"]:
+    def profile(self, inputs: ScoreInputs, ranks: int) -> Float[Array, "B _"]:
         """What a layer says of itself; `ranks` is the static ceiling."""
         raise NotImplementedError
 
@@ -83,8 +83,8 @@ class Global(Across):
     alike: ClassVar[bool] = False
     looks: ClassVar[bool] = False
 
-    def profile(self, sight: Sight, ranks: int) -> Float[Array, "B _"]:
-        return jnp.zeros((sight.at.shape[0], 0), jnp.float32)
+    def profile(self, inputs: ScoreInputs, ranks: int) -> Float[Array, "B _"]:
+        return jnp.zeros((inputs.at.shape[0], 0), jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,12 +98,12 @@ class Prefix(Across):
 
     kind: ClassVar[str] = "prefix"
 
-    def profile(self, sight: Sight, ranks: int) -> Float[Array, "B R"]:
-        assert sight.mass is not None and sight.protected is not None
-        safe = sight.protected & sight.live
-        mass = jnp.where(sight.live & ~safe, sight.mass, 0.0)
+    def profile(self, inputs: ScoreInputs, ranks: int) -> Float[Array, "B R"]:
+        assert inputs.mass is not None and inputs.protected is not None
+        safe = inputs.protected & inputs.live
+        mass = jnp.where(inputs.live & ~safe, inputs.mass, 0.0)
         total = jnp.maximum(jnp.sum(mass, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-        best = -jnp.sort(-jnp.where(safe, jnp.inf, jnp.where(sight.live, mass, -1.0)), axis=-1)  # -1: no entry
+        best = -jnp.sort(-jnp.where(safe, jnp.inf, jnp.where(inputs.live, mass, -1.0)), axis=-1)  # -1: no entry
         share = jnp.where(jnp.isfinite(best), jnp.maximum(best, 0.0), 0.0) / total
         before = jnp.cumsum(share, axis=-1) - share
         before = jnp.where(best == jnp.inf, -1.0, jnp.where(best < 0, jnp.inf, before))
@@ -162,9 +162,9 @@ class Cake(Weighed):
                 "a variance, and temperatures above 0"
             )
 
-    def profile(self, sight: Sight, ranks: int) -> Float[Array, "B 1"]:
-        mass, real = window_attention(sight, self.window)
-        before = sight.live & (sight.at < (sight.next - self.window)[:, None, None])
+    def profile(self, inputs: ScoreInputs, ranks: int) -> Float[Array, "B 1"]:
+        mass, real = window_attention(inputs, self.window)
+        before = inputs.live & (inputs.at < (inputs.next - self.window)[:, None, None])
         mass = jnp.where(before[:, :, None, None], mass, 0.0)
         entropy = -jnp.sum(jnp.where(mass > 0, mass * jnp.log(jnp.maximum(mass, 1e-30)), 0.0), axis=(1, 2, 3, 4))
         spread = jnp.sum(over_queries(mass, real)[1], axis=(1, 2, 3))
@@ -185,10 +185,10 @@ class Density(Weighed):
 
     kind: ClassVar[str] = "density"
 
-    def profile(self, sight: Sight, ranks: int) -> Float[Array, "B 1"]:
-        assert sight.mass is not None
-        mass = jnp.where(sight.live, sight.mass, 0.0)
-        count = jnp.maximum(jnp.sum(sight.live, axis=-1, dtype=jnp.float32), 1.0)
+    def profile(self, inputs: ScoreInputs, ranks: int) -> Float[Array, "B 1"]:
+        assert inputs.mass is not None
+        mass = jnp.where(inputs.live, inputs.mass, 0.0)
+        count = jnp.maximum(jnp.sum(inputs.live, axis=-1, dtype=jnp.float32), 1.0)
         mean = jnp.maximum(jnp.sum(mass, axis=-1) / count, jnp.finfo(jnp.float32).tiny)
         spread = jnp.sum((mass / mean[..., None]) ** 2, axis=-1) / count - 1
         return jnp.mean(spread, axis=1)[:, None]
@@ -221,13 +221,13 @@ class Lazy(Weighed):
                 "attention, above 0 and up to 1, and numbers of tokens (recent=0: the safeguard's)"
             )
 
-    def profile(self, sight: Sight, ranks: int) -> Float[Array, "B 1"]:
-        assert sight.mass is not None
-        mass = jnp.where(sight.live, sight.mass, 0.0)
-        assert sight.limits is not None
-        safe = jnp.floor(sight.limits.astype(jnp.float32) * self.safeguard).astype(jnp.int32)
+    def profile(self, inputs: ScoreInputs, ranks: int) -> Float[Array, "B 1"]:
+        assert inputs.mass is not None
+        mass = jnp.where(inputs.live, inputs.mass, 0.0)
+        assert inputs.limits is not None
+        safe = jnp.floor(inputs.limits.astype(jnp.float32) * self.safeguard).astype(jnp.int32)
         recent = self.recent if self.recent else jnp.maximum(safe - self.sinks, 1)
-        ends = (sight.at < self.sinks) | (sight.at >= (sight.next - recent)[:, None, None])
+        ends = (inputs.at < self.sinks) | (inputs.at >= (inputs.next - recent)[:, None, None])
         share = jnp.sum(jnp.where(ends, mass, 0.0), axis=-1) / jnp.maximum(jnp.sum(mass, axis=-1), 1e-30)
         return jnp.where(jnp.mean(share, axis=1) > self.threshold, 1.0, 0.0)[:, None]
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv.errors import BadValue
 from jaxkv.policies.order import best_first, count, in_chunks, in_time
-from jaxkv.policies.score import Entering, Score, Sight, Stats
+from jaxkv.policies.score import Entering, Score, ScoreInputs, Stats
 from pallas_kernels.decode_attend_score.victim import Factor
 
 
@@ -23,11 +23,11 @@ class KeyDiff(Score):
 
     kind: ClassVar[str] = "key-diff"
     signed: ClassVar[bool] = True
-    straight: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
 
-    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        turned = unit(sight.k)
-        anchor = unit(jnp.sum(turned, axis=2) / count(sight.live, -1, keepdims=True))
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        turned = unit(inputs.k)
+        anchor = unit(jnp.sum(turned, axis=2) / count(inputs.live, -1, keepdims=True))
         return -jnp.einsum("bhsd,bhd->bhs", turned, anchor)
 
 
@@ -45,21 +45,21 @@ class LagKV(Score):
     lag: int = 128
     cross: bool = False
     kind: ClassVar[str] = "lag-kv"
-    straight: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
 
     def __post_init__(self):
         if self.lag < 2:
             raise BadValue(f"lag={self.lag}: expected at least 2 tokens to compare")
 
-    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        order, lag, slots = in_time(sight.at), self.lag, sight.at.shape[-1]
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        order, lag, slots = in_time(inputs.at), self.lag, inputs.at.shape[-1]
         rank = jnp.arange(slots)
         tail = 1.0 + rank / slots
-        whole = (slots - sight.sinks) // lag
+        whole = (slots - inputs.sinks) // lag
         if whole < 2:
-            return order.slots(jnp.broadcast_to(tail, sight.at.shape).astype(jnp.float32))
+            return order.slots(jnp.broadcast_to(tail, inputs.at.shape).astype(jnp.float32))
 
-        keys, values = (self._gaps(order.put(x)[:, :, sight.sinks :], whole) for x in (sight.k, sight.v))
+        keys, values = (self._gaps(order.put(x)[:, :, inputs.sinks :], whole) for x in (inputs.k, inputs.v))
         gap = (keys + values) / 2
         if not self.cross:
             place = jnp.broadcast_to(jnp.arange(lag, dtype=jnp.int32), gap.shape)
@@ -67,11 +67,11 @@ class LagKV(Score):
             worst = lag - 1 - best_first(gap.reshape(flat), place.reshape(flat)).reshape(gap.shape)
             gap = worst.astype(jnp.float32) / lag
         gap = gap.reshape(*gap.shape[:2], -1)
-        before = jnp.full((*gap.shape[:2], sight.sinks), 2.0)  # sinks: protected by the phase
-        after = jnp.zeros((*gap.shape[:2], slots - sight.sinks - gap.shape[2]))
+        before = jnp.full((*gap.shape[:2], inputs.sinks), 2.0)  # sinks: protected by the phase
+        after = jnp.zeros((*gap.shape[:2], slots - inputs.sinks - gap.shape[2]))
         scored = jnp.concatenate([before, gap, after], axis=-1)
-        partitions = (order.count - sight.sinks) // lag
-        open_from = jnp.where(partitions < 2, 0, sight.sinks + (partitions - 1) * lag)
+        partitions = (order.count - inputs.sinks) // lag
+        open_from = jnp.where(partitions < 2, 0, inputs.sinks + (partitions - 1) * lag)
         return order.slots(jnp.where(rank >= open_from[..., None], tail, scored).astype(jnp.float32))
 
     def _gaps(self, x: Float[Array, "B Hk R D"], whole: int) -> Float[Array, "B Hk P lag"]:
@@ -92,10 +92,10 @@ class Cur(Score):
 
     local: int = 16
     kind: ClassVar[str] = "cur"
-    straight: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
 
-    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        order = in_time(sight.at)
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        order = in_time(inputs.at)
 
         def share(x):
             size = order.put(jnp.sum(x * x, axis=-1))
@@ -103,7 +103,7 @@ class Cur(Score):
             total = jnp.sum(cells, axis=-1, keepdims=True)
             return (cells / jnp.where(total > 0, total, 1.0)).reshape(*size.shape[:2], -1)[..., : size.shape[-1]]
 
-        both = order.slots(share(sight.k) * share(sight.v))
+        both = order.slots(share(inputs.k) * share(inputs.v))
         total = jnp.sum(both, axis=-1, keepdims=True)
         return both / jnp.where(total > 0, total, 1.0)
 
@@ -120,7 +120,7 @@ class Leverage(Score):
     seed: int = 0
     kind: ClassVar[str] = "leverage"
     signed: ClassVar[bool] = True
-    straight: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
 
     def __post_init__(self):
         if self.sketch < 0:
@@ -131,10 +131,10 @@ class Leverage(Score):
         key = jax.random.key(self.seed)
         return jax.random.normal(key, (heads, dims, self.sketch), jnp.float32) * self.sketch**-0.5
 
-    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        assert sight.places is not None
-        live = sight.live[..., None]
-        keys = jnp.where(live, sight.turned(sight.k, -sight.places), 0.0)
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        assert inputs.places is not None
+        live = inputs.live[..., None]
+        keys = jnp.where(live, inputs.turned(inputs.k, -inputs.places), 0.0)
         x = jnp.where(live, keys - jnp.sum(keys, axis=2, keepdims=True) / count(live, 2, keepdims=True), 0.0)
         exact = lax.Precision.HIGHEST
         if self.sketch:
@@ -142,7 +142,7 @@ class Leverage(Score):
             x = jnp.einsum("bhsd,hdk->bhsk", x, sketch, precision=exact)
         gram = jnp.einsum("bhsk,bhsl->bhkl", x, x, precision=exact) + 0.01 * jnp.eye(x.shape[-1])
         solved = jax.scipy.linalg.cho_solve((jnp.linalg.cholesky(gram), True), jnp.swapaxes(x, -1, -2))
-        return z_score(jnp.maximum(jnp.einsum("bhsk,bhks->bhs", x, solved), 0.0), sight)
+        return z_score(jnp.maximum(jnp.einsum("bhsk,bhks->bhs", x, solved), 0.0), inputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,10 +156,10 @@ class Redundancy(Score):
     threshold: float = 0.5
     kind: ClassVar[str] = "redundancy"
     signed: ClassVar[bool] = True
-    straight: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
 
-    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        keys, at, live = unit(sight.k), sight.at, sight.live
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        keys, at, live = unit(inputs.k), inputs.at, inputs.live
         slots = at.shape[-1]
         rows = 256  # at a time: there is never an S x S array
         blocks = in_chunks(keys, rows), in_chunks(at + 1, rows) - 1, in_chunks(jnp.arange(slots)[None, None], rows)
@@ -179,9 +179,9 @@ class Redundancy(Score):
         return -jax.nn.softmax(jnp.where(live, mean, -jnp.inf), axis=-1)
 
 
-def z_score(x: Float[Array, "B Hk S"], sight: Sight) -> Float[Array, "B Hk S"]:
+def z_score(x: Float[Array, "B Hk S"], inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
     """(x - mean) / deviation over the heads and entries of each row; the deviation is unbiased and at least 1e-6."""
-    live, axes = sight.live, (1, 2)
+    live, axes = inputs.live, (1, 2)
     many = count(live, axes, keepdims=True)
     mean = jnp.sum(jnp.where(live, x, 0.0), axis=axes, keepdims=True) / many
     square = jnp.sum(jnp.where(live, (x - mean) ** 2, 0.0), axis=axes, keepdims=True) / jnp.maximum(many - 1, 1.0)
@@ -211,5 +211,5 @@ class QueryDirection(Score):
         keys = new.rotate(new.keys.astype(jnp.float32), new.positions[:, None])
         return {"along": jnp.einsum("bhtd,hd->bht", keys, new.learned["query_direction"])}
 
-    def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
+    def factors(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
         return 0.0, stats["along"]

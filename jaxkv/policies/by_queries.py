@@ -12,7 +12,7 @@ from jaxkv.errors import BadValue
 from jaxkv.policies.aggregate import Aggregate
 from jaxkv.policies.by_keys import z_score
 from jaxkv.policies.order import count, in_chunks
-from jaxkv.policies.score import Entering, Score, Sight, Stats
+from jaxkv.policies.score import Entering, Score, ScoreInputs, Stats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,23 +28,23 @@ class ExpectedAttention(Score):
     covariance: bool = True
     epsilon: float = 0.0
     kind: ClassVar[str] = "expected-attention"
-    straight: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
     asks: ClassVar[bool] = True
 
     def __post_init__(self):
         if self.future < 1 or self.epsilon < 0:
             raise BadValue(f"future={self.future}, epsilon={self.epsilon}: expected future >= 1 and epsilon >= 0")
 
-    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        queries, seen = _queries(sight)
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        queries, seen = _queries(inputs)
         many = count(seen, -1)[:, None, None]
         mean, spread = jnp.sum(queries, axis=2) / many, None
         if self.covariance:
             off = jnp.where(seen[:, None, :, None], queries - mean[:, :, None], 0.0)
             spread = jnp.einsum("bhtd,bhte->bhde", off, off) / many[..., None]
-        assert sight.query_places is not None
-        turn = _mean_rotation(sight, jnp.max(sight.query_places, axis=1), self.future)
-        return _expected(sight, mean, spread, turn) + self.epsilon
+        assert inputs.query_places is not None
+        turn = _mean_rotation(inputs, jnp.max(inputs.query_places, axis=1), self.future)
+        return _expected(inputs, mean, spread, turn) + self.epsilon
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,22 +59,22 @@ class CalibratedAttention(Score):
     covariance: bool = True
     epsilon: float = 0.0
     kind: ClassVar[str] = "calibrated-attention"
-    straight: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
     learns: ClassVar[tuple[str, ...]] = ("query_covariance", "query_mean")
 
     def __post_init__(self):
         if self.future < 1 or self.epsilon < 0:
             raise BadValue(f"future={self.future}, epsilon={self.epsilon}: expected future >= 1 and epsilon >= 0")
 
-    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        assert sight.places is not None
-        rows = sight.places.shape[0]
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        assert inputs.places is not None
+        rows = inputs.places.shape[0]
         mean, spread = (
-            jnp.repeat(sight.learned[name][None], rows, axis=0) for name in ("query_mean", "query_covariance")
+            jnp.repeat(inputs.learned[name][None], rows, axis=0) for name in ("query_mean", "query_covariance")
         )
-        last = jnp.max(jnp.where(sight.live, sight.places, -1), axis=(1, 2))
-        turn = _mean_rotation(sight, last, self.future)
-        return _expected(sight, mean, spread if self.covariance else None, turn) + self.epsilon
+        last = jnp.max(jnp.where(inputs.live, inputs.places, -1), axis=(1, 2))
+        turn = _mean_rotation(inputs, last, self.future)
+        return _expected(inputs, mean, spread if self.covariance else None, turn) + self.epsilon
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,17 +89,17 @@ class Capacity(Score):
     future: int = 512
     epsilon: float = 1e-6
     kind: ClassVar[str] = "capacity"
-    straight: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
     asks: ClassVar[bool] = True
 
-    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        keys, values = sight.k, sight.v
-        queries, seen = _queries(sight)
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        keys, values = inputs.k, inputs.v
+        queries, seen = _queries(inputs)
         mean = jnp.sum(queries, axis=2) / count(seen, -1)[:, None, None]
-        assert sight.query_places is not None
-        turn = _mean_rotation(sight, jnp.max(sight.query_places, axis=1), self.future)
+        assert inputs.query_places is not None
+        turn = _mean_rotation(inputs, jnp.max(inputs.query_places, axis=1), self.future)
         anchor = jnp.einsum("bij,bhj->bhi", turn, mean)
-        anchor, free = _grouped(anchor, keys.shape[1]), (sight.live & (sight.at >= sight.sinks))[:, :, None]
+        anchor, free = _grouped(anchor, keys.shape[1]), (inputs.live & (inputs.at >= inputs.sinks))[:, :, None]
         size = jnp.linalg.norm(anchor, axis=-1)[..., None] * jnp.linalg.norm(keys, axis=-1)[:, :, None]
         cos = jnp.clip(jnp.einsum("bhgd,bhsd->bhgs", anchor, keys) / jnp.maximum(size, 1e-12), -1.0, 1.0)
         top = jnp.max(jnp.where(free, cos, -1.0), axis=-1, keepdims=True)
@@ -126,7 +126,7 @@ class NonCausal(Score):
     kind: ClassVar[str] = "non-causal"
     signed: ClassVar[bool] = True
     stats: ClassVar[tuple[str, ...]] = ("non_causal",)
-    straight: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
     asks: ClassVar[bool] = True
 
     def __post_init__(self):
@@ -165,8 +165,8 @@ class NonCausal(Score):
         around = lax.reduce_window(total, 0.0, lax.add, (1, 1, 3), (1, 1, 1), ((0, 0), (0, 0), (1, 1)))
         return {"non_causal": around / 3}
 
-    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        return z_score(stats["non_causal"], sight)
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        return z_score(stats["non_causal"], inputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,16 +180,16 @@ class QuestionAttention(Score):
     question: int = 32
     kind: ClassVar[str] = "question-attention"
     aware: ClassVar[bool] = True
-    straight: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
     asks: ClassVar[bool] = True
 
     def __post_init__(self):
         if self.question < 1:
             raise BadValue(f"question={self.question}: expected at least 1 token")
 
-    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        weight, _ = window_attention(sight, self.question)
-        before = sight.live & (sight.at < (sight.next - self.question)[:, None, None])
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        weight, _ = window_attention(inputs, self.question)
+        before = inputs.live & (inputs.at < (inputs.next - self.question)[:, None, None])
         earlier = jnp.sum(before, axis=-1, dtype=jnp.float32)[:, :, None, None, None]
         weight = jnp.where(before[:, :, None, None], weight, 0.0)
         length = weight.shape[3]
@@ -212,7 +212,7 @@ class ShiftingAttention(Score):
     kernel: int = 5
     kind: ClassVar[str] = "shifting-attention"
     aware: ClassVar[bool] = True
-    straight: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
     asks: ClassVar[bool] = True
 
     def __post_init__(self):
@@ -222,24 +222,24 @@ class ShiftingAttention(Score):
                 "and an odd number"
             )
 
-    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        mass, real = window_attention(sight, self.window)
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        mass, real = window_attention(inputs, self.window)
         mean, variance = over_queries(mass, real)
         worth = mean + self.gamma * variance
         worth = worth.reshape(worth.shape[0], -1, worth.shape[-1])  # by query heads
-        apart = sight.at >= (sight.next - self.window)[:, None, None]
+        apart = inputs.at >= (inputs.next - self.window)[:, None, None]
         aggregate = Aggregate(pool="avg", kernel=self.kernel)
-        return aggregate.over_group(aggregate.along_text(worth, sight.at, apart), sight.at.shape[1])
+        return aggregate.over_group(aggregate.along_text(worth, inputs.at, apart), inputs.at.shape[1])
 
 
-def window_attention(sight: Sight, window: int) -> tuple[Float[Array, "B Hk G W S"], Bool[Array, "B W"]]:
+def window_attention(inputs: ScoreInputs, window: int) -> tuple[Float[Array, "B Hk G W S"], Bool[Array, "B W"]]:
     """The attention of the block's last `window` queries to every entry (0 for padding), and which of them are real."""
-    assert sight.queries is not None and sight.query_positions is not None
-    assert sight.query_places is not None
-    at, place = (x[:, -window:] for x in (sight.query_positions, sight.query_places))
-    query = sight.turned(sight.queries[:, :, -window:].astype(jnp.float32), place[:, None])
-    logits = jnp.einsum("bhgtd,bhsd->bhgts", _grouped(query, sight.at.shape[1]), sight.k) * sight.scale
-    sees = (sight.live[:, :, None] & (sight.at[:, :, None] <= at[:, None, :, None]))[:, :, None]
+    assert inputs.queries is not None and inputs.query_positions is not None
+    assert inputs.query_places is not None
+    at, place = (x[:, -window:] for x in (inputs.query_positions, inputs.query_places))
+    query = inputs.turned(inputs.queries[:, :, -window:].astype(jnp.float32), place[:, None])
+    logits = jnp.einsum("bhgtd,bhsd->bhgts", _grouped(query, inputs.at.shape[1]), inputs.k) * inputs.scale
+    sees = (inputs.live[:, :, None] & (inputs.at[:, :, None] <= at[:, None, :, None]))[:, :, None]
     return jnp.where(sees, jax.nn.softmax(jnp.where(sees, logits, -1e30), axis=-1), 0.0), at >= 0
 
 
@@ -253,38 +253,38 @@ def over_queries(
     return mean, jnp.sum(off * off, axis=3) / (many - 1)
 
 
-def _queries(sight: Sight) -> tuple[Float[Array, "B Hq T D"], Bool[Array, "B T"]]:
+def _queries(inputs: ScoreInputs) -> tuple[Float[Array, "B Hq T D"], Bool[Array, "B T"]]:
     """The block's queries before RoPE, float32, 0 where they don't count: padding and sinks."""
-    assert sight.queries is not None and sight.query_positions is not None, "this score needs the prompt's queries"
-    seen = sight.query_positions >= sight.sinks
-    return jnp.where(seen[:, None, :, None], sight.queries.astype(jnp.float32), 0.0), seen
+    assert inputs.queries is not None and inputs.query_positions is not None, "this score needs the prompt's queries"
+    seen = inputs.query_positions >= inputs.sinks
+    return jnp.where(seen[:, None, :, None], inputs.queries.astype(jnp.float32), 0.0), seen
 
 
 def _expected(
-    sight: Sight,
+    inputs: ScoreInputs,
     mean: Float[Array, "B Hq D"],
     spread: Float[Array, "B Hq D D"] | None,
     turn: Float[Array, "B D D"],
 ) -> Float[Array, "B Hk S"]:
     """The mean over the group of softmax_j(mu . k_j scale + k_j^T Sigma k_j scale^2 / 2), mu and Sigma turned."""
-    keys = sight.k
+    keys = inputs.k
     ahead = _grouped(jnp.einsum("bij,bhj->bhi", turn, mean), keys.shape[1])
-    z = jnp.einsum("bhgd,bhsd->bhgs", ahead, keys) * sight.scale
+    z = jnp.einsum("bhgd,bhsd->bhgs", ahead, keys) * inputs.scale
     if spread is not None:
         spread = _grouped(jnp.einsum("bij,bhjk,blk->bhil", turn, spread, turn), keys.shape[1])
         spent = jnp.einsum("bhsd,bhgde->bhgse", keys, spread)
-        z = z + jnp.einsum("bhgse,bhse->bhgs", spent, keys) * sight.scale**2 / 2
-    free = (sight.live & (sight.at >= sight.sinks))[:, :, None]
+        z = z + jnp.einsum("bhgse,bhse->bhgs", spent, keys) * inputs.scale**2 / 2
+    free = (inputs.live & (inputs.at >= inputs.sinks))[:, :, None]
     weight = jnp.where(free, jax.nn.softmax(jnp.where(free, z, -1e30), axis=-1), 0.0)
     return jnp.mean(weight, axis=2)
 
 
-def _mean_rotation(sight: Sight, last: Int[Array, "B"], future: int) -> Float[Array, "B D D"]:
+def _mean_rotation(inputs: ScoreInputs, last: Int[Array, "B"], future: int) -> Float[Array, "B D D"]:
     """The mean over the `future` positions after `last` of the matrix that turns a vector to that position."""
-    dims = sight.k.shape[-1]
+    dims = inputs.k.shape[-1]
     halves = jnp.concatenate([jnp.ones(dims // 2), jnp.zeros(dims - dims // 2)])  # turns to [cos, sin]
     ahead = last[:, None] + 1 + jnp.arange(future, dtype=jnp.int32)
-    turned = sight.turned(jnp.broadcast_to(halves, (*ahead.shape, dims)), ahead)
+    turned = inputs.turned(jnp.broadcast_to(halves, (*ahead.shape, dims)), ahead)
     cos, sin = jnp.split(jnp.mean(turned, axis=1), 2, axis=-1)
     eye = jnp.eye(dims // 2)
     cos, sin = cos[..., None] * eye, sin[..., None] * eye

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv.errors import BadValue
 from jaxkv.policies.order import BIG, best_first, count
-from jaxkv.policies.score import Entering, Score, Sight, Stats
+from jaxkv.policies.score import Entering, Score, ScoreInputs, Stats
 from pallas_kernels.decode_attend_score.victim import Factor
 
 
@@ -50,7 +50,7 @@ class Scaled(Combined):
         self._join(self.of)
         projects = self.by == "output-l1"
         object.__setattr__(self, "stats", self.stats if projects else (*self.stats, self.name))
-        object.__setattr__(self, "straight", self.of.straight and not projects)
+        object.__setattr__(self, "linear", self.of.linear and not projects)
         object.__setattr__(self, "projects", self.projects or projects)
 
     @property
@@ -65,15 +65,15 @@ class Scaled(Combined):
         size = jnp.sum(jnp.abs(values), axis=-1) if self.by == "value-l1" else jnp.linalg.norm(values, axis=-1)
         return {**more, self.name: size}
 
-    def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
-        weight, bias = self.of.line(stats, positions, now)
+    def factors(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
+        weight, bias = self.of.factors(stats, positions, now)
         size = stats[self.name]
         none = isinstance(weight, float) and weight == 0
         return 0.0 if none else jnp.multiply(size, weight), jnp.multiply(size, jnp.add(bias, self.epsilon))
 
-    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        size = _output_size(sight) if self.by == "output-l1" else stats[self.name]
-        return (self.of.score(stats, sight) + self.epsilon) * size
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        size = _output_size(inputs) if self.by == "output-l1" else stats[self.name]
+        return (self.of.score(stats, inputs) + self.epsilon) * size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,18 +97,18 @@ class Weighted(Combined):
             raise BadValue(f"weights {self.first_weight!r}, {self.second_weight!r}: expected numbers or 'ratio'")
         self._join(self.first, self.second)
         plain = self.scale == "none" and "ratio" not in (self.first_weight, self.second_weight)
-        object.__setattr__(self, "straight", plain and self.first.straight and self.second.straight)
+        object.__setattr__(self, "linear", plain and self.first.linear and self.second.linear)
 
-    def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
-        (a, b), (c, d) = (part.line(stats, positions, now) for part in (self.first, self.second))
+    def factors(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
+        (a, b), (c, d) = (part.factors(stats, positions, now) for part in (self.first, self.second))
         x, y = float(self.first_weight), float(self.second_weight)
         flat = all(isinstance(factor, float) for factor in (a, c))
         weight = x * a + y * c if flat else jnp.add(jnp.multiply(a, x), jnp.multiply(c, y))
         return weight, jnp.add(jnp.multiply(b, x), jnp.multiply(d, y))
 
-    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
         parts = ((self.first, self.first_weight), (self.second, self.second_weight))
-        one, two = (_scaled(part.score(stats, sight), sight, self.scale) * _weight(w, sight) for part, w in parts)
+        one, two = (_scaled(part.score(stats, inputs), inputs, self.scale) * _weight(w, inputs) for part, w in parts)
         return one + two
 
 
@@ -120,16 +120,16 @@ class Maximum(Combined):
     second: Score
     scale: str = "rank"
     kind: ClassVar[str] = "max"
-    straight: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
 
     def __post_init__(self):
         _check_scale(self.scale)
         self._join(self.first, self.second)
 
-    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
         return jnp.maximum(
-            _scaled(self.first.score(stats, sight), sight, self.scale),
-            _scaled(self.second.score(stats, sight), sight, self.scale),
+            _scaled(self.first.score(stats, inputs), inputs, self.scale),
+            _scaled(self.second.score(stats, inputs), inputs, self.scale),
         )
 
 
@@ -144,21 +144,21 @@ class Then(Combined):
     second: Score
     share: float = 0.5
     kind: ClassVar[str] = "then"
-    straight: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
 
     def __post_init__(self):
         if not 0 <= self.share <= 1:
             raise BadValue(f"share={self.share}: expected a fraction of the budget")
         self._join(self.first, self.second)
 
-    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        assert sight.protected is not None
-        first = jnp.where(sight.protected, jnp.inf, self.first.score(stats, sight))
-        chosen = jnp.floor(sight.goal.astype(jnp.float32) * self.share).astype(jnp.int32)
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        assert inputs.protected is not None
+        first = jnp.where(inputs.protected, jnp.inf, self.first.score(stats, inputs))
+        chosen = jnp.floor(inputs.goal.astype(jnp.float32) * self.share).astype(jnp.int32)
         if self.share > 0:
             chosen = jnp.maximum(chosen, 1)
-        leads = best_first(first, sight.at) < chosen
-        return jnp.where(leads, BIG, self.second.score(stats, sight))
+        leads = best_first(first, inputs.at) < chosen
+        return jnp.where(leads, BIG, self.second.score(stats, inputs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,31 +174,31 @@ class PromptFirst(Combined):
     def __post_init__(self):
         self._join(self.of)
         object.__setattr__(self, "stats", (*self.stats, "prompt"))
-        object.__setattr__(self, "straight", self.of.straight)
+        object.__setattr__(self, "linear", self.of.linear)
 
     def enter(self, new: Entering) -> Stats:
         mark = jnp.full(new.keys.shape[:-1], 1.0 if new.prompt else 0.0, jnp.float32)
         return {**super().enter(new), "prompt": mark}
 
-    def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
-        weight, bias = self.of.line(stats, positions, now)
+    def factors(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
+        weight, bias = self.of.factors(stats, positions, now)
         return weight, jnp.where(stats["prompt"] > 0, BIG, bias)
 
-    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        return jnp.where(stats["prompt"] > 0, BIG, self.of.score(stats, sight))
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        return jnp.where(stats["prompt"] > 0, BIG, self.of.score(stats, inputs))
 
 
-def _output_size(sight: Sight) -> Float[Array, "B Hk S"]:
+def _output_size(inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
     """The mean over the group of ||v W_O||_1."""
-    assert sight.out is not None, "this score needs the output matrix"
-    values, kv_heads = sight.v, sight.at.shape[1]
-    out = sight.out.astype(jnp.float32).reshape(kv_heads, -1, *sight.out.shape[1:])
+    assert inputs.out is not None, "this score needs the output matrix"
+    values, kv_heads = inputs.v, inputs.at.shape[1]
+    out = inputs.out.astype(jnp.float32).reshape(kv_heads, -1, *inputs.out.shape[1:])
     group = out.shape[1]
 
     def one(total, matrix):  # a head of each group at a time, or v W_O would take Hq times its memory
         return total + jnp.sum(jnp.abs(jnp.einsum("bhsd,hdm->bhsm", values, matrix)), axis=-1), None
 
-    total, _ = lax.scan(one, jnp.zeros(sight.at.shape, jnp.float32), jnp.moveaxis(out, 1, 0))
+    total, _ = lax.scan(one, jnp.zeros(inputs.at.shape, jnp.float32), jnp.moveaxis(out, 1, 0))
     return total / group
 
 
@@ -207,22 +207,22 @@ def _check_scale(scale: str) -> None:
         raise BadValue(f"scale={scale!r}: expected 'none', 'unit' or 'rank'")
 
 
-def _weight(weight: float | str, sight: Sight) -> Float[Array, "..."]:
+def _weight(weight: float | str, inputs: ScoreInputs) -> Float[Array, "..."]:
     """The number, or the fraction of each row's entries that has to go `[B, 1, 1]`."""
     if not isinstance(weight, str):
         return jnp.float32(weight)
-    held = jnp.max(count(sight.live, -1), axis=-1)[:, None, None]
-    return jnp.maximum(1 - sight.goal.astype(jnp.float32) / held, 0.0)
+    held = jnp.max(count(inputs.live, -1), axis=-1)[:, None, None]
+    return jnp.maximum(1 - inputs.goal.astype(jnp.float32) / held, 0.0)
 
 
-def _scaled(score: Float[Array, "B Hk S"], sight: Sight, scale: str) -> Float[Array, "B Hk S"]:
+def _scaled(score: Float[Array, "B Hk S"], inputs: ScoreInputs, scale: str) -> Float[Array, "B Hk S"]:
     """The score on a common scale, among the entries that are not protected."""
     if scale == "none":
         return score
-    assert sight.protected is not None
-    free = sight.live & ~sight.protected
+    assert inputs.protected is not None
+    free = inputs.live & ~inputs.protected
     if scale == "rank":
-        place = best_first(score, jnp.where(free, sight.at, -1))
+        place = best_first(score, jnp.where(free, inputs.at, -1))
         return 1 - place.astype(jnp.float32) / count(free, -1, keepdims=True)
     low = jnp.min(jnp.where(free, score, jnp.inf), axis=-1, keepdims=True)
     high = jnp.max(jnp.where(free, score, -jnp.inf), axis=-1, keepdims=True)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.errors import BadValue
 from jaxkv.policies.order import BIG
-from jaxkv.policies.score import Entering, Score, Sight, Stats, drawn
+from jaxkv.policies.score import Entering, Score, ScoreInputs, Stats, drawn
 
 LATE = 2**31 - 1  # after every position
 
@@ -32,7 +32,7 @@ class Cover(Score):
     kind: ClassVar[str] = "cover"
     signed: ClassVar[bool] = True
     stats: ClassVar[tuple[str, ...]] = ("sampled",)
-    straight: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
 
     def __post_init__(self):
         if not 0 <= self.share <= 1:
@@ -45,23 +45,23 @@ class Cover(Score):
         size = jnp.sum(jnp.square(new.values.astype(jnp.float32)), axis=-1)
         return {"sampled": jnp.log(u) / jnp.maximum(size, 1e-30)}
 
-    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        assert sight.protected is not None
-        kept = jnp.sum(sight.live & sight.protected, axis=-1, dtype=jnp.int32)
-        room = jnp.maximum(sight.goal[..., 0] - kept, 0).astype(jnp.float32)
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        assert inputs.protected is not None
+        kept = jnp.sum(inputs.live & inputs.protected, axis=-1, dtype=jnp.int32)
+        room = jnp.maximum(inputs.goal[..., 0] - kept, 0).astype(jnp.float32)
         count = jnp.floor(room * jnp.float32(self.share)).astype(jnp.int32)
-        centres = _centres(sight, sight.live & ~sight.protected, count)
-        return jnp.where(centres, BIG, jnp.where(sight.live, stats["sampled"], -BIG))
+        centres = _centres(inputs, inputs.live & ~inputs.protected, count)
+        return jnp.where(centres, BIG, jnp.where(inputs.live, stats["sampled"], -BIG))
 
 
-def _centres(sight: Sight, free: Bool[Array, "B Hk S"], count: Int[Array, "B Hk"]) -> Bool[Array, "B Hk S"]:
+def _centres(inputs: ScoreInputs, free: Bool[Array, "B Hk S"], count: Int[Array, "B Hk"]) -> Bool[Array, "B Hk S"]:
     """True for the `count` centres of each head, among its `free` entries."""
-    keys = sight.k
+    keys = inputs.k
 
     def one(number, carry):
         chosen, gap = carry
         farthest = jnp.max(jnp.where(free & ~chosen, gap, -1.0), axis=-1, keepdims=True)
-        tied = jnp.where(free & ~chosen & (gap == farthest), sight.at, LATE)
+        tied = jnp.where(free & ~chosen & (gap == farthest), inputs.at, LATE)
         at = jnp.argmin(tied, axis=-1)[..., None]  # of equals the oldest
         key = jnp.take_along_axis(keys, at[..., None], axis=2)
         new = (jnp.arange(keys.shape[2]) == at) & (farthest >= 0) & (number < count)[..., None]

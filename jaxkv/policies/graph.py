@@ -11,7 +11,7 @@ from jaxkv.errors import BadValue
 from jaxkv.policies.by_keys import unit
 from jaxkv.policies.combine import Combined
 from jaxkv.policies.order import best_first, in_chunks
-from jaxkv.policies.score import Score, Sight, Stats
+from jaxkv.policies.score import Score, ScoreInputs, Stats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Propagated(Combined):
     strength: float = 0.5
     rounds: int = 1
     kind: ClassVar[str] = "propagated"
-    straight: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
 
     def __post_init__(self):
         if not (0 < self.share <= 1 and 0 <= self.strength <= 1 and self.rounds >= 1):
@@ -40,13 +40,13 @@ class Propagated(Combined):
             raise BadValue(f"score {self.of.kind!r} can be negative, and a decay would raise it")
         self._join(self.of)
 
-    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        assert sight.protected is not None
-        score, keys = self.of.score(stats, sight), unit(sight.k)
-        count = jnp.maximum(sight.goal.astype(jnp.float32) * self.share, 1.0).astype(jnp.int32)
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        assert inputs.protected is not None
+        score, keys = self.of.score(stats, inputs), unit(inputs.k)
+        count = jnp.maximum(inputs.goal.astype(jnp.float32) * self.share, 1.0).astype(jnp.int32)
         rows = jnp.moveaxis(in_chunks(keys, 256), 2, 0)  # at a time: there is never an S x S array
         for _ in range(self.rounds):
-            source = sight.live & (best_first(jnp.where(sight.protected, jnp.inf, score), sight.at) < count)
+            source = inputs.live & (best_first(jnp.where(inputs.protected, jnp.inf, score), inputs.at) < count)
 
             def nearest(_, mine, source=source):
                 cos = jnp.einsum("bhrd,bhsd->bhrs", mine, keys)

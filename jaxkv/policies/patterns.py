@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxkv.errors import BadValue
 from jaxkv.policies.order import BIG, best_first, count, in_time
-from jaxkv.policies.score import AccumulatedAttention, Score, Sight, Stats
+from jaxkv.policies.score import AccumulatedAttention, Score, ScoreInputs, Stats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,18 +22,18 @@ class Ladder(Score):
 
     rungs: int = 4
     kind: ClassVar[str] = "ladder"
-    straight: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
 
     def __post_init__(self):
         if self.rungs < 2:
             raise BadValue(f"rungs={self.rungs}: expected at least 2, of which one stays")
 
-    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        order, slots = in_time(sight.at), sight.at.shape[-1]
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        order, slots = in_time(inputs.at), inputs.at.shape[-1]
         place = jnp.arange(slots)
-        rung = (place - sight.sinks - sight.layer) % self.rungs == 0
+        rung = (place - inputs.sinks - inputs.layer) % self.rungs == 0
         worth = (place + jnp.where(rung, slots, 0)).astype(jnp.float32)
-        return order.slots(jnp.broadcast_to(worth, sight.at.shape))
+        return order.slots(jnp.broadcast_to(worth, inputs.at.shape))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,21 +47,21 @@ class Neighbours(AccumulatedAttention):
 
     average: bool = True
     kind: ClassVar[str] = "neighbours"
-    straight: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
 
-    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        order, worth = in_time(sight.at), super().score(stats, sight)
-        line, place = order.put(worth), jnp.arange(sight.at.shape[-1])
-        free = order.count - sight.sinks
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        order, worth = in_time(inputs.at), super().score(stats, inputs)
+        line, place = order.put(worth), jnp.arange(inputs.at.shape[-1])
+        free = order.count - inputs.sinks
         left, right = line, jnp.roll(line, -1, axis=-1)
         loses = left < right  # to the entry after it; of equals the younger goes
-        if sight.queries is not None:
-            first = (place - sight.sinks) % 2 == 0
-            gone = jnp.where(first, loses, jnp.roll(~loses, 1, axis=-1)) & (place >= sight.sinks)
+        if inputs.queries is not None:
+            first = (place - inputs.sinks) % 2 == 0
+            gone = jnp.where(first, loses, jnp.roll(~loses, 1, axis=-1)) & (place >= inputs.sinks)
             alone = place == order.count[..., None] - 1
             gone = gone & ~(first & alone)
-            return order.slots((place - jnp.where(gone, sight.at.shape[-1], 0)).astype(jnp.float32))
-        at = sight.sinks + (sight.next[:, None] % jnp.maximum(free - 1, 1))
+            return order.slots((place - jnp.where(gone, inputs.at.shape[-1], 0)).astype(jnp.float32))
+        at = inputs.sinks + (inputs.next[:, None] % jnp.maximum(free - 1, 1))
         at = at[..., None]
         gone = jnp.where(jnp.take_along_axis(loses, at, axis=-1), place == at, place == at + 1)
         return order.slots(jnp.where(gone, -BIG, line))
@@ -81,24 +81,24 @@ class Crush(Score):
     kind: ClassVar[str] = "crush"
     together: ClassVar[bool] = True
     looks: ClassVar[bool] = True
-    straight: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
 
     def __post_init__(self):
         if not 0 <= self.share <= 1:
             raise BadValue(f"share={self.share}: expected a fraction of the budget")
 
-    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        assert sight.mass is not None and sight.protected is not None
-        at, live = sight.at, sight.live
-        mean = jnp.sum(jnp.where(live, sight.mass, 0.0), axis=-1, keepdims=True) / count(live, -1, keepdims=True)
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        assert inputs.mass is not None and inputs.protected is not None
+        at, live = inputs.at, inputs.live
+        mean = jnp.sum(jnp.where(live, inputs.mass, 0.0), axis=-1, keepdims=True) / count(live, -1, keepdims=True)
         anchor = jnp.arange(at.shape[1])[:, None] % 2 == 1
-        distance = jnp.sum((sight.mass > mean) != anchor, axis=1, keepdims=True).astype(jnp.float32)
-        total = jnp.where(sight.protected, BIG, jnp.sum(sight.mass, axis=1, keepdims=True))
-        chosen = jnp.floor(sight.goal.astype(jnp.float32) * self.share).astype(jnp.int32)
+        distance = jnp.sum((inputs.mass > mean) != anchor, axis=1, keepdims=True).astype(jnp.float32)
+        total = jnp.where(inputs.protected, BIG, jnp.sum(inputs.mass, axis=1, keepdims=True))
+        chosen = jnp.floor(inputs.goal.astype(jnp.float32) * self.share).astype(jnp.int32)
         leads = best_first(total, at) < chosen
         rest = live & ~leads
         place = best_first(jnp.where(rest, -distance, -BIG), jnp.where(rest, at, -1))
         many = jnp.sum(rest, axis=-1, keepdims=True)
-        wanted = jnp.clip(sight.goal - chosen, 0, many)
+        wanted = jnp.clip(inputs.goal - chosen, 0, many)
         sampled = (place + 1) * wanted // jnp.maximum(many, 1) > place * wanted // jnp.maximum(many, 1)
         return jnp.where(leads, BIG, jnp.where(rest & sampled, 1.0, 0.0))

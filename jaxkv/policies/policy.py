@@ -16,7 +16,7 @@ from jaxkv.policies.layers import KINDS as LAYERS
 from jaxkv.policies.layers import Learned, Uniform
 from jaxkv.policies.observe import NoQueries, Observe
 from jaxkv.policies.propagate import Propagate
-from jaxkv.policies.score import Entering, Recency, Score, Sight, Stats
+from jaxkv.policies.score import Entering, Recency, Score, ScoreInputs, Stats
 from jaxkv.policies.select import Select
 
 UNLIMITED = 2**30  # the budget of a policy that evicts nothing
@@ -65,9 +65,9 @@ class Phase:
         return self.select.resolved(self.observe.window)
 
     @property
-    def straight(self) -> bool:
-        """Whether the attention kernel can score and choose: the score is a straight line in the mass."""
-        return self.score.straight and self.select.plain
+    def linear(self) -> bool:
+        """Whether the attention kernel can score and choose: the score is linear in the mass."""
+        return self.score.linear and self.select.plain
 
     @property
     def learns(self) -> tuple[str, ...]:
@@ -182,10 +182,10 @@ class Policy:
 
     def _check_layers(self, share: Across) -> None:
         where = f"policy {self.name!r}, whose layers share the model's budget (allocate kind {share.kind!r})"
-        if self.decode is not None and not (self.decode.straight and self.decode.every == 1):
+        if self.decode is not None and not (self.decode.linear and self.decode.every == 1):
             raise BadValue(
-                f"{where}: at decode every token takes one slot of its own head; expected a decode score that is a "
-                "straight line in the attention, every=1, or no decode phase"
+                f"{where}: at decode every token takes one slot of its own head; expected a decode score that is "
+                "linear in the attention, every=1, or no decode phase"
             )
         if share.looks and self.prefill is not None and not self.prefill.score.looks:
             raise BadValue(f"{where}, goes by attention: expected a prefill score that looks, or kind 'global'")
@@ -298,16 +298,16 @@ def priority(
     mass: Float[Array, "B Hk S"] | None,
     now: Int[Array, "B"],
     limits: Int[Array, "B"],
-    sight: Sight | None = None,
+    inputs: ScoreInputs | None = None,
     kept: Int[Array, "B *Hk"] | None = None,
 ) -> Float[Array, "B Hk S"]:
     """The phase's score over the heads, from the statistics before this mass; +inf for what it protects.
 
-    `sight` is what a score that is no straight line looks at, `kept` how many entries are to stay (the limits).
+    `inputs` is what a score that is not linear looks at, `kept` how many entries are to stay (the limits).
     """
     protected = phase.protects.protected(positions, now, limits)
-    sight = dataclasses.replace(
-        sight or Sight(),
+    inputs = dataclasses.replace(
+        inputs or ScoreInputs(),
         positions=positions,
         mass=mass,
         now=now,
@@ -315,7 +315,7 @@ def priority(
         protected=protected,
         sinks=phase.protects.sinks,
     )
-    value = phase.aggregate.over_heads(phase.score.score(stats, sight))
+    value = phase.aggregate.over_heads(phase.score.score(stats, inputs))
     if not phase.select.plain:
         value = phase.select.by_chunks(value, positions, protected)
     return jnp.where(protected, jnp.inf, value)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv.errors import BadValue
-from jaxkv.policies.score import Entering, Score, Sight, Stats
+from jaxkv.policies.score import Entering, Score, ScoreInputs, Stats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Recurrence(Score):
     stats: ClassVar[tuple[str, ...]] = ("last_seen", "longest_gap")
     looks: ClassVar[bool] = True
     remembers: ClassVar[bool] = True
-    straight: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
 
     def __post_init__(self):
         if not 0 <= self.threshold < 1:
@@ -48,9 +48,9 @@ class Recurrence(Score):
             "longest_gap": jnp.where(hit, gap, stats["longest_gap"]),
         }
 
-    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        stats = {**stats, **self.observe(stats, sight.mass, sight.next)}
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        stats = {**stats, **self.observe(stats, inputs.mass, inputs.next)}
         gap = jnp.maximum(stats["longest_gap"], 1.0)
-        idle = (sight.next[:, None, None] - 1).astype(jnp.float32) - stats["last_seen"]
+        idle = (inputs.next[:, None, None] - 1).astype(jnp.float32) - stats["last_seen"]
         again = jnp.where(stats["longest_gap"] > 0, 2 * jax.nn.sigmoid(1 - gap), 0.0)
         return 2 * jax.nn.sigmoid(-idle / gap) + again

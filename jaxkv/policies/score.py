@@ -1,9 +1,9 @@
 """score: how much each entry is worth, higher = keep, float32 [B, Hk, S].
 
 Every score has the same functions. `enter` computes an entry's own statistics once, as it enters the cache; `observe`
-updates the statistics from an observation's attention mass. Most scores are a straight line in that mass: `line` gives
+updates the statistics from an observation's attention mass. Most scores are linear in that mass: `factors` gives
 weight and bias of score = weight * mass + bias, from the statistics before the observation, so that the attention
-kernel itself can score. One that is no such line (it compares the entries with each other, say) has `straight` False
+kernel itself can score. One that is not linear (it compares the entries with each other, say) has `linear` False
 and a `score` of its own, which is computed after the attention. `now [B]` is the position of the next token.
 """
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.errors import BadValue
-from pallas_kernels.decode_attend_score.victim import Factor, line
+from pallas_kernels.decode_attend_score.victim import Factor, linear
 from pallas_kernels.masking import filled
 
 Stats = dict[str, Float[Array, "B Hk S"]]
@@ -40,8 +40,8 @@ class Entering:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sight:
-    """What a score that is no straight line may look at: a layer's entries, and at prefill the block's queries.
+class ScoreInputs:
+    """What a score that is not linear in the mass may look at: a layer's entries, and at prefill the block's queries.
 
     `keys` are turned to `places` (text or cache positions, by the policy's rope), `queries` are before RoPE.
     `limits` is the number of entries to keep, per row or per head; `protected` marks those that stay whatever their
@@ -109,13 +109,13 @@ class Sight:
 
 
 class Score:
-    """The defaults: no statistics of its own, a straight line."""
+    """The defaults: no statistics of its own, linear in the mass."""
 
     kind: ClassVar[str]
     stats: ClassVar[tuple[str, ...]] = ()
     looks: ClassVar[bool] = False  # needs attention mass
     remembers: ClassVar[bool] = False  # its statistics depend on past attention mass
-    straight: ClassVar[bool] = True  # a straight line in the mass: the attention kernel can score
+    linear: ClassVar[bool] = True  # a linear line in the mass: the attention kernel can score
     asks: ClassVar[bool] = False  # needs the prompt's queries, so it scores at prefill only
     projects: ClassVar[bool] = False  # needs the output matrix
     signed: ClassVar[bool] = False  # may be negative
@@ -130,11 +130,11 @@ class Score:
     def observe(self, stats: Stats, mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"] | None) -> Stats:
         return {}
 
-    def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
+    def factors(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
         raise NotImplementedError
 
-    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        return line(sight.mass, *self.line(stats, sight.at, sight.next))
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        return linear(inputs.mass, *self.factors(stats, inputs.at, inputs.next))
 
     def leaves(self) -> tuple["Score", ...]:
         """The score itself, or those that it is made of."""
@@ -147,7 +147,7 @@ class Recency(Score):
 
     kind: ClassVar[str] = "recency"
 
-    def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
+    def factors(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
         return 0.0, positions.astype(jnp.float32)
 
 
@@ -162,7 +162,7 @@ class KeyNorm(Score):
     def enter(self, new: Entering) -> Stats:
         return {"key_norm": jnp.linalg.norm(new.keys.astype(jnp.float32), axis=-1)}
 
-    def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
+    def factors(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
         return 0.0, -stats["key_norm"]
 
 
@@ -173,7 +173,7 @@ class Attention(Score):
     kind: ClassVar[str] = "attention"
     looks: ClassVar[bool] = True
 
-    def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
+    def factors(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
         return 1.0, 0.0
 
 
@@ -202,7 +202,7 @@ class AccumulatedAttention(Score):
     def observe(self, stats: Stats, mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"] | None) -> Stats:
         return {} if mass is None else {"attention": stats["attention"] * self.decay + mass}
 
-    def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
+    def factors(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
         past = stats["attention"] * self.decay
         if not self.average:
             return 1.0, past
@@ -221,7 +221,7 @@ class AttentionValue(Score):
     def enter(self, new: Entering) -> Stats:
         return {"value_l1": jnp.sum(jnp.abs(new.values.astype(jnp.float32)), axis=-1)}
 
-    def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
+    def factors(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
         return stats["value_l1"], 0.0
 
 
@@ -232,7 +232,7 @@ class Random(Score):
     seed: int = 0
     kind: ClassVar[str] = "random"
 
-    def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
+    def factors(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
         return 0.0, drawn(positions, self.seed)
 
 
@@ -261,7 +261,7 @@ class Distance(Score):
         if self.offset < 1:
             raise BadValue(f"offset={self.offset}: expected at least 1 token of age")
 
-    def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
+    def factors(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
         return 0.0, jnp.abs(now[:, None, None] - positions - self.offset).astype(jnp.float32)
 
 
@@ -273,7 +273,7 @@ class PeakAttention(Score):
     stats: ClassVar[tuple[str, ...]] = ("peak",)
     looks: ClassVar[bool] = True
     remembers: ClassVar[bool] = True
-    straight: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
 
     def enter(self, new: Entering) -> Stats:
         return {"peak": jnp.zeros(new.keys.shape[:-1], jnp.float32)}
@@ -281,5 +281,5 @@ class PeakAttention(Score):
     def observe(self, stats: Stats, mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"] | None) -> Stats:
         return {} if mass is None else {"peak": jnp.maximum(stats["peak"], mass)}
 
-    def score(self, stats: Stats, sight: Sight) -> Float[Array, "B Hk S"]:
-        return stats["peak"] if sight.mass is None else jnp.maximum(stats["peak"], sight.mass)
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        return stats["peak"] if inputs.mass is None else jnp.maximum(stats["peak"], inputs.mass)

@@ -20,7 +20,7 @@ from jaxkv.models.rope import rotate
 from jaxkv.policies.policy import Policy
 from jaxkv.speculative.tree import Placed
 from pallas_kernels.decode_attend_score.reference import GROUP
-from pallas_kernels.decode_attend_score.victim import alive, line, over_heads, protected, victim
+from pallas_kernels.decode_attend_score.victim import alive, linear, over_heads, protected, victim
 from pallas_kernels.masking import filled, masked_softmax, soft_cap, visible
 
 
@@ -58,7 +58,7 @@ def check(policy: Policy) -> None:
             f"policy {policy.name!r} scores with what was measured on the model, which drafts are not given: leave "
             "speculative= out"
         )
-    if policy.decode is not None and not policy.decode.straight:
+    if policy.decode is not None and not policy.decode.linear:
         raise BadValue(
             f"policy {policy.name!r} scores with {policy.decode.score.kind!r}, which looks at all entries after each "
             "token and cannot do so inside a tree of drafts: leave speculative= out"
@@ -94,7 +94,7 @@ def _at_once(
     value: Float[Array, "B Hk N D"],
     layer: LayerCache,
 ) -> tuple[Float[Array, "B Hq N D"], Branches]:
-    """Where tokens are only added: one softmax over cache and tree (what expires is out of every later sight)."""
+    """Where tokens are only added: one softmax over cache and tree (what expires is out of every later inputs)."""
     positions = tree.positions
     batch, heads, nodes, dim = query.shape
     kv_heads, slots = layer.positions.shape[1:]
@@ -201,7 +201,7 @@ def _by_depth(
             limit = jnp.repeat(limits, width)
             mass = GROUP[phase.aggregate.group](weights, axis=3)
             past = {name: fold(stat) for name, stat in stats.items()}
-            score = over_heads(line(fold(mass), *phase.score.line(past, fold(held), now)), phase.aggregate.heads)
+            score = over_heads(linear(fold(mass), *phase.score.factors(past, fold(held), now)), phase.aggregate.heads)
             spared = protected(fold(held), now, phase.protects.sinks, phase.protects.recents(limit))
             after = split(victim(jnp.where(spared, jnp.inf, score), fold(held), live, limit))
             new = policy.observe(phase, past, fold(mass), now)

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import gpu_blocks as blocks_of
 from pallas_kernels.decode_attend_score.reference import GROUP, Attended
-from pallas_kernels.decode_attend_score.victim import Factor, Rule, alive, line, over_heads, protected, victim
+from pallas_kernels.decode_attend_score.victim import Factor, Rule, alive, linear, over_heads, protected, victim
 from pallas_kernels.masking import MASKED
 
 
@@ -95,7 +95,7 @@ def decode_attend_score(
     if rule is None:
         aim = jnp.argmin(live, axis=-1).astype(jnp.int32)
     else:
-        score = over_heads(line(mass, weight, bias), rule.heads)
+        score = over_heads(linear(mass, weight, bias), rule.heads)
         score = jnp.where(protected(positions, now, rule.sinks, recents), jnp.inf, score)
         aim = victim(score, positions, live, limits)
     return Attended(

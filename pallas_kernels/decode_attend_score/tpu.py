@@ -238,14 +238,14 @@ def _kernel(plan: _Plan, position_ref, slot_ref, limits_ref, recents_ref, *refs)
         at = pl.ds(pl.multiple_of(step * plan.block, plan.block), plan.block)
         return at, step * plan.block + lax.broadcasted_iota(jnp.int32, (plan.kv_heads, plan.block), 1)
 
-    def sight(at, index):
+    def inputs(at, index):
         """Positions of a block's slots [Hk, S], and which of them the query sees."""
         place = jnp.where(index < plan.slots, positions[0, :, at], -1)
         seen = (place >= 0) & (place <= position)
         return place, seen if plan.window is None else seen & (position - place < plan.window)
 
     at, index = columns_of(step)
-    place, seen = sight(at, index)
+    place, seen = inputs(at, index)
     held[...] += jnp.sum(_alive(plan, place, position + 1).astype(jnp.int32), axis=1, keepdims=True)
 
     @pl.when(jnp.any(place < 0))
@@ -276,7 +276,7 @@ def _kernel(plan: _Plan, position_ref, slot_ref, limits_ref, recents_ref, *refs)
 
         def look_back(step, best):
             at, index = columns_of(step)
-            place, seen = sight(at, index)
+            place, seen = inputs(at, index)
             inside = index < plan.slots
             weights = jnp.where(seen[:, None], jnp.exp(logits[:, :, at] - top[...]) / whole, 0.0)
             weights = GROUP[plan.group](weights, axis=1)

@@ -1,6 +1,6 @@
 """Which slot the next token overwrites.
 
-An entry's score is a straight line in the attention mass that it got in this step, weight * mass + bias. Weight and
+An entry's score is linear in the attention mass that it got in this step, weight * mass + bias. Weight and
 bias are known before the attention runs, so that a kernel can score and choose in the same pass.
 """
 
@@ -26,7 +26,7 @@ class Rule:
     sinks: int = 0
 
 
-def line(mass: Float[Array, "B Hk S"] | None, weight: Factor, bias: Factor) -> Float[Array, "B Hk S"]:
+def linear(mass: Float[Array, "B Hk S"] | None, weight: Factor, bias: Factor) -> Float[Array, "B Hk S"]:
     """weight * mass + bias; the mass may be None where the weight is 0."""
     if isinstance(weight, float) and weight == 0 and isinstance(bias, jax.Array):
         return bias
@@ -100,7 +100,7 @@ def aim(
     if rule is None:
         chosen = jnp.argmin(live, axis=-1).astype(jnp.int32)
     else:
-        score = over_heads(line(mass, weight, bias), rule.heads)
+        score = over_heads(linear(mass, weight, bias), rule.heads)
         score = jnp.where(protected(positions, now, rule.sinks, recents), jnp.inf, score)
         chosen = victim(score, positions, live, limits)
     return jnp.where(position[:, None] < 0, slot, chosen)

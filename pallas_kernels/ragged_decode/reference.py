@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.decode_attend_score.reference import GROUP, Attended
-from pallas_kernels.decode_attend_score.victim import Rule, line, protected
+from pallas_kernels.decode_attend_score.victim import Rule, linear, protected
 from pallas_kernels.masking import filled, masked_softmax, soft_cap
 from pallas_kernels.ragged_decode.segments import mine, over_slots, per_slot, segments
 
@@ -123,7 +123,7 @@ def aim(
     if rule is None:
         return first_empty(positions, offsets)
     factors = (x[:, None] if isinstance(x, jax.Array) else x for x in (weight, bias))  # as of one long head
-    score = line(mass[:, None], *factors)
+    score = linear(mass[:, None], *factors)
     safe = protected(positions[:, None], position + 1, rule.sinks, recents)
     return lowest(jnp.where(safe, jnp.inf, score)[:, 0], positions, offsets)
 

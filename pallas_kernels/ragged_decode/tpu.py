@@ -195,7 +195,7 @@ def _kernel(plan: _Plan, position_ref, slot_ref, offsets_ref, *refs):
     each_head(write, once_per_tile=False)
     each_head(send, once_per_tile=True)
 
-    def sight(step):
+    def inputs(step):
         """Where block `step` lies in arrays over all slots, its positions [1, S], and what each head sees [Hq, S]."""
         at = pl.ds(pl.multiple_of(step * plan.block, plan.block), plan.block)
         index = step * plan.block + lax.broadcasted_iota(jnp.int32, (1, plan.block), 1)
@@ -205,7 +205,7 @@ def _kernel(plan: _Plan, position_ref, slot_ref, offsets_ref, *refs):
         head = lax.div(lax.broadcasted_iota(jnp.int32, (plan.heads, plan.block), 0), plan.heads // plan.kv_heads)
         return at, place, (head == owner) & (place >= 0) & (place <= position)
 
-    at, place, seen = sight(step)
+    at, place, seen = inputs(step)
 
     @pl.when(jnp.any(place < 0))
     def _():
@@ -232,7 +232,7 @@ def _kernel(plan: _Plan, position_ref, slot_ref, offsets_ref, *refs):
         lse[0] = jnp.where(total[...] > 0, top[...] + jnp.log(whole), -jnp.inf)
 
         def look_back(step, carry):
-            at, _, seen = sight(step)
+            at, _, seen = inputs(step)
             weights = jnp.where(seen, jnp.exp(logits[:, at] - top[...]) / whole, 0.0)
             over = jnp.max if plan.group == "max" else jnp.sum  # the other heads' weights are 0
             each = over(weights, axis=0, keepdims=True)
