@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxkv.sharding.layout import GROUP, HEADS, LINE, ROWS, SLOTS, Layout
+from jaxkv.sharding.layout import GROUP, HEADS, POOL, ROWS, SLOTS, Layout
 from pallas_kernels import decode_attend_score as decode_kernel
 from pallas_kernels import prefill_attend as prefill_kernel
 from pallas_kernels import prefill_attend_mass as mass_kernel
@@ -23,14 +23,14 @@ from pallas_kernels.decode_attend_score.reference import GROUP as REDUCE
 from pallas_kernels.decode_attend_score.reference import Attended, written
 from pallas_kernels.decode_attend_score.victim import Factor, Rule, aim
 from pallas_kernels.masking import filled, masked_softmax, soft_cap, visible
+from pallas_kernels.partial import Partial, portion
 from pallas_kernels.ragged_decode import reference as ragged
 from pallas_kernels.ragged_decode.segments import over_slots
-from pallas_kernels.rest import Rest
 
 ACROSS = {"sum": lax.psum, "mean": lax.pmean, "max": lax.pmax}
 
 
-class Turn(NamedTuple):
+class RotateAtRead(NamedTuple):
     """How keys kept before RoPE are rotated when they are read: the entries' places, and query and keys by them."""
 
     places: Callable[..., jax.Array]  # positions [b, h, C] -> places
@@ -45,35 +45,35 @@ def prefill_attend(
     query_positions: Int[Array, "B T"],
     key_positions: Int[Array, "B Hk S"],
     *,
-    rest: Rest | None = None,
+    with_lse: bool = False,
     **options: Any,
-) -> Float[Array, "B Hq T D"]:
+) -> Partial:
     """`prefill_attend` with the queries divided over the text as well; every device has all slots of its heads.
 
     The cache is bounded, so K and V of cache and block are gathered once per layer: a ring would move the same bytes,
-    and the eviction behind it needs the rows anyway, to lay out what stays.
+    and the eviction behind it needs the rows anyway, to lay out what stays. `with_lse`: for a merge with other parts;
+    else the log-sum-exp is 0.
     """
-    kernel = functools.partial(prefill_kernel.prefill_attend, own_keys_last=True, **options)
-    more = {} if rest is None else {"rest": rest}
+    kernel = functools.partial(prefill_kernel.prefill_attend, own_keys_last=True, with_lse=with_lse, **options)
     if layout.mesh is None:
-        return kernel(query, keys, values, query_positions, key_positions, **more)
+        out = kernel(query, keys, values, query_positions, key_positions)
+        return Partial(*out) if with_lse else Partial(out, jnp.zeros(out.shape[:-1], jnp.float32))
     if layout.size(SLOTS) > 1:  # a device's queries lie anywhere in the block
         kernel = functools.partial(kernel, own_keys_last=False)
     grouped = _grouped(query, keys.shape[1])
     q = layout.spec(grouped.shape, (ROWS, HEADS, GROUP, SLOTS, None))
     kv = layout.spec(keys.shape, layout.slot_axes(4, slots=None))
 
-    each = PartitionSpec(*kv[:2], None)
-
-    def local(query, keys, values, query_positions, key_positions, more):
-        out = kernel(_flat(query), keys, values, query_positions, key_positions, **more)
-        return out.reshape(query.shape)
+    def local(query, keys, values, query_positions, key_positions):
+        out = kernel(_flat(query), keys, values, query_positions, key_positions)
+        return jax.tree.map(lambda x: x.reshape(*query.shape[:4], *x.shape[3:]), out)
 
     ins = (q, kv, kv, layout.spec(query_positions.shape, (ROWS, SLOTS)), _but_last(kv))
-    out = _mapped(layout, local, (*ins, dict.fromkeys(more, (each, each, _but_last(each)))), q)(
-        grouped, keys, values, query_positions, key_positions, more
-    )
-    return out.reshape(query.shape)
+    outs: Any = (q, _but_last(q)) if with_lse else q
+    out = _mapped(layout, local, ins, outs)(grouped, keys, values, query_positions, key_positions)
+    if with_lse:
+        return Partial(out[0].reshape(query.shape), out[1].reshape(query.shape[:3]))
+    return Partial(out.reshape(query.shape), jnp.zeros(query.shape[:3], jnp.float32))
 
 
 def prefill_attend_mass(
@@ -131,7 +131,7 @@ def decode_attend_score(
     *,
     group: str,
     rule: Rule | None,
-    turn: Turn | None,
+    rotate: RotateAtRead | None,
     window: int | None,
     implementation: str | None,
     **softmax: Any,
@@ -141,7 +141,7 @@ def decode_attend_score(
     Where slots are divided every device attends to its own, and the parts are merged by their log-sum-exps. The next
     slot is the kernel's own choice where one device sees all that the rule compares, else it is chosen from the mass,
     by each device among its slots and then among the devices' candidates.
-    `turn` rotates at read time, for caches that hold keys before RoPE.
+    `rotate` turns query and keys at read time, for caches that hold keys before RoPE.
     """
     kernel = functools.partial(
         decode_kernel.decode_attend_score, window=window, group=group, implementation=implementation, **softmax
@@ -149,7 +149,7 @@ def decode_attend_score(
     if layout.mesh is None:
         return kernel(
             query, key, value, position, slot, keys, values, positions, limits, recents, weight, bias, rule=rule,
-            rotate=_rotation(turn),
+            rotate=_rotation(rotate),
         )  # fmt: skip
 
     grouped = _grouped(query, keys.shape[1])
@@ -165,11 +165,11 @@ def decode_attend_score(
         if divided:
             return _attend_part(
                 layout, query, key, value, position, slot, keys, values, positions,
-                group=group, turn=turn, window=window, **softmax,
+                group=group, rotate=rotate, window=window, **softmax,
             )  # fmt: skip
         out = kernel(
             _flat(query), key, value, position, slot, keys, values, positions, limits, recents, **arrays, **floats,
-            rule=rule if own_rule else None, rotate=_rotation(turn),
+            rule=rule if own_rule else None, rotate=_rotation(rotate),
         )  # fmt: skip
         return out._replace(
             output=out.output.reshape(query.shape),
@@ -203,7 +203,7 @@ def _attend_part(
     positions: Int[Array, "b h c"],
     *,
     group: str,
-    turn: Turn | None,
+    rotate: RotateAtRead | None,
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -212,10 +212,10 @@ def _attend_part(
     held = keys.shape[2]
     keys, values, positions = written(keys, values, positions, key, value, position, _here(slot, held, SLOTS))
     read = keys
-    if turn is not None:
-        places = turn.places(lax.all_gather(positions, SLOTS, axis=2, tiled=True))
+    if rotate is not None:
+        places = rotate.places(lax.all_gather(positions, SLOTS, axis=2, tiled=True))
         own = lax.dynamic_slice_in_dim(places, lax.axis_index(SLOTS) * held, held, axis=2)
-        query, read = turn.by(query, keys, own, jnp.max(places, axis=-1))
+        query, read = rotate.by(query, keys, own, jnp.max(places, axis=-1))
     logits = jnp.einsum("bhgd,bhcd->bhgc", query, read, preferred_element_type=jnp.float32) * scale
     seen = visible(position[:, None, None], positions, window)
     weights, lse = masked_softmax(soft_cap(logits, softcap), seen)
@@ -268,7 +268,7 @@ def ragged_decode(
     if layout.mesh is None:
         token = query, key, value, position, slot
         return kernel(*token, keys, values, positions, offsets, recents, weight, bias, line=line)
-    kv = layout.spec(keys.shape, (ROWS, None if whole else LINE, None))
+    kv = layout.spec(keys.shape, (ROWS, None if whole else POOL, None))
     rows, flat = layout.spec(position.shape, (ROWS,)), _but_last(kv)
     few, tokens = PartitionSpec(*rows, None), PartitionSpec(*rows, None, None)
     arrays, floats = _apart(weight=weight, bias=bias)
@@ -336,7 +336,7 @@ def _merged(
 ) -> tuple[Float[Array, "b h g"], Float[Array, "b h g"]]:
     """The log-sum-exp over all devices' slots, and this one's share in every softmax."""
     everyone = jax.nn.logsumexp(lax.all_gather(lse, over), axis=0)
-    return everyone, jnp.where(lse > -jnp.inf, jnp.exp(lse - everyone), 0.0)
+    return everyone, portion(lse, everyone)
 
 
 def _apart(**factors: Any) -> tuple[dict[str, jax.Array], dict[str, float]]:
@@ -345,16 +345,16 @@ def _apart(**factors: Any) -> tuple[dict[str, jax.Array], dict[str, float]]:
     return {name: x for name, x in factors.items() if name not in floats}, floats
 
 
-def _rotation(turn: Turn | None) -> Callable | None:
-    """`turn` as the kernels call it; the new token is the last of the entries in time."""
-    if turn is None:
+def _rotation(rotate: RotateAtRead | None) -> Callable | None:
+    """`rotate` as the kernels call it; the new token is the last of the entries in time."""
+    if rotate is None:
         return None
 
-    def rotate(query, keys, positions):
-        places = turn.places(positions)
-        return turn.by(query, keys, places, jnp.max(places, axis=-1))
+    def by_places(query, keys, positions):
+        places = rotate.places(positions)
+        return rotate.by(query, keys, places, jnp.max(places, axis=-1))
 
-    return rotate
+    return by_places
 
 
 def _mapped(layout: Layout, local: Callable, ins: Any, outs: Any) -> Callable:

@@ -17,13 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxkv import cache as slots_of
-from jaxkv.cache import KVCache, LayerCache
 from jaxkv.errors import BadValue
-from jaxkv.model_pool import Share
 from jaxkv.models import ModelConfig
 from jaxkv.models.linear import settled
-from jaxkv.pool import Pool
 from jaxkv.sharding.mesh import AXES
 
 ROWS = ("data", "fsdp")  # of the cache and of attention
@@ -32,8 +28,9 @@ HEADS = ("heads",)
 GROUP = ("group",)
 SLOTS = ("context", "spare")
 MODEL = ("heads", "group", "spare")
-LINE = (*MODEL, *TEXT)  # of a pool, whose slots lie in one line, whoever's they are
+POOL = (*MODEL, *TEXT)  # of a pool, whose slots lie side by side, whoever's they are
 Names = tuple[str, ...] | None
+STORE: dict[str | None, Names] = {"rows": ROWS, "heads": HEADS, "slots": SLOTS, "pool": POOL, "line": None, None: None}
 
 # The first pattern that a weight's path matches says what divides its dimensions ([in, out], [V, M] or [out]). Columns
 # before a nonlinearity, rows behind it, so that devices sum up once per pair. qkv is divided by columns further than
@@ -141,38 +138,20 @@ class Layout:
         return (ROWS, HEADS, slots, None)[:ndim]
 
     def each(self, layer: Any, place: Callable[..., Any], whole: bool = False) -> Any:
-        """The layer with every array placed by what divides it; `whole`: no slots.
+        """The store with every array placed by what divides its dimensions; `whole`: no slots."""
 
-        A pool's slots are divided wherever its heads' borders lie. Layers that share a line read it at places that are
-        data, so the line is divided by rows only.
-        """
+        def named(leaf: Any, *dims: str | None) -> Any:
+            return place(leaf, *(None if whole and dim in ("slots", "pool") else STORE[dim] for dim in dims))
 
-        def pool(it: Pool | None, line: Names) -> Any:
-            def of(path: Any, leaf: Any) -> Any:
-                by_head = path[0].name in ("offsets", "next_slot", "rest")  # [B, Hk], not [B, P]
-                return place(leaf, *(ROWS, None if by_head else line, None)[: leaf.ndim])
+        return layer.each(named)
 
-            return jax.tree_util.tree_map_with_path(of, it)
-
-        if isinstance(layer, Share):
-            return dataclasses.replace(layer, line=pool(layer.line, None))
-        if isinstance(layer, Pool):
-            return pool(layer, None if whole else LINE)
-        slots = None if whole else SLOTS
-        return jax.tree.map(lambda leaf: place(leaf, *self.slot_axes(leaf.ndim, slots)), layer)
-
-    def cache(self, cache: KVCache) -> KVCache:
-        """The cache on this layout's devices, wherever it was before, with slots added where the parts need it."""
+    def cache(self, cache: Any) -> Any:
+        """The `KVCache` on this layout's devices, wherever it was before, with slots added where the parts need it."""
         if self.mesh is None:
             if all(leaf.sharding.num_devices == 1 for leaf in jax.tree.leaves(cache)):
                 return cache
             return jax.tree.map(lambda leaf: jnp.asarray(on_host(leaf)), cache)
-        layers = tuple(
-            slots_of.resize(layer, -(-layer.slots // self.parts) * self.parts)
-            if isinstance(layer, LayerCache)
-            else layer
-            for layer in cache.layers
-        )
+        layers = tuple(layer.divisible(self.parts) for layer in cache.layers)
         small = {name: self.put(getattr(cache, name)) for name in ("lengths", "limits", "pending")}
         return dataclasses.replace(cache, layers=self.layers(layers), **small)
 

@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import gpu_blocks as blocks_of
 from pallas_kernels.gpu_blocks import per_query
 from pallas_kernels.masking import MASKED
-from pallas_kernels.rest import Rest
 
 KEYS = 64  # at a time
 STAGES = 2
@@ -49,16 +48,16 @@ def prefill_attend(
     window: int | None = None,
     softcap: float | None = None,
     own_keys_last: bool = False,
-    rest: Rest | None = None,
+    with_lse: bool = False,
     interpret: bool | plgpu.InterpretGPUParams = False,
 ) -> Float[Array, "B Hq T D"]:
     """`reference.prefill_attend` without an array of queries by keys.
 
     Raises `NotImplementedError` on GPUs other than Hopper, for dtypes other than bfloat16 and float16, for D that is no
-    multiple of 16 or above 256, and for a rest.
+    multiple of 16 or above 256, and for the log-sum-exp.
     """
-    if rest is not None:
-        raise NotImplementedError("prefill_attend for GPUs knows no rest")
+    if with_lse:
+        raise NotImplementedError("prefill_attend for GPUs gives no log-sum-exp")
     batch, heads, length, dim = queries.shape
     kv_heads, slots = keys.shape[1:3]
     blocks_of.check(dim, keys.dtype)

@@ -5,7 +5,6 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.masking import filled
 from pallas_kernels.prefill_attend.tiles import tiles
-from pallas_kernels.rest import Rest, with_rest
 
 
 def prefill_attend(
@@ -19,12 +18,12 @@ def prefill_attend(
     window: int | None = None,
     softcap: float | None = None,
     own_keys_last: bool = False,
-    rest: Rest | None = None,
-) -> Float[Array, "B Hq T D"]:
+    with_lse: bool = False,
+) -> Float[Array, "B Hq T D"] | tuple[Float[Array, "B Hq T D"], Float[Array, "B Hq T"]]:
     """softmax(scale * q . k) v over the keys at or before each query's position; position -1 is an empty slot.
 
-    `own_keys_last` says that the last T keys are the queries' own, in order, so that none need look further. `rest` is
-    a key and value per KV head, older than all queries, that stand for so many which are not among the keys.
+    `own_keys_last` says that the last T keys are the queries' own, in order, so that none need look further. `with_lse`
+    gives the log-sum-exp of each query's logits too, for a merge with attention to other keys.
     """
     batch, heads, length, dim = queries.shape
     kv_heads = keys.shape[1]
@@ -39,7 +38,6 @@ def prefill_attend(
         outs.append(out.astype(queries.dtype).reshape(batch, kv_heads, group, end - start, dim))
         lses.append(lse)
     output = jnp.concatenate(outs, axis=3).reshape(batch, heads, length, dim)
-    if rest is None:
+    if not with_lse:
         return output
-    lse = jnp.concatenate(lses, axis=3).reshape(batch, heads, length)
-    return with_rest(output, lse, queries, rest, scale=scale, softcap=softcap)
+    return output, jnp.concatenate(lses, axis=3).reshape(batch, heads, length)

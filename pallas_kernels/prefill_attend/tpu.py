@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import tpu_blocks as blocks_of
 from pallas_kernels.masking import MASKED, soft_cap
-from pallas_kernels.rest import Rest
 
 ROWS = 512  # queries times query heads of a group, at a time
 KEYS = 512  # keys at a time
@@ -33,14 +32,15 @@ def prefill_attend(
     window: int | None = None,
     softcap: float | None = None,
     own_keys_last: bool = False,
-    rest: Rest | None = None,
+    with_lse: bool = False,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B Hq T D"]:
     """`reference.prefill_attend`, without a queries x keys array. Blocks that no query sees are not computed, and with
-    `own_keys_last` those behind a block of queries are not even fetched. Raises `NotImplementedError` for a rest.
+    `own_keys_last` those behind a block of queries are not even fetched. Raises `NotImplementedError` for
+    the log-sum-exp.
     """
-    if rest is not None:
-        raise NotImplementedError("prefill_attend for TPU knows no rest")
+    if with_lse:
+        raise NotImplementedError("prefill_attend for TPU gives no log-sum-exp")
     batch, heads, length, dim = queries.shape
     kv_heads, slots = keys.shape[1:3]
     group = heads // kv_heads

@@ -1,0 +1,76 @@
+"""The KV cache of a batch: a store per layer, and where each row stands in its text."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jaxtyping import Array, Int
+
+from jaxkv.store.line import held_by, line_of, opened
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """The bounded cache of a batch, and where each row stands in its text.
+
+    `layers` has a store per layer: `Slots`, a `Pool` where the layer's heads share a budget, or the layer's `Place` in
+    a line where layers do; `views` are the layers wherever they lie.
+    `lengths [B]` counts the tokens seen, so it is the position of the next token; `limits [L, B]` is each row's
+    budget per layer; `pending [B]` is a token already sampled but not yet run through the model (-1: none).
+    `policy` and `model` say under what the cache was made: another policy's statistics or another model's keys would
+    be meaningless here.
+    """
+
+    layers: tuple[Any, ...]
+    lengths: Int[Array, "B"]
+    limits: Int[Array, "L B"]
+    pending: Int[Array, "B"]
+    policy: Any = dataclasses.field(default=None, metadata={"static": True})
+    model: str = dataclasses.field(default="", metadata={"static": True})
+
+    @property
+    def batch(self) -> int:
+        """B, the number of rows."""
+        return self.lengths.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values, positions and statistics held, and of what is held beside them."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.layers))
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values held: what a budget bounds, and what the policy's rules hold beside the slots."""
+        return sum(layer.kv_bytes for layer in self.layers)
+
+    @property
+    def views(self) -> tuple[Any, ...]:
+        """Every layer as `Slots` or a `Pool`."""
+        return opened(self.layers)
+
+    def held(self) -> Int[Array, "L B Hk"]:
+        """Entries held per layer, row and KV head."""
+        return held_by(self.layers)
+
+
+def one_row(cache: KVCache, index: int) -> KVCache:
+    """A row of the cache as a cache of its own."""
+    row = slice(index, index + 1)
+    return dataclasses.replace(
+        cache,
+        layers=jax.tree.map(lambda leaf: leaf[row], cache.layers),
+        lengths=cache.lengths[row],
+        limits=cache.limits[:, row],
+        pending=cache.pending[row],
+    )
+
+
+def grown(layers: tuple[Any, ...], held: Any, tokens: int, windows: tuple[int | None, ...]) -> tuple[Any, ...]:
+    """The layers with slots for so many tokens more than the `held [L, B, Hk]` ones, on the host."""
+    line = line_of(layers)
+    lacking = 0 if line is None else line.lacking(tokens)
+    return tuple(
+        layer.grown(int(of.max()), tokens, window, lacking)
+        for layer, of, window in zip(layers, held, windows, strict=True)
+    )

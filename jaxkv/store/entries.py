@@ -1,0 +1,154 @@
+"""Entries: everything that is indexed by slot, as one pytree, and the few pure operations on it.
+
+A slot is empty exactly when its position is -1. The dimensions of the slots come first in every array: `[B, Hk, C]`
+where each KV head has C slots, `[B, P]` where heads share P slots.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+EMPTY = -1
+NEVER = -jnp.inf  # priority of an empty slot: below every entry
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Entries:
+    """Keys, values, text positions (-1: empty) and the policy's float32 statistics of all slots.
+
+    `keys` and `values` are arrays `[*slots, D]`, or what a codec makes of them: arrays that begin with the slots'
+    dimensions as well, so gathers and appends need not know.
+    """
+
+    keys: Any
+    values: Any
+    positions: Int[Array, "*slots"]
+    stats: dict[str, Float[Array, "*slots"]]
+
+    @property
+    def filled(self) -> Bool[Array, "*slots"]:
+        """True for slots that hold an entry."""
+        return self.positions >= 0
+
+    def masked(self, stay: Bool[Array, "*slots"]) -> "Entries":
+        """The entries with the slots emptied where `stay` is False."""
+        return dataclasses.replace(self, positions=jnp.where(stay, self.positions, EMPTY))
+
+    def with_stats(self, **more: Float[Array, "*slots"]) -> "Entries":
+        """The entries with more statistics, which move with them."""
+        return dataclasses.replace(self, stats={**self.stats, **more})
+
+    def keeping(self, names: tuple[str, ...]) -> "Entries":
+        """The entries with these statistics alone."""
+        return dataclasses.replace(self, stats={name: self.stats[name] for name in names})
+
+
+def blank(shape: tuple[int, ...], keys: Any, values: Any, stats: tuple[str, ...]) -> Entries:
+    """Empty slots, with keys and values as they lie in empty ones and zeroed statistics of the given names."""
+    return Entries(keys, values, jnp.full(shape, EMPTY, jnp.int32), {n: jnp.zeros(shape, jnp.float32) for n in stats})
+
+
+def appended(before: Entries, after: Entries) -> Entries:
+    """The slots of both, behind each other in the last of the slots' dimensions."""
+    axis = before.positions.ndim - 1
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=axis), before, after)
+
+
+def taken(entries: Entries, source: Int[Array, "*slots"], positions: Int[Array, "*slots"]) -> Entries:
+    """The entries out of the `source` slots (of the last of the slots' dimensions), at `positions`."""
+    axis = source.ndim - 1
+
+    def gathered(x: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x, source.reshape(source.shape + (1,) * (x.ndim - source.ndim)), axis=axis)
+
+    keys, values, stats = jax.tree.map(gathered, (entries.keys, entries.values, entries.stats))
+    return Entries(keys, values, positions, stats)
+
+
+def chosen_at(entries: Entries, index: Int[Array, "*slots"]) -> Entries:
+    """The entries at `index`, with an empty slot where it is -1."""
+    source = jnp.maximum(index, 0)
+    at = jnp.where(index < 0, EMPTY, jnp.take_along_axis(entries.positions, source, axis=-1))
+    return taken(entries, source, at)
+
+
+def flattened(entries: Entries) -> Entries:
+    """The slots of all heads in one row, head after head: `[B, Hk, C]` becomes `[B, Hk C]`."""
+    batch, heads, slots = entries.positions.shape
+    return jax.tree.map(lambda x: x.reshape(batch, heads * slots, *x.shape[3:]), entries)
+
+
+def owners(positions: Int[Array, "B Hk C"]) -> Int[Array, "B Hk C"]:
+    """The KV head of every slot."""
+    return lax.broadcasted_iota(jnp.int32, positions.shape, 1)
+
+
+def in_time_order(entries: Entries) -> Entries:
+    """The slots of every head in time order, the empty ones first."""
+    order = jnp.argsort(entries.positions, axis=-1, stable=True)
+    return taken(entries, order, jnp.take_along_axis(entries.positions, order, axis=-1))
+
+
+def ranks(positions: Int[Array, "B Hk S"]) -> Int[Array, "B Hk S"]:
+    """Each entry's place among the entries held, counted from 0 in time order; -1 for an empty slot."""
+    order = jnp.argsort(jnp.argsort(positions, axis=-1, stable=True), axis=-1)
+    empties = jnp.sum(positions < 0, axis=-1, keepdims=True, dtype=order.dtype)
+    return jnp.where(positions < 0, EMPTY, order - empties).astype(jnp.int32)
+
+
+def around(positions: Int[Array, "B Hk S"]) -> Int[Array, "B Hk S"]:
+    """`ranks` of slots that are a ring: in time order from the oldest entry on, past the last slot to the first, with
+    empty ones behind the newest. A cut and the tokens written since leave them so. No sort, which a step would feel."""
+    slots = positions.shape[-1]
+    oldest = jnp.argmin(jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions), axis=-1).astype(jnp.int32)
+    place = (jnp.arange(slots, dtype=jnp.int32) - oldest[..., None]) % slots
+    return jnp.where(positions < 0, EMPTY, place)
+
+
+def counted(filled: Bool[Array, "B H S"]) -> Int[Array, "B H S"]:
+    """`ranks` of slots in time order, with empty ones anywhere between: each filled one's number, from 0."""
+    return jnp.where(filled, jnp.cumsum(filled, axis=-1, dtype=jnp.int32) - 1, EMPTY)
+
+
+def packed(chosen: Bool[Array, "B H S"], slots: int) -> Int[Array, "B H C"]:
+    """The indices of the chosen slots, at most `slots` of them, in order at the end of C places; -1 before them."""
+    upto = jnp.cumsum(chosen, axis=-1, dtype=jnp.int32)
+    number = jnp.arange(slots, dtype=jnp.int32) - (slots - upto[..., -1:])  # of the chosen, from 0
+    at = jax.vmap(jax.vmap(jnp.searchsorted))(upto, number + 1)
+    return jnp.where(number < 0, EMPTY, at.astype(jnp.int32))
+
+
+def highest(priority: Float[Array, "B H S"], count: Int[Array, "B"]) -> Bool[Array, "B H S"]:
+    """True for the `count[b]` highest of each row and head; of equals the first stay.
+
+    Without a sort, which TPU compilers take long to build: the lowest value that stays is found bit by bit.
+    """
+    bits, top = lax.bitcast_convert_type(priority, jnp.uint32), jnp.uint32(1 << 31)
+    bits = jnp.where(bits <= top, bits | top, ~bits)  # in the order of the numbers; -0.0, which is `top`, as 0.0
+    count = count[:, None, None]
+
+    def step(least, bit):
+        higher = least | bit
+        enough = jnp.sum(bits >= higher, axis=-1, keepdims=True, dtype=jnp.int32) >= count
+        return jnp.where(enough, higher, least), None
+
+    start = jnp.zeros((*bits.shape[:-1], 1), jnp.uint32)
+    least, _ = lax.scan(step, start, lax.shift_right_logical(top, jnp.arange(32, dtype=jnp.uint32)))
+    above, equal = bits > least, bits == least
+    room = count - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
+    return above | (equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= room))
+
+
+def best_of_each(
+    worth: Float[Array, "B Hk S"], positions: Int[Array, "B Hk S"], count: Int[Array, "B"]
+) -> Bool[Array, "B Hk S"]:
+    """True for the `count[b]` entries of highest worth of each head. Ties go to the older token where slots are in time
+    order. Empty slots are never chosen; every entry counts as at least the lowest finite float."""
+    filled = positions >= 0
+    worth = jnp.maximum(worth.astype(jnp.float32), jnp.finfo(jnp.float32).min)
+    return highest(jnp.where(filled, worth, NEVER), count) & filled

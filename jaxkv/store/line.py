@@ -1,0 +1,211 @@
+"""The line: the slots of a whole model when its layers share a budget, a segment per layer and KV head.
+
+The line is a `Pool` with layers x KV heads segments, so the bytes held are the budget whatever each layer gets. A layer
+reads it through a `View`: `reach` slots from its first border on, a static number, of which those of other layers count
+as empty; a kernel that can reads them where they lie. A decode step writes one slot per segment, all at its end.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Shaped
+
+from jaxkv.sharding.attention import RotateAtRead
+from jaxkv.sharding.layout import Layout
+from jaxkv.store.entries import Entries
+from jaxkv.store.pool import Pool
+from jaxkv.store.store import Judge, Token
+from pallas_kernels.partial import Partial
+from pallas_kernels.ragged_decode.reference import Line as Lying
+from pallas_kernels.ragged_decode.reference import written as overwritten
+
+
+class Written(NamedTuple):
+    """The key and value that a decode step has for a layer's next slots."""
+
+    key: Float[Array, "B Hk D"]
+    value: Float[Array, "B Hk D"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class View(Pool):
+    """A layer's segments of the line as a pool of `reach` slots: `lies` says where in the line, `new` what a decode step
+    has to write there."""
+
+    lies: Lying | None = None
+    new: Written | None = None
+
+    def step(
+        self, layout: Layout, token: Token, judge: Judge, rotate: RotateAtRead | None, **softmax: Any
+    ) -> tuple[Partial, "View"]:
+        """As a pool's; K and V of all layers are divided over no devices, and are written when the step ends."""
+        assert rotate is None, "heads that share a pool have no places in common"
+        result = self._ragged(layout, token, judge, whole=True, line=self.lies, **softmax)
+        after = dataclasses.replace(self.attended(result, token), lies=None, new=Written(token.key, token.value))
+        return Partial(result.output, result.lse, self.scored(result.mass)), after
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A layer's place in the line; the first one's holds the line of all.
+
+    `number` counts the layers that share, from 0; each reads `reach` slots, and has `heads` KV heads. `beside` is what
+    the policy's rules hold beside the layer's slots.
+    """
+
+    line: Pool | None
+    number: int = dataclasses.field(metadata={"static": True})
+    reach: int = dataclasses.field(metadata={"static": True})
+    heads: int = dataclasses.field(metadata={"static": True})
+    beside: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def slots(self) -> int:
+        """Slots that the layer reads, per KV head on average."""
+        return self.reach // self.heads
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values: of all layers at the first one's place."""
+        held = 0 if self.line is None else self.line.kv_bytes
+        return held + sum(state.kv_bytes for state in self.beside.values())
+
+    def view(self, line: Pool) -> View:
+        """The layer's segments as a pool of `reach` slots."""
+        first, start = self.number * self.heads, self.start(line)
+        offsets = line.offsets[:, first : first + self.heads + 1] - start[:, None]
+        cut = jax.vmap(lambda x, at: lax.dynamic_slice_in_dim(x, at, self.reach))
+        place = jnp.arange(self.reach)
+        own = (place >= offsets[:, :1]) & (place < offsets[:, -1:])
+        entries = jax.tree.map(lambda x: cut(x, start), line.entries).masked(own)
+        own_next = self.own(line.next_slot) - start[:, None]
+        return View(entries, offsets, own_next, self.beside, line.codecs, self.lying(line, start))
+
+    def own(self, x: Shaped[Array, "B LHk"]) -> Shaped[Array, "B Hk"]:
+        """Of what the line's segments have, the layer's heads' part."""
+        return x[:, self.number * self.heads : (self.number + 1) * self.heads]
+
+    def lying(self, line: Pool, start: Int[Array, "B"]) -> Lying | None:
+        """Plain keys and values of all layers, and where this one's view of them begins."""
+        return (line.entries.keys, line.entries.values, start) if line.codecs.plain else None
+
+    def start(self, line: Pool) -> Int[Array, "B"]:
+        """Where the view begins: at the layer's first border, or earlier where the line ends."""
+        return jnp.minimum(line.offsets[:, self.number * self.heads], line.total - self.reach)
+
+    def each(self, place: Any) -> "Place":
+        """As a store's; layers read the line at places that are data, so it is divided by rows only."""
+        line = None if self.line is None else self.line._each(place, "line")
+        beside = jax.tree.map(lambda x: place(x, *("rows", None, None, None)[: x.ndim]), self.beside)
+        return dataclasses.replace(self, line=line, beside=beside)
+
+    def keeping(self, names: tuple[str, ...]) -> "Place":
+        """The place with these statistics alone in its line."""
+        return self.holding(self.line and self.line.keeping(names))
+
+    def in_time_order(self) -> "Place":
+        """Every segment of the line in time order behind its empty slots."""
+        return self.holding(self.line and self.line.in_time_order())
+
+    def holding(self, line: Pool | None) -> "Place":
+        """The place with another line, where it holds one."""
+        return self if self.line is None else dataclasses.replace(self, line=line)
+
+    def needed(self, held: Any) -> int:
+        """Slots per KV head, on average over the heads, that hold the `held [B, Hk]` entries."""
+        return int(-(-held.sum(axis=1) // held.shape[1]).max())
+
+    def grown(self, held: int, tokens: int, window: int | None, lacking: int = 0) -> "Place":
+        """The place with the `lacking` slots added behind those of every segment of its line."""
+        line = self.line and (self.line.widened(lacking) if lacking else self.line)
+        return dataclasses.replace(self, line=line, reach=self.reach + lacking * self.heads)
+
+    def divisible(self, parts: int) -> "Place":
+        """The place as it is."""
+        return self
+
+
+def line_of(layers: tuple[Any, ...]) -> Pool | None:
+    """The line of the layers that share one; None where none does."""
+    return next((layer.line for layer in layers if isinstance(layer, Place) and layer.line is not None), None)
+
+
+def opened(layers: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The layers, those that share a line as their views of it."""
+    line = line_of(layers)
+    return tuple(layer.view(line) if isinstance(layer, Place) else layer for layer in layers)
+
+
+def held_by(layers: tuple[Any, ...]) -> Int[Array, "L B Hk"]:
+    """Entries held per layer, row and KV head; a line's are counted at once."""
+    line = line_of(layers)
+    of_line = None if line is None else line.held()
+    return jnp.stack([layer.own(of_line) if isinstance(layer, Place) else layer.held() for layer in layers])
+
+
+def joined(pools: list[Pool]) -> Pool:
+    """Pools of equal size in one line, one behind the other; what a pool leaves over is its last head's."""
+    size = pools[0].total
+    entries = jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), *[pool.entries for pool in pools])
+    starts = [pool.offsets[:, :-1] + number * size for number, pool in enumerate(pools)]
+    end = jnp.full_like(starts[0][:, :1], len(pools) * size)
+    offsets = jnp.concatenate([*starts, end], axis=1)
+    next_slot = jnp.concatenate([pool.next_slot + number * size for number, pool in enumerate(pools)], axis=1)
+    return Pool(entries, offsets, next_slot, {}, pools[0].codecs)
+
+
+def placed(line: Pool, beside: list[dict[str, Any]], reach: int) -> tuple[Place, ...]:
+    """The layers' places in a line that they share, with what is beside each."""
+    heads, reach = line.heads // len(beside), min(reach, line.total)
+    return tuple(Place(line if i == 0 else None, i, reach, heads, state) for i, state in enumerate(beside))
+
+
+def written(layers: tuple[Any, ...], after: tuple[Any, ...], position: Int[Array, "B"]) -> tuple[Any, ...]:
+    """The layers after a decode step: of those that share, each segment's token at `position [B]` goes into the line.
+
+    `after` are the stores that the step left, views of the line among them. A row whose position is -1 has finished:
+    nothing of it is written.
+    """
+    shares = [(place, view) for place, view in zip(layers, after, strict=True) if isinstance(place, Place)]
+    line = line_of(layers)
+    if line is None:
+        return after
+    # Read before it is written, or it would be copied
+    (old_keys, old_values), following = lax.optimization_barrier(
+        ((line.entries.keys, line.entries.values), [view.next_slot for _, view in shares])
+    )
+    starts = [place.start(line)[:, None] for place, _ in shares]
+    new_keys, new_values = (jnp.concatenate(new, axis=1) for new in zip(*(view.new for _, view in shares), strict=True))
+    owner, reach = line.owner, shares[0][0].reach
+    layer = jnp.minimum(owner // shares[0][0].heads, len(shares) - 1)
+    back = jnp.arange(line.total) - jnp.take_along_axis(jnp.concatenate(starts, axis=1), layer, axis=1)
+    back = jnp.clip(back, 0, reach - 1)
+
+    def whole(name: str) -> Array:
+        """A statistic of all slots: a step may change each."""
+        each = jnp.concatenate([view.stats[name] for _, view in shares], axis=1)
+        stat = jnp.take_along_axis(each, layer * reach + back, axis=1)
+        return jnp.where(owner < line.heads, stat, line.stats[name])
+
+    if line.codecs.plain:
+        keys, values, positions = overwritten(
+            old_keys, old_values, line.positions, new_keys, new_values, position, line.next_slot
+        )  # fmt: skip
+    else:
+        active = position >= 0
+        new = line.codecs.keys.encode(new_keys), line.codecs.values.encode(new_values)
+        put = lambda x, new: line.put(x, new, active)  # noqa: E731
+        keys, values = jax.tree.map(put, (old_keys, old_values), new)
+        positions = line.put(line.positions, jnp.broadcast_to(position[:, None], line.next_slot.shape), active)
+    entries = Entries(keys, values, positions, {name: whole(name) for name in line.stats})
+    next_slot = jnp.concatenate([slots + start for slots, start in zip(following, starts, strict=True)], axis=1)
+    line = dataclasses.replace(line, entries=entries, next_slot=next_slot)
+    return tuple(
+        dataclasses.replace(place.holding(line), beside=view.beside) if isinstance(place, Place) else view
+        for place, view in zip(layers, after, strict=True)
+    )

@@ -1,0 +1,211 @@
+"""Slots: C slots for every KV head of a layer.
+
+Attention needs no order among the slots. A cut leaves the kept entries in time order behind the empty ones, an
+overwrite leaves them where they are.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from jaxkv.sharding.attention import RotateAtRead, decode_attend_score
+from jaxkv.sharding.layout import Layout
+from jaxkv.store.codecs import Codecs
+from jaxkv.store.entries import Entries, appended, blank, chosen_at, in_time_order, owners, packed, taken
+from jaxkv.store.store import Absorb, Choose, Judge, Store, Token, Worth
+from pallas_kernels.decode_attend_score.victim import alive, victim
+from pallas_kernels.partial import Partial
+
+GROW = 64  # slots added at a time where new tokens are only added: going on step by step compiles once per so many
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Slots(Store):
+    """Entries `[B, Hk, C]`; `next_slot` is the slot that the next token will fill (an empty one while there is one,
+    then the policy's victim); `beside` is what the policy's rules hold beside the slots, by name.
+    """
+
+    entries: Entries
+    next_slot: Int[Array, "B Hk"]
+    beside: dict[str, Any] = dataclasses.field(default_factory=dict)
+    codecs: Codecs = dataclasses.field(default=Codecs(), metadata={"static": True})
+
+    @property
+    def slots(self) -> int:
+        """C, the number of slots per KV head."""
+        return self.positions.shape[-1]
+
+    def held(self) -> Int[Array, "B Hk"]:
+        """Entries held by each KV head."""
+        return jnp.sum(self.positions >= 0, axis=-1, dtype=jnp.int32)
+
+    def needed(self, held: Any) -> int:
+        """Slots per KV head that hold the `held [B, Hk]` entries."""
+        return int(held.max())
+
+    def each(self, place: Any) -> "Slots":
+        """The store with every array given to `place(array, *dims)`, with a name for what each dimension counts."""
+        entries = jax.tree.map(lambda x: place(x, *("rows", "heads", "slots", None)[: x.ndim]), self.entries)
+        few = jax.tree.map(lambda x: place(x, *("rows", "heads", None, None)[: x.ndim]), (self.next_slot, self.beside))
+        return dataclasses.replace(self, entries=entries, next_slot=few[0], beside=few[1])
+
+    # ---- a block of the prompt
+
+    def by_head(self) -> Entries:
+        """The entries by KV head `[B, Hk, C]`, plain."""
+        return self.plain(self.entries)
+
+    def in_time_order(self) -> "Slots":
+        """The slots in time order, the empty ones first."""
+        return dataclasses.replace(self, entries=in_time_order(self.entries))
+
+    def rebuilt(
+        self, entries: Entries, chosen: Bool[Array, "B Hk S"], slots: int, room: Int[Array, "B"], beside: dict[str, Any]
+    ) -> "Slots":
+        """The chosen ones of plain entries, which stand in time order, in `slots` slots behind the empty ones."""
+        return self.holding(chosen_at(entries, packed(chosen, slots)), beside=beside)
+
+    # ---- a decode step
+
+    def scored(self, x: Shaped[Array, "B Hk C"]) -> Shaped[Array, "B Hk C"]:
+        """What is known of every slot, in scored form."""
+        return x
+
+    def unscored(self, x: Shaped[Array, "B Hk C"]) -> Shaped[Array, "B Hk C"]:
+        """The inverse of `scored`."""
+        return x
+
+    def compared(self, x: Shaped[Array, "B Hk C"]) -> Shaped[Array, "B Hk C"]:
+        """What is known of every slot, by KV head as in `by_head`."""
+        return x
+
+    def uncompared(self, x: Shaped[Array, "B Hk C"]) -> Shaped[Array, "B Hk C"]:
+        """What was computed by KV head, in scored form."""
+        return x
+
+    def of_heads(self, x: Bool[Array, "Hk"]) -> Bool[Array, "B Hk C"]:
+        """Of every slot what is known of its head, in scored form."""
+        return jnp.broadcast_to(x[:, None], self.positions.shape)
+
+    def put(self, x: Any, new: Any, active: Bool[Array, "B"]) -> Any:
+        """`x [B, Hk, C, ...]` with `new [B, Hk, ...]` in every head's next slot, in rows that are active.
+
+        A mask and not an index: where slots are divided over devices, each can tell its own.
+        """
+        slot = jnp.where(active[:, None], self.next_slot, self.slots)
+        here = lax.broadcasted_iota(jnp.int32, self.positions.shape, 2) == slot[..., None]
+        return jnp.where(here.reshape(here.shape + (1,) * (x.ndim - 3)), new[:, :, None], x)
+
+    def leaving(self, active: Bool[Array, "B"]) -> Entries:
+        """The entry `[B, Hk, 1]` in every head's next slot, plain; position -1 where it is empty or the row is not
+        active."""
+        at = self.next_slot[..., None]
+        gone = taken(self.entries, at, jnp.take_along_axis(self.positions, at, axis=-1))
+        return self.plain(gone).masked(active[:, None, None])
+
+    def step(
+        self, layout: Layout, token: Token, judge: Judge, rotate: RotateAtRead | None, **softmax: Any
+    ) -> tuple[Partial, "Slots"]:
+        """Write the token into the next slots, attend over all slots, choose the slots after it."""
+        result = decode_attend_score(
+            layout, *token, self.next_slot, self.keys, self.values, self.positions, *judge[:4],
+            rule=judge.rule, group=judge.group, rotate=rotate, **softmax,
+        )  # fmt: skip
+        return Partial(result.output, result.lse, result.mass), self.attended(result, token)
+
+    def settled(self, output: Any) -> tuple[Any, "Slots"]:
+        """The output, and the store to be cut or aimed after it."""
+        return output, self
+
+    def empty_slot(self, now: Int[Array, "B"], window: int | None) -> Int[Array, "B Hk"]:
+        """Every head's first slot that is empty or whose entry no query will see again."""
+        return jnp.argmin(alive(self.positions, now, window), axis=-1).astype(jnp.int32)
+
+    def lowest(
+        self, worth: Float[Array, "B Hk C"], limits: Int[Array, "B"], now: Int[Array, "B"], window: int | None
+    ) -> Int[Array, "B Hk"]:
+        """Every head's slot for the next token: an empty or expired one below the limit, else the lowest worth."""
+        return victim(worth, self.positions, alive(self.positions, now, window), limits)
+
+    def full(
+        self, limits: Int[Array, "B"], every: int, now: Int[Array, "B"], window: int | None
+    ) -> Bool[Array, "B"]:
+        """True for the rows that have run `every` tokens over their limit."""
+        live = alive(self.positions, now, window)
+        return jnp.max(jnp.sum(live, axis=-1, dtype=jnp.int32), axis=-1) >= limits + every
+
+    def recut(
+        self,
+        due: Bool[Array, "B"],
+        worth: Worth,
+        choose: Choose,
+        absorb: Absorb,
+        *,
+        each: Int[Array, "B"],
+        room: Int[Array, "B"],
+        now: Int[Array, "B"],
+        window: int | None,
+    ) -> "Slots":
+        """The rows that are due with their `each [B]` best entries per head, the others with all.
+
+        `worth(store)` scores the slots, `choose(worth, positions, owner, each)` says which stay.
+        """
+
+        def cut(store: Slots) -> Slots:
+            live = alive(store.positions, now, window)
+            ordered = in_time_order(store.entries.masked(live).with_stats(worth=worth(store)))
+            count = jnp.where(due, each, store.slots)
+            chosen = choose(ordered.stats["worth"], ordered.positions, owners(ordered.positions), count)
+            entries, beside = store.absorbing(ordered.keeping(tuple(store.stats)), chosen, absorb)
+            kept = chosen_at(entries, packed(chosen, store.slots))
+            kept = dataclasses.replace(store, entries=kept, beside=beside)
+            return kept.aimed(kept.empty_slot(now, window))
+
+        return lax.cond(jnp.any(due), cut, lambda store: store, self)
+
+    # ---- room
+
+    def resized(self, slots: int) -> "Slots":
+        """The store with empty slots added behind its own, up to `slots` (never fewer than it has)."""
+        batch, heads, held = self.positions.shape
+        if slots <= held:
+            return self
+        dim, dtype = self.keys.shape[-1], self.keys.dtype
+        more = empty(batch, heads, slots - held, dim, dtype, tuple(self.stats), self.codecs)
+        return dataclasses.replace(self, entries=appended(self.entries, more.entries))
+
+    def grown(self, held: int, tokens: int, window: int | None, lacking: int = 0) -> "Slots":
+        """The store with slots for `tokens` more than the `held` ones (or its window's), in steps of GROW; the next
+        token goes to the first new slot."""
+        tokens = held + tokens
+        slots = -(-tokens // GROW) * GROW
+        slots = slots if window is None else min(slots, window)
+        if self.slots >= min(tokens, slots):
+            return self
+        first = jnp.full(self.next_slot.shape, self.slots, jnp.int32)
+        return dataclasses.replace(self.resized(slots), next_slot=first)
+
+    def divisible(self, parts: int) -> "Slots":
+        """The store with slots added until `parts` devices can have equally many."""
+        return self.resized(-(-self.slots // parts) * parts)
+
+
+def empty(
+    batch: int,
+    heads: int,
+    slots: int,
+    head_dim: int,
+    dtype: Any,
+    stats: tuple[str, ...] = (),
+    codecs: Codecs = Codecs(),
+    beside: dict[str, Any] | None = None,
+) -> Slots:
+    """A layer with `slots` empty slots per KV head and zeroed statistics of the given names."""
+    shape = (batch, heads, slots)
+    keys, values = (codec.empty(shape, head_dim, dtype) for codec in (codecs.keys, codecs.values))
+    return Slots(blank(shape, keys, values, stats), jnp.zeros((batch, heads), jnp.int32), beside or {}, codecs)

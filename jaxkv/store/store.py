@@ -1,0 +1,145 @@
+"""What every store has: the entries of one layer, where the next token goes, and what is held beside the slots.
+
+A store is `Slots` (every KV head has as many), a `Pool` (the heads share the layer's) or a `View` of a `Line` (the
+layers share the model's). What a policy computes of every slot it computes in the store's *scored form*, `[B, H, S]`:
+`[B, Hk, C]` of slots, `[B, 1, P]` of a pool, as of one long head.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv.store.codecs import Codecs
+from jaxkv.store.entries import Entries
+from pallas_kernels.decode_attend_score.victim import Factor, Rule
+
+Worth = Callable[[Any], Float[Array, "B *S"]]  # of a store's slots
+# of worth, positions and the KV head of every slot, and how many entries each head shall keep on average: which stay
+Choose = Callable[
+    [Float[Array, "B *S"], Int[Array, "B *S"], Int[Array, "B *S"], Int[Array, "B"]], Bool[Array, "B *S"]
+]
+# of what is held beside the slots, plain entries by head, and which of them stay: the survivors, and what is beside
+Absorb = Callable[[dict[str, Any], Entries, Bool[Array, "B Hk S"]], tuple[Entries, dict[str, Any]]]
+
+
+class Token(NamedTuple):
+    """One token per row in one layer: its query heads, key and value (turned by RoPE if the cache holds them so), and
+    its position, -1 for a row that has finished."""
+
+    query: Float[Array, "B Hq D"]
+    key: Float[Array, "B Hk D"]
+    value: Float[Array, "B Hk D"]
+    position: Int[Array, "B"]
+
+
+class Judge(NamedTuple):
+    """How the attention pass chooses the next slot: the lowest weight * mass + bias, in the store's scored form.
+
+    `limits [B]` entries per head may be held, the last `recents [B]` tokens and the rule's sinks are spared; without
+    a rule the next slot is the first empty one. `group` reduces the mass over the query heads of a KV head.
+    """
+
+    limits: Int[Array, "B"]
+    recents: Int[Array, "B"]
+    weight: Factor = 1.0
+    bias: Factor = 0.0
+    rule: Rule | None = None
+    group: str = "sum"
+
+
+class Store:
+    """What the three kinds share."""
+
+    entries: Entries
+    next_slot: Int[Array, "B Hk"]
+    beside: dict[str, Any]
+    codecs: Codecs
+
+    @property
+    def positions(self) -> Int[Array, "B *S"]:
+        """The text position of every slot, -1 where it is empty."""
+        return self.entries.positions
+
+    @property
+    def stats(self) -> dict[str, Float[Array, "B *S"]]:
+        """The policy's statistics of every slot."""
+        return self.entries.stats
+
+    @property
+    def keys(self) -> Float[Array, "B *S D"]:
+        """The keys, decoded where a codec holds them."""
+        return self.codecs.keys.decode(self.entries.keys)
+
+    @property
+    def values(self) -> Float[Array, "B *S D"]:
+        """The values, decoded where a codec holds them."""
+        return self.codecs.values.decode(self.entries.values)
+
+    @property
+    def heads(self) -> int:
+        """Hk, the KV heads."""
+        return self.next_slot.shape[-1]
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values, as they lie in the slots and in what is held beside them."""
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves((self.entries.keys, self.entries.values)))
+        return held + sum(state.kv_bytes for state in self.beside.values())
+
+    def changed(self, **fields: Any) -> Self:
+        """The store with other `keys`, `values` (plain arrays), `positions` or `stats`."""
+        for name, codec in (("keys", self.codecs.keys), ("values", self.codecs.values)):
+            if name in fields:
+                fields[name] = codec.encode(fields[name])
+        return dataclasses.replace(self, entries=dataclasses.replace(self.entries, **fields))
+
+    def holding(self, entries: Entries, **fields: Any) -> Self:
+        """The store with other entries, given plain."""
+        return dataclasses.replace(self, entries=self.encoded(entries), **fields)
+
+    def keeping(self, names: tuple[str, ...]) -> Self:
+        """The store with these statistics alone."""
+        return dataclasses.replace(self, entries=self.entries.keeping(names))
+
+    def plain(self, entries: Entries) -> Entries:
+        """Entries of this store with keys and values decoded."""
+        keys, values = self.codecs.keys.decode(entries.keys), self.codecs.values.decode(entries.values)
+        return dataclasses.replace(entries, keys=keys, values=values)
+
+    def encoded(self, entries: Entries) -> Entries:
+        """Plain entries in this store's codes."""
+        keys, values = self.codecs.keys.encode(entries.keys), self.codecs.values.encode(entries.values)
+        return dataclasses.replace(entries, keys=keys, values=values)
+
+    def absorbing(self, entries: Entries, chosen: Bool[Array, "B Hk S"], absorb: Absorb) -> tuple[Entries, dict]:
+        """Coded entries by head and what is beside the slots, after the entries not `chosen` have left."""
+        plain = self.plain(entries)
+        new, beside = absorb(self.beside, plain, chosen)
+        return entries if new is plain else self.encoded(new), beside
+
+    def attended(self, result: Any, token: Token) -> Self:
+        """The store after an attention pass that wrote the token into plain keys and values."""
+        keys, values = (
+            getattr(result, name)
+            if codec.plain
+            else jax.tree.map(lambda x, new: self.put(x, new, token.position >= 0), code, codec.encode(new))
+            for name, codec, code, new in (
+                ("keys", self.codecs.keys, self.entries.keys, token.key),
+                ("values", self.codecs.values, self.entries.values, token.value),
+            )
+        )
+        entries = Entries(keys, values, result.positions, self.entries.stats)
+        return dataclasses.replace(self, entries=entries, next_slot=result.next_slot)
+
+    def put(self, x: Any, new: Any, active: Bool[Array, "B"]) -> Any:
+        """`x`, an array over the slots, with `new [B, Hk, ...]` in every head's next slot, in rows that are active."""
+        raise NotImplementedError
+
+    def aimed(self, slot: Int[Array, "B Hk"], rows: Bool[Array, "B"] | None = None) -> Self:
+        """The store whose next tokens go to `slot`, in these rows."""
+        chosen = slot if rows is None else jnp.where(rows[:, None], slot, self.next_slot)
+        return dataclasses.replace(self, next_slot=chosen)
