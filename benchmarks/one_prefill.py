@@ -40,6 +40,7 @@ from jaxkv.models import AttentionSpec, ModelConfig
 from jaxkv.models.rope import rotate
 from jaxkv.plan import plan
 from jaxkv.policies.catalogue import catalogue
+from jaxkv.policies.needs import HIDDEN, OUTPUT
 from jaxkv.policies.observe import Lookahead, PseudoQueries, Replay
 from jaxkv.policies.policy import Policy
 from jaxkv.prompts import left_padded
@@ -126,7 +127,7 @@ def measurable(policy: Policy, tokens: int) -> str:
         return "it replays the prompt"
     if policy.propagate is not None or policy.reuse > 1:
         return "its layers depend on each other"
-    if policy.sizes:
+    if HIDDEN in policy.needs:
         return "it needs the sizes of hidden states"
     return f"it runs blocks of {policy.block} tokens" if tokens > policy.block else ""
 
@@ -170,7 +171,7 @@ class Prompt:
             behind = self.behind(self.ahead(policy, observe))
         learned = self.params.learned_for(policy.learns, policy.name)
         shapes, limits = plan(policy, config, None, np.array([len(self.ids)]), 0, learned=learned)
-        model = run.model_of(config, self.params.weights) if policy.projects else None
+        model = run.model_of(config, self.params.weights) if OUTPUT in policy.needs else None
         return [
             cut(
                 self.seen[i], behind[i], jnp.asarray(self.positions), jnp.asarray(limits[i]), jnp.int32(i),

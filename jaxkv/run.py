@@ -20,6 +20,7 @@ from jaxkv.cache import EMPTY, KVCache
 from jaxkv.models import Decoder, ModelConfig, graphdef
 from jaxkv.plan import Plan
 from jaxkv.policies.across import Across
+from jaxkv.policies.needs import HIDDEN, OUTPUT
 from jaxkv.policies.observe import Replay
 from jaxkv.policies.policy import NOTHING, Learned, Policy
 from jaxkv.pool import Pool
@@ -106,7 +107,7 @@ def prefill(
         states = [
             LayerState(
                 layer, plan.reach if share and i in full else plan.slots[i], limits[i], plan.look, behind.shape[1], i,
-                model.output_matrix(i) if policy.projects else None, _of_layer(learned, i),
+                model.output_matrix(i) if OUTPUT in policy.needs else None, _of_layer(learned, i),
                 onward=onward if i == turn else 0,
             )
             for i, layer in enumerate(slots_of.opened(layers))
@@ -131,8 +132,8 @@ def prefill(
         after = None if top else behind.shape[1]
         between = route if turn is not None or policy.reuse > 1 else None
         hidden, states = model(
-            everything, states, attend, layout.lay, behind=after, route=between, sizes=plan.look and policy.sizes,
-            scan=scan_layers,
+            everything, states, attend, layout.lay, behind=after, route=between,
+            sizes=plan.look and HIDDEN in policy.needs, scan=scan_layers,
         )  # fmt: skip
         expected = _expected(model, hidden[:, tokens.shape[1] - length :], (tokens.shape[0], length), top, wanted)
         layers = tuple(state.cache for state in states)
@@ -274,7 +275,7 @@ def decode_logits(
     states = [
         LayerState(
             layer, layer.slots, cache.limits[i], layer=i,
-            out=model.output_matrix(i) if policy.decode is not None and policy.decode.score.projects else None,
+            out=model.output_matrix(i) if policy.decode is not None and OUTPUT in policy.decode.needs else None,
             learned=_of_layer(learned, i), line=line,
         )
         for i, (layer, line) in enumerate(zip(cache.views, model_pool.places(cache.layers), strict=True))

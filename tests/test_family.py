@@ -44,6 +44,7 @@ from jaxkv.policies import (
     catalogue,
     observe,
 )
+from jaxkv.policies.needs import HIDDEN, MASS, OUTPUT
 from jaxkv.policies.order import BIG
 from jaxkv.policies.policy import from_dict, to_dict
 from jaxkv.policies.score import Entering, KeyNorm, Recency, ScoreInputs
@@ -202,7 +203,7 @@ S, HEADS, DIMS = 24, 2, 8
 
 @pytest.fixture
 def entries():
-    """`(inputs, arrays)`: entries at positions 0..S-1 (in time order in `arrays`) in shuffled slots, 3 of them empty."""
+    """`(inputs, arrays)`: entries at positions 0..S-1 (in time order in `arrays`) in shuffled slots, 3 empty."""
     rng = np.random.default_rng(7)
     order = np.concatenate([rng.permutation(S)])
     keys, values = rng.normal(size=(2, 1, HEADS, S, DIMS)).astype(np.float32)
@@ -374,7 +375,7 @@ def test_scaled_by_the_size_of_the_value(by):
     )
     want = (mass + past + 0.5) * size
     np.testing.assert_allclose(np.asarray(part.score(stats, inputs)), want, rtol=RTOL)
-    assert part.linear != part.projects == (by == "output-l1")
+    assert part.linear != (OUTPUT in part.needs) == (by == "output-l1")
     if part.linear:
         weight, bias = part.factors(stats, at, jnp.array([6]))
         np.testing.assert_allclose(np.asarray(weight) * mass + np.asarray(bias), want, rtol=RTOL)
@@ -387,7 +388,7 @@ def test_weighted_max_and_then(entries):
     mass, newest = arrays["mass"][0], np.broadcast_to(np.arange(S), (HEADS, S))
     show = lambda part: arrays["in_time"](part.score({}, inputs))[0]  # noqa: E731
     plain = Weighted(first=Attention(), second=Recency(), first_weight=2.0, second_weight=0.25)
-    assert plain.linear and plain.looks
+    assert plain.linear and MASS in plain.needs
     np.testing.assert_allclose(show(plain), 2 * mass + 0.25 * newest, rtol=RTOL)
     weight, bias = plain.factors({}, inputs.at, inputs.next)
     np.testing.assert_allclose(np.asarray(weight * inputs.mass + bias), np.asarray(plain.score({}, inputs)), rtol=RTOL)
@@ -574,7 +575,7 @@ def test_weighed_by_the_output():
     size = np.stack([np.linalg.norm(values[0, h // 2] @ out[h], axis=-1) for h in range(4)])
     np.testing.assert_allclose(got[0], mass[0] * size, rtol=RTOL)
     plus = catalogue()["kvzip-plus"]
-    assert plus.projects and plus.sizes and not catalogue()["kvzip"].projects
+    assert plus.needs == {MASS, OUTPUT, HIDDEN} and catalogue()["kvzip"].needs == {MASS}
     with pytest.raises(BadValue, match="at decode"):
         dataclasses.replace(plus, decode=dataclasses.replace(plus.prefill, observe=observe.CurrentQuery()))
 

@@ -478,7 +478,7 @@ def test_a_pool_goes_on_with_more_text_and_with_everything(tiny):
         (lambda: jaxkv.policy("adakv-h2o", budget=8, shift=0), "shift=0"),
         (
             lambda: dataclasses.replace(catalogue()["knorm"], rope="text", allocate=Adaptive(of=Attention())),
-            "'attention' needs what the prefill score has not: looks",
+            "'attention' needs what the prefill score has not: mass",
         ),
         (lambda: dataclasses.replace(catalogue()["full"], allocate=Adaptive()), "evicts nothing"),
         (lambda: dataclasses.replace(catalogue()["kvcrush"], allocate=Adaptive()), "decide as one"),

@@ -22,6 +22,7 @@ from jaxkv.model_pool import Token
 from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import rotate
 from jaxkv.policies.across import Across
+from jaxkv.policies.needs import MASS, OUTPUT
 from jaxkv.policies.policy import Phase, Policy, priority
 from jaxkv.policies.propagate import Propagate
 from jaxkv.policies.score import ScoreInputs
@@ -122,7 +123,7 @@ def prefill_layer(
     if state.onward and policy.propagate is not None:
         chosen = _go_on(policy.propagate, layout, query, read, positions, joined.positions, state, softmax)
     mass, lead = None, lead if spec.window is None else None
-    if policy.prefill is not None and policy.prefill.score.looks and state.look and lead is None:
+    if policy.prefill is not None and MASS in policy.prefill.needs and state.look and lead is None:
         mass = _prompt_mass(policy.prefill, layout, query, read, positions, joined, now, state, softmax, sizes)
     if state.extra:  # the pseudo tokens have looked: empty their slots
         joined = dataclasses.replace(joined, positions=joined.positions.at[:, :, -state.extra :].set(EMPTY))
@@ -173,7 +174,7 @@ def _prompt_mass(
     mass = prefill_attend_mass(
         layout, query, keys, at, key_positions, reduce=aggregate.queries, weights=weights, **softmax
     )
-    if aggregate.projects and state.out is not None:
+    if OUTPUT in aggregate.needs and state.out is not None:
         mass = aggregate.by_output(mass, filled(joined.values, joined.positions), state.out)
     apart = phase.protects.recent_entries(key_positions, now, state.limits)
     mass = aggregate.along_text(mass, key_positions, apart)

@@ -16,6 +16,7 @@ from jaxkv.errors import BadValue
 from jaxkv.policies.by_queries import over_queries, window_attention
 from jaxkv.policies.layers import Learned
 from jaxkv.policies.measured import STEPS, poured
+from jaxkv.policies.needs import MASS, QUERIES
 from jaxkv.policies.score import ScoreInputs
 
 
@@ -32,8 +33,7 @@ class Across:
     kind: ClassVar[str]
     pooled: ClassVar[bool] = True
     alike: ClassVar[bool] = True  # a layer's heads hold equally many
-    looks: ClassVar[bool] = True  # the profile needs attention mass
-    learns: ClassVar[tuple[str, ...]] = ()
+    needs: ClassVar[frozenset[str]] = frozenset({MASS})  # of the profile
 
     def __post_init__(self):
         if not 0 <= self.safeguard <= 1 or self.most < 1:
@@ -81,7 +81,7 @@ class Global(Across):
 
     kind: ClassVar[str] = "global"
     alike: ClassVar[bool] = False
-    looks: ClassVar[bool] = False
+    needs: ClassVar[frozenset[str]] = frozenset()
 
     def profile(self, inputs: ScoreInputs, ranks: int) -> Float[Array, "B _"]:
         return jnp.zeros((inputs.at.shape[0], 0), jnp.float32)
@@ -152,7 +152,7 @@ class Cake(Weighed):
     tau1: float = 1.6
     tau2: float = 0.6
     kind: ClassVar[str] = "cake"
-    looks: ClassVar[bool] = False
+    needs: ClassVar[frozenset[str]] = frozenset({QUERIES})
 
     def __post_init__(self):
         super().__post_init__()

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.cache import counted, packed
 from jaxkv.errors import BadValue
+from jaxkv.policies.needs import HIDDEN, OUTPUT, calibrated
 from pallas_kernels.decode_attend_score.victim import over_heads
 
 REDUCE = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}
@@ -55,14 +56,10 @@ class Aggregate:
             raise BadValue(f"best={self.best}: expected a number of query heads, or 0 for all")
 
     @property
-    def learns(self) -> tuple[str, ...]:
-        """Names of what it needs of `jaxkv calibrate`."""
-        return ("retrieval",) if self.best else ()
-
-    @property
-    def projects(self) -> bool:
-        """Whether it needs the layers' output matrices, and the sizes of the hidden states."""
-        return self.weigh == "output"
+    def needs(self) -> frozenset[str]:
+        """What it reads besides the attention of the queries, by the names of `needs.py`."""
+        best = {calibrated("retrieval")} if self.best else set[str]()
+        return frozenset(best | {OUTPUT, HIDDEN} if self.weigh == "output" else best)
 
     def by_output(
         self, mass: Float[Array, "B Hq S"], values: Float[Array, "B Hk S D"], out: Float[Array, "Hq D M"]

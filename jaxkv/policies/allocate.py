@@ -43,9 +43,9 @@ class Adaptive:
             )
 
     @property
-    def learns(self) -> tuple[str, ...]:
-        """What dividing the budget over the layers needs of `jaxkv calibrate`."""
-        return self.layers.learns
+    def needs(self) -> frozenset[str]:
+        """What dividing the budget over heads and layers needs."""
+        return self.layers.needs if self.of is None else self.layers.needs | self.of.needs
 
     def budgets(self, budget: int, layers: int, tokens: int, window: int, learned: Learned) -> tuple[int, ...]:
         """The layers' own, as means over their heads."""

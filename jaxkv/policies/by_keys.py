@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv.errors import BadValue
+from jaxkv.policies.needs import calibrated
 from jaxkv.policies.order import best_first, count, in_chunks, in_time
 from jaxkv.policies.score import Entering, Score, ScoreInputs, Stats
 from pallas_kernels.decode_attend_score.victim import Factor
@@ -204,7 +205,7 @@ class QueryDirection(Score):
     kind: ClassVar[str] = "query-direction"
     signed: ClassVar[bool] = True
     stats: ClassVar[tuple[str, ...]] = ("along",)
-    learns: ClassVar[tuple[str, ...]] = ("query_direction",)
+    needs: ClassVar[frozenset[str]] = frozenset({calibrated("query_direction")})
 
     def enter(self, new: Entering) -> Stats:
         assert new.positions is not None and new.rotate is not None

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv.errors import BadValue
 from jaxkv.policies.aggregate import Aggregate
 from jaxkv.policies.by_keys import z_score
+from jaxkv.policies.needs import QUERIES, calibrated
 from jaxkv.policies.order import count, in_chunks
 from jaxkv.policies.score import Entering, Score, ScoreInputs, Stats
 
@@ -29,7 +30,7 @@ class ExpectedAttention(Score):
     epsilon: float = 0.0
     kind: ClassVar[str] = "expected-attention"
     linear: ClassVar[bool] = False
-    asks: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({QUERIES})
 
     def __post_init__(self):
         if self.future < 1 or self.epsilon < 0:
@@ -60,7 +61,7 @@ class CalibratedAttention(Score):
     epsilon: float = 0.0
     kind: ClassVar[str] = "calibrated-attention"
     linear: ClassVar[bool] = False
-    learns: ClassVar[tuple[str, ...]] = ("query_covariance", "query_mean")
+    needs: ClassVar[frozenset[str]] = frozenset({calibrated("query_covariance"), calibrated("query_mean")})
 
     def __post_init__(self):
         if self.future < 1 or self.epsilon < 0:
@@ -90,7 +91,7 @@ class Capacity(Score):
     epsilon: float = 1e-6
     kind: ClassVar[str] = "capacity"
     linear: ClassVar[bool] = False
-    asks: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({QUERIES})
 
     def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
         keys, values = inputs.k, inputs.v
@@ -127,7 +128,7 @@ class NonCausal(Score):
     signed: ClassVar[bool] = True
     stats: ClassVar[tuple[str, ...]] = ("non_causal",)
     linear: ClassVar[bool] = False
-    asks: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({QUERIES})
 
     def __post_init__(self):
         if self.chunk < 1:
@@ -181,7 +182,7 @@ class QuestionAttention(Score):
     kind: ClassVar[str] = "question-attention"
     aware: ClassVar[bool] = True
     linear: ClassVar[bool] = False
-    asks: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({QUERIES})
 
     def __post_init__(self):
         if self.question < 1:
@@ -213,7 +214,7 @@ class ShiftingAttention(Score):
     kind: ClassVar[str] = "shifting-attention"
     aware: ClassVar[bool] = True
     linear: ClassVar[bool] = False
-    asks: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({QUERIES})
 
     def __post_init__(self):
         if self.window < 2 or self.kernel < 1 or self.kernel % 2 == 0:

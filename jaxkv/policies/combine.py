@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv.errors import BadValue
+from jaxkv.policies.needs import OUTPUT
 from jaxkv.policies.order import BIG, best_first, count
 from jaxkv.policies.score import Entering, Score, ScoreInputs, Stats
 from pallas_kernels.decode_attend_score.victim import Factor
@@ -18,10 +19,9 @@ class Combined(Score):
 
     def _join(self, *parts: Score) -> None:
         names = tuple(dict.fromkeys(name for part in parts for name in part.stats))
-        facts = {
-            fact: any(getattr(part, fact) for part in parts) for fact in ("looks", "remembers", "asks", "projects")
-        }
-        for name, value in {"parts": parts, "stats": names, **facts}.items():
+        needs = frozenset[str]().union(*(part.needs for part in parts))
+        remembers = any(part.remembers for part in parts)
+        for name, value in {"parts": parts, "stats": names, "needs": needs, "remembers": remembers}.items():
             object.__setattr__(self, name, value)  # derived, not fields
 
     def enter(self, new: Entering) -> Stats:
@@ -51,7 +51,7 @@ class Scaled(Combined):
         projects = self.by == "output-l1"
         object.__setattr__(self, "stats", self.stats if projects else (*self.stats, self.name))
         object.__setattr__(self, "linear", self.of.linear and not projects)
-        object.__setattr__(self, "projects", self.projects or projects)
+        object.__setattr__(self, "needs", self.needs | {OUTPUT} if projects else self.needs)
 
     @property
     def name(self) -> str:

@@ -12,6 +12,7 @@ from scipy.optimize import isotonic_regression
 from jaxkv.errors import BadValue
 from jaxkv.policies.layers import Learned
 from jaxkv.policies.measured import STEPS, Measured, poured
+from jaxkv.policies.needs import calibrated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Curves(Measured):
 
     least: int = 6
     kind: ClassVar[str] = "curves"
-    learns: ClassVar[tuple[str, ...]] = ("utility_curves",)
+    needs: ClassVar[frozenset[str]] = frozenset({calibrated("utility_curves")})
 
     def __post_init__(self):
         if self.least < 1:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxkv.errors import BadValue
+from jaxkv.policies.needs import calibrated
 
 Learned = Mapping[str, Any]  # name -> array [L, ...], by `jaxkv calibrate`
 
@@ -18,7 +19,7 @@ class Uniform:
 
     kind: ClassVar[str] = "uniform"
     pooled: ClassVar[bool] = False
-    learns: ClassVar[tuple[str, ...]] = ()
+    needs: ClassVar[frozenset[str]] = frozenset()
 
     def budgets(self, budget: int, layers: int, tokens: int, window: int, learned: Learned) -> tuple[int, ...]:
         """`budget`, `layers` times."""
@@ -36,7 +37,7 @@ class Pyramid:
     beta: float = 20.0
     kind: ClassVar[str] = "pyramid"
     pooled: ClassVar[bool] = False
-    learns: ClassVar[tuple[str, ...]] = ()
+    needs: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self):
         if self.beta < 1:
@@ -69,7 +70,7 @@ class Erring:
     most: float = 3.0
     kind: ClassVar[str] = "error"
     pooled: ClassVar[bool] = False
-    learns: ClassVar[tuple[str, ...]] = ("eviction_error",)
+    needs: ClassVar[frozenset[str]] = frozenset({calibrated("eviction_error")})
 
     def __post_init__(self):
         if self.least < 1 or self.most < 1:

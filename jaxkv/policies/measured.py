@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.errors import BadValue
 from jaxkv.policies.layers import Layers, Learned, Uniform
+from jaxkv.policies.needs import calibrated
 
 STEPS = 4095  # the finest share of a head, in whole numbers, so that the same budgets come out on every backend
 
@@ -58,9 +59,9 @@ class Retrieving(Measured):
             raise BadValue(f"of_group={self.of_group!r}: expected 'mean' or 'max'")
 
     @property
-    def learns(self) -> tuple[str, ...]:
-        """What dividing the budget over heads and layers needs of `jaxkv calibrate`."""
-        return ("retrieval", *self.layers.learns)
+    def needs(self) -> frozenset[str]:
+        """What dividing the budget over heads and layers needs."""
+        return self.layers.needs | {calibrated("retrieval")}
 
     def turns(self, scores: Float[Array, "Hk"]) -> tuple[Int[Array, "Hk"], ...]:
         """Who takes of what is left, by whole shares: first in proportion to the first, then to the next."""

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkv.errors import BadValue
+from jaxkv.policies.needs import MASS
 from jaxkv.policies.order import BIG, best_first, count, in_time
 from jaxkv.policies.score import AccumulatedAttention, Score, ScoreInputs, Stats
 
@@ -80,7 +81,7 @@ class Crush(Score):
     share: float = 0.5
     kind: ClassVar[str] = "crush"
     together: ClassVar[bool] = True
-    looks: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({MASS})
     linear: ClassVar[bool] = False
 
     def __post_init__(self):

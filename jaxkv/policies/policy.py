@@ -14,6 +14,7 @@ from jaxkv.policies.aggregate import Aggregate
 from jaxkv.policies.allocate import Adaptive, Allocate
 from jaxkv.policies.layers import KINDS as LAYERS
 from jaxkv.policies.layers import Learned, Uniform
+from jaxkv.policies.needs import HIDDEN, MASS, OUTPUT, QUERIES, learned_names
 from jaxkv.policies.observe import NoQueries, Observe
 from jaxkv.policies.propagate import Propagate
 from jaxkv.policies.score import Entering, Recency, Score, ScoreInputs, Stats
@@ -40,7 +41,7 @@ class Phase:
     every: int = 1
 
     def __post_init__(self):
-        if self.score.looks and isinstance(self.observe, NoQueries):
+        if MASS in self.score.needs and isinstance(self.observe, NoQueries):
             raise BadValue(f"score {self.score.kind!r} needs attention: give the phase queries that look (observe=)")
         if self.reserve < 0 or (self.reserve > 1 and self.reserve != int(self.reserve)) or self.every < 1:
             raise BadValue(
@@ -70,9 +71,9 @@ class Phase:
         return self.score.linear and self.select.plain
 
     @property
-    def learns(self) -> tuple[str, ...]:
-        """Names of what its parts need of `jaxkv calibrate`."""
-        return (*(name for leaf in self.score.leaves() for name in leaf.learns), *self.aggregate.learns)
+    def needs(self) -> frozenset[str]:
+        """What its parts read, by the names of `needs.py`."""
+        return self.score.needs | self.aggregate.needs
 
     def reserved(self, limits: Any) -> Any:
         """Slots left free for new tokens, of each of the `limits` (an array of NumPy or JAX, or a number)."""
@@ -115,7 +116,7 @@ class Policy:
         behind = observe.PseudoQueries | observe.Lookahead | observe.Replay
         if self.decode is not None and isinstance(self.decode.observe, behind):
             raise BadValue("pseudo queries stand in for decode queries: use observe kind 'current-query' at decode")
-        if self.decode is not None and self.decode.score.asks:
+        if self.decode is not None and QUERIES in self.decode.score.needs:
             raise BadValue(f"score {self.decode.score.kind!r} needs the prompt's queries: it scores at prefill only")
         if self.propagate is not None and (self.prefill is None or isinstance(self.prefill.observe, observe.Replay)):
             raise BadValue(
@@ -129,7 +130,7 @@ class Policy:
             )
         if self.decode is not None and self.decode.aggregate.best:
             raise BadValue("aggregate best= picks heads at prefill only: leave it out of the decode phase")
-        if self.decode is not None and self.decode.aggregate.projects:
+        if self.decode is not None and HIDDEN in self.decode.aggregate.needs:
             raise BadValue("aggregate weigh='output' reads the hidden states of a prompt: leave it out at decode")
         if self.allocate.pooled:
             self._check_shares()
@@ -166,8 +167,7 @@ class Policy:
         where = f"policy {self.name!r}, whose heads compete for a layer's budget"
         if share.of is not None and self.prefill is not None:
             own = self.prefill.score
-            lacks = [fact for fact in ("looks", "projects") if getattr(share.of, fact) and not getattr(own, fact)]
-            lacks += sorted(set(share.of.stats) - set(own.stats))
+            lacks = sorted((share.of.needs & {MASS, OUTPUT}) - own.needs) + sorted(set(share.of.stats) - set(own.stats))
             if lacks:
                 raise BadValue(
                     f"allocate of={share.of.kind!r} needs what the prefill score has not: {', '.join(lacks)}"
@@ -187,7 +187,7 @@ class Policy:
                 f"{where}: at decode every token takes one slot of its own head; expected a decode score that is "
                 "linear in the attention, every=1, or no decode phase"
             )
-        if share.looks and self.prefill is not None and not self.prefill.score.looks:
+        if MASS in share.needs and self.prefill is not None and MASS not in self.prefill.needs:
             raise BadValue(f"{where}, goes by attention: expected a prefill score that looks, or kind 'global'")
         if self.propagate is not None:
             raise BadValue(f"{where}, must see the whole prompt in each: leave propagate out")
@@ -225,7 +225,12 @@ class Policy:
         seen = self.prefill.observe
         steered = seen.window > 0 or isinstance(seen, observe.PseudoQueries | observe.Lookahead | observe.LastShare)
         scored = self.prefill.score
-        return (steered and scored.looks) or any(leaf.aware for leaf in scored.leaves())
+        return (steered and MASS in scored.needs) or any(leaf.aware for leaf in scored.leaves())
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What its parts read, by the names of `needs.py`."""
+        return self.allocate.needs.union(*(phase.needs for phase in self.phases))
 
     @property
     def calibrated(self) -> bool:
@@ -235,17 +240,7 @@ class Policy:
     @property
     def learns(self) -> tuple[str, ...]:
         """Names of what it needs of `jaxkv calibrate`."""
-        return tuple(sorted({name for part in (*self.phases, self.allocate) for name in part.learns}))
-
-    @property
-    def projects(self) -> bool:
-        """Whether a score or an aggregation needs the layers' output matrices."""
-        return any(phase.score.projects or phase.aggregate.projects for phase in self.phases)
-
-    @property
-    def sizes(self) -> bool:
-        """Whether it needs the sizes of the prompt's hidden states."""
-        return self.prefill is not None and self.prefill.aggregate.projects
+        return learned_names(self.needs)
 
     def budgets(self, tokens: int, layers: int, learned: Learned = NOTHING) -> tuple[int, ...]:
         """Tokens per KV head of every layer for a text of `tokens` tokens; a ratio never goes below `floor`.

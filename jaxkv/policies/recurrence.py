@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv.errors import BadValue
+from jaxkv.policies.needs import MASS
 from jaxkv.policies.score import Entering, Score, ScoreInputs, Stats
 
 
@@ -24,7 +25,7 @@ class Recurrence(Score):
     threshold: float = 1e-3
     kind: ClassVar[str] = "recurrence"
     stats: ClassVar[tuple[str, ...]] = ("last_seen", "longest_gap")
-    looks: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({MASS})
     remembers: ClassVar[bool] = True
     linear: ClassVar[bool] = False
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.errors import BadValue
+from jaxkv.policies.needs import MASS
 from pallas_kernels.decode_attend_score.victim import Factor, linear
 from pallas_kernels.masking import filled
 
@@ -45,8 +46,8 @@ class ScoreInputs:
 
     `keys` are turned to `places` (text or cache positions, by the policy's rope), `queries` are before RoPE.
     `limits` is the number of entries to keep, per row or per head; `protected` marks those that stay whatever their
-    score. `out` is the layer's output matrix by query heads, for scores that say `projects`; `learned` is what was
-    measured on the layer beforehand, for scores that say what they `learn`.
+    score. `out` is the layer's output matrix by query heads, for scores that need OUTPUT; `learned` holds, by name,
+    what was measured on the layer beforehand, for scores that need something `calibrated`.
     """
 
     keys: Float[Array, "B Hk S D"] | None = None
@@ -113,15 +114,12 @@ class Score:
 
     kind: ClassVar[str]
     stats: ClassVar[tuple[str, ...]] = ()
-    looks: ClassVar[bool] = False  # needs attention mass
+    needs: ClassVar[frozenset[str]] = frozenset()  # of `needs.py`: with QUERIES it scores at prefill only
     remembers: ClassVar[bool] = False  # its statistics depend on past attention mass
-    linear: ClassVar[bool] = True  # a linear line in the mass: the attention kernel can score
-    asks: ClassVar[bool] = False  # needs the prompt's queries, so it scores at prefill only
-    projects: ClassVar[bool] = False  # needs the output matrix
+    linear: ClassVar[bool] = True  # linear in the mass: the attention kernel can score
     signed: ClassVar[bool] = False  # may be negative
     aware: ClassVar[bool] = False  # the prompt's last tokens decide, whoever observes
     together: ClassVar[bool] = False  # sums over the KV heads, which must hold the same tokens
-    learns: ClassVar[tuple[str, ...]] = ()  # what it needs of `jaxkv calibrate`
     parts: ClassVar[tuple["Score", ...]] = ()  # the scores it is made of
 
     def enter(self, new: Entering) -> Stats:
@@ -171,7 +169,7 @@ class Attention(Score):
     """score = the attention mass of this observation. Source: SnapKV, TOVA, DapQ."""
 
     kind: ClassVar[str] = "attention"
-    looks: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({MASS})
 
     def factors(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
         return 1.0, 0.0
@@ -189,7 +187,7 @@ class AccumulatedAttention(Score):
     average: bool = False
     kind: ClassVar[str] = "accumulated-attention"
     stats: ClassVar[tuple[str, ...]] = ("attention",)
-    looks: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({MASS})
     remembers: ClassVar[bool] = True
 
     def __post_init__(self):
@@ -216,7 +214,7 @@ class AttentionValue(Score):
 
     kind: ClassVar[str] = "attention-value"
     stats: ClassVar[tuple[str, ...]] = ("value_l1",)
-    looks: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({MASS})
 
     def enter(self, new: Entering) -> Stats:
         return {"value_l1": jnp.sum(jnp.abs(new.values.astype(jnp.float32)), axis=-1)}
@@ -271,7 +269,7 @@ class PeakAttention(Score):
 
     kind: ClassVar[str] = "peak-attention"
     stats: ClassVar[tuple[str, ...]] = ("peak",)
-    looks: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({MASS})
     remembers: ClassVar[bool] = True
     linear: ClassVar[bool] = False
 

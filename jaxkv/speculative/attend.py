@@ -17,6 +17,7 @@ from jaxkv.cache import LayerCache
 from jaxkv.errors import BadValue
 from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import rotate
+from jaxkv.policies.needs import learned_names
 from jaxkv.policies.policy import Policy
 from jaxkv.speculative.tree import Placed
 from pallas_kernels.decode_attend_score.reference import GROUP
@@ -52,7 +53,7 @@ def check(policy: Policy) -> None:
             f"policy {policy.name!r} cuts its cache every {policy.decode.every} tokens, which cannot be done inside a "
             "tree of drafts: use every=1, or leave speculative= out"
         )
-    scores = [(phase, leaf) for phase in policy.phases for leaf in phase.score.leaves() if leaf.learns]
+    scores = [(phase, leaf) for phase in policy.phases for leaf in phase.score.leaves() if learned_names(leaf.needs)]
     if any(leaf.stats or phase is policy.decode for phase, leaf in scores):  # as a token enters, or while decoding
         raise BadValue(
             f"policy {policy.name!r} scores with what was measured on the model, which drafts are not given: leave "
