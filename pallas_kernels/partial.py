@@ -12,6 +12,8 @@ from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.masking import masked_softmax, soft_cap
 
+GROUP = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}
+
 
 class Partial(NamedTuple):
     """softmax(logits) v over some keys, the log of the sum of exp(logits) over them, and each key's softmax weight
@@ -49,10 +51,12 @@ def attend_few(
     *,
     scale: float,
     softcap: float | None = None,
+    group: str | None = None,
 ) -> Partial:
     """Attention over a few keys in plain jnp, float32, where `seen`; what lies in unseen slots is not read.
 
-    An entry that stands for `counts` tokens has the logarithm of that added to its logit.
+    An entry that stands for `counts` tokens has the logarithm of that added to its logit. With `group` ("sum", "mean",
+    "max") the mass `[B, Hk, S]` of the first query, reduced over the query heads of each KV head.
     """
     batch, heads, length, dim = query.shape
     grouped = query.reshape(batch, keys.shape[1], -1, length, dim).astype(jnp.float32)
@@ -64,4 +68,5 @@ def attend_few(
     there = jnp.any(seen, axis=2)[..., None]
     values = jnp.where(there, values.astype(jnp.float32), 0.0)
     output = jnp.einsum("bhgts,bhsd->bhgtd", weights, values)
-    return Partial(output.reshape(query.shape), lse.reshape(batch, heads, length))
+    mass = None if group is None else GROUP[group](weights[:, :, :, 0], axis=2)
+    return Partial(output.reshape(query.shape), lse.reshape(batch, heads, length), mass)

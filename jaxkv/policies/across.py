@@ -5,23 +5,29 @@ its `profile`, and the profiles divide the budget; a layer's heads then hold equ
 """
 
 import dataclasses
-from typing import ClassVar
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.cache import highest
 from jaxkv.errors import BadValue
+from jaxkv.policies.allocator import Choice, Contest, Division
 from jaxkv.policies.by_queries import over_queries, window_attention
-from jaxkv.policies.layers import Learned
 from jaxkv.policies.measured import STEPS, poured
 from jaxkv.policies.needs import MASS, QUERIES
 from jaxkv.policies.score import ScoreInputs
+from jaxkv.policies.shared import Shared, safeguarded
+from jaxkv.store.entries import highest
+from jaxkv.store.pool import best, compete
+
+WORTH = "worth"  # what the entries of a block were worth, until the layers have divided the budget
 
 
 @dataclasses.dataclass(frozen=True)
-class Across:
+class Across(Shared):
     """The layers share the model's budget: the mean over layers and KV heads is `budget`.
 
     Every head keeps at least the fraction `safeguard` of it, and what is protected. A layer gets at most `most` times
@@ -30,8 +36,7 @@ class Across:
 
     safeguard: float = 0.2
     most: float = 2.0
-    kind: ClassVar[str]
-    pooled: ClassVar[bool] = True
+    store: ClassVar[str] = "line"
     alike: ClassVar[bool] = True  # a layer's heads hold equally many
     needs: ClassVar[frozenset[str]] = frozenset({MASS})  # of the profile
 
@@ -42,9 +47,65 @@ class Across:
                 "least 1 times the budget"
             )
 
-    def budgets(self, budget: int, layers: int, tokens: int, window: int, learned: Learned) -> tuple[int, ...]:
-        """The mean for every layer; what it gets is data."""
-        return (budget,) * layers
+    def check(self, policy: Any) -> None:
+        super().check(policy)
+        where = f"policy {policy.name!r}, whose layers share the model's budget (allocate kind {self.kind!r})"
+        if policy.decode is not None and not (policy.decode.linear and policy.decode.every == 1):
+            raise BadValue(
+                f"{where}: at decode every token takes one slot of its own head; expected a decode score that is "
+                "linear in the attention, every=1, or no decode phase"
+            )
+        if MASS in self.needs and policy.prefill is not None and MASS not in policy.prefill.needs:
+            raise BadValue(f"{where}, goes by attention: expected a prefill score that looks, or kind 'global'")
+        if policy.decode is not None and policy.decode.evicted.moves:
+            raise BadValue(
+                f"{where}: an overwrite cannot change other entries of the line; expected evicted kind 'drop', "
+                "'summarise' or 'demote' in the decode phase"
+            )
+        if not policy.flow.straight:
+            raise BadValue(f"{where}, must see the whole prompt in each: expected flow kind 'straight'")
+
+    def reach(self, slots: int, limit: int) -> int:
+        """Slots of an even share, and what a layer may have of the others'."""
+        return slots + math.ceil((self.most - 1) * limit) + 1
+
+    def guard(self, limits: Int[Array, "B"], phases: Sequence[Any]) -> Int[Array, "B"]:
+        """The safeguard, and at decode what is protected and one entry that can go."""
+        return safeguarded(self.safeguard, limits, phases)
+
+    def choose(self, contest: Contest) -> Choice:
+        """The best entries of one layer, as many as its ceiling lets it keep: its candidates for the division."""
+        profile = None if contest.inputs is None else self.profile(contest.inputs, contest.slots)
+        worth = contest.worth(None, contest.each)
+        place = contest.positions, contest.owner
+        if profile is not None:
+            by_head = self.worth(contest.by_head(worth), contest.by_head(contest.positions), profile)
+            worth = by_head.reshape(worth.shape)
+        most = jnp.minimum(self.ceiling(contest.each), contest.slots)
+        if self.alike:
+            kept = best(worth, *place, jnp.repeat(most[:, None], contest.heads, axis=1))
+        else:
+            guard = jnp.minimum(contest.guard, most)
+            kept, _ = compete(worth, *place, contest.heads, contest.heads * most, guard)
+        return Choice(kept, worth, profile)
+
+    def divide(self, division: Division) -> tuple[Any, ...]:
+        """What all layers keep of their candidates, in one line."""
+        number, heads, each = len(division.pools), division.pools[0].heads, division.each
+
+        def kept(line: Any) -> Bool[Array, "B N"]:
+            place = line.positions, line.owner
+            if division.profiles is None:
+                return line.positions >= 0
+            if not self.alike:
+                total = number * heads
+                return compete(line.stats[WORTH], *place, total, total * each, division.guard)[0]
+            held = jnp.max(line.held().reshape(-1, number, heads), axis=-1).T
+            profiles = jnp.stack(division.profiles)
+            quota = self.quotas(profiles, each, division.guard, self.ceiling(each), held)
+            return best(line.stats[WORTH], *place, jnp.repeat(quota.T, heads, axis=1))
+
+        return division.lined(kept)
 
     def ceiling(self, each: Int[Array, "B"]) -> Int[Array, "B"]:
         """The most entries per head that a layer may hold."""

@@ -4,18 +4,27 @@ Heads share it by what their entries are worth (`Adaptive`), or by what was meas
 """
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from jaxkv.errors import BadValue
 from jaxkv.policies import layers
+from jaxkv.policies.allocator import Allocate, Choice, Contest, Learned
 from jaxkv.policies.curves import Curves
-from jaxkv.policies.layers import Layers, Learned, Uniform
+from jaxkv.policies.layers import Uniform
 from jaxkv.policies.measured import Divided, Proportional
+from jaxkv.policies.needs import MASS, OUTPUT
 from jaxkv.policies.score import Score
+from jaxkv.policies.shared import Shared, safeguarded
+from jaxkv.store.pool import best, compete
+from pallas_kernels.ragged_decode.segments import per_head
 
 
 @dataclasses.dataclass(frozen=True)
-class Adaptive:
+class Adaptive(Shared):
     """The KV heads of a layer compete for its budget: the best entries of all heads stay, wherever they are.
 
     Every head keeps at least its best `safeguard` (a fraction of the budget). With `of`, the heads' shares come from
@@ -28,11 +37,10 @@ class Adaptive:
 
     safeguard: float = 0.2
     of: Score | None = None
-    layers: Layers = Uniform()
+    layers: Allocate = Uniform()
     interval: int = 0
     shift: int = 1
     kind: ClassVar[str] = "adaptive"
-    pooled: ClassVar[bool] = True
 
     def __post_init__(self):
         if not 0 <= self.safeguard <= 1:
@@ -51,6 +59,43 @@ class Adaptive:
         """The layers' own, as means over their heads."""
         return self.layers.budgets(budget, layers, tokens, window, learned)
 
+    def check(self, policy: Any) -> None:
+        super().check(policy)
+        where = f"policy {policy.name!r}, whose heads compete for a layer's budget"
+        if self.of is not None and policy.prefill is not None:
+            own = policy.prefill.score
+            lacks = sorted((self.of.needs & {MASS, OUTPUT}) - own.needs) + sorted(set(self.of.stats) - set(own.stats))
+            if lacks:
+                raise BadValue(f"allocate of={self.of.kind!r} needs what the prefill score has not: {', '.join(lacks)}")
+        if self.interval and (policy.decode is None or policy.decode.every > 1):
+            raise BadValue(
+                f"{where}: interval={self.interval} moves borders between decode steps that overwrite one slot each; "
+                "without a decode phase none move, and one with every > 1 moves them at its cuts: leave interval= out"
+            )
+        if self.interval and policy.budget is not None and self.shift >= policy.budget:
+            raise BadValue(f"shift={self.shift}: expected fewer entries than the budget of {policy.budget}")
 
-Allocate = Layers | Adaptive | Proportional | Divided | Curves
+    def guard(self, limits: Int[Array, "B"], phases: Sequence[Any]) -> Int[Array, "B"]:
+        """The safeguard, and at decode what is protected and one entry that can go."""
+        return safeguarded(self.safeguard, limits, phases)
+
+    def choose(self, contest: Contest) -> Choice:
+        """The best of all heads together. With `of`, that settles how many each head keeps of a prompt, and inside
+        each head the phase's own score decides which."""
+        of = self.of if contest.prompt else None
+        each = jnp.minimum(contest.each, contest.slots)
+        worth, place = contest.worth(of, each), (contest.positions, contest.owner)
+        kept, safe = compete(worth, *place, contest.heads, contest.heads * each, jnp.minimum(contest.guard, each))
+        if of is not None:
+            quota = per_head(kept, contest.owner, contest.heads)
+            worth = jnp.where(safe, jnp.inf, contest.worth(None, quota))
+            kept = best(worth, *place, quota)
+        return Choice(kept, worth)
+
+    def moves(self, limits, now):
+        if not self.interval:
+            return None
+        return limits - self.shift, now % self.interval == 0
+
+
 KINDS = layers.KINDS | {part.kind: part for part in (Adaptive, Proportional, Divided, Curves)}

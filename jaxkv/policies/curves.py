@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from scipy.optimize import isotonic_regression
 
 from jaxkv.errors import BadValue
-from jaxkv.policies.layers import Learned
+from jaxkv.policies.allocator import Learned
 from jaxkv.policies.measured import STEPS, Measured, poured
 from jaxkv.policies.needs import calibrated
 

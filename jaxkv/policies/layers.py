@@ -2,32 +2,28 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from jaxkv.errors import BadValue
+from jaxkv.policies.allocator import Allocate, Learned
 from jaxkv.policies.needs import calibrated
-
-Learned = Mapping[str, Any]  # name -> array [L, ...], by `jaxkv calibrate`
 
 
 @dataclasses.dataclass(frozen=True)
-class Uniform:
+class Uniform(Allocate):
     """Every layer gets the budget."""
 
     kind: ClassVar[str] = "uniform"
-    pooled: ClassVar[bool] = False
-    needs: ClassVar[frozenset[str]] = frozenset()
 
-    def budgets(self, budget: int, layers: int, tokens: int, window: int, learned: Learned) -> tuple[int, ...]:
-        """`budget`, `layers` times."""
-        return (budget,) * layers
+    @property
+    def equal(self) -> bool:
+        return True
 
 
 @dataclasses.dataclass(frozen=True)
-class Pyramid:
+class Pyramid(Allocate):
     """Falls linearly from 2m - m/beta at the bottom layer to m/beta at the top, m being the mean budget.
 
     The largest is at most the tokens outside the window (then the smallest grows to keep the mean); where the window
@@ -36,8 +32,6 @@ class Pyramid:
 
     beta: float = 20.0
     kind: ClassVar[str] = "pyramid"
-    pooled: ClassVar[bool] = False
-    needs: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self):
         if self.beta < 1:
@@ -57,7 +51,7 @@ class Pyramid:
 
 
 @dataclasses.dataclass(frozen=True)
-class Erring:
+class Erring(Allocate):
     """A layer gets `least` + its share, by the error that eviction makes in its output, of what that leaves of all.
 
     The errors are `eviction_error [L]`, as `jaxkv calibrate` found them. A layer gets `most` times the mean budget at
@@ -69,7 +63,6 @@ class Erring:
     least: int = 32
     most: float = 3.0
     kind: ClassVar[str] = "error"
-    pooled: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset({calibrated("eviction_error")})
 
     def __post_init__(self):

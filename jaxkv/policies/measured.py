@@ -1,24 +1,28 @@
 """Shares of a layer's budget for its KV heads by what was measured on the model beforehand (`jaxkv calibrate`)."""
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.errors import BadValue
-from jaxkv.policies.layers import Layers, Learned, Uniform
+from jaxkv.policies.allocator import Allocate, Choice, Contest, Learned
+from jaxkv.policies.layers import Uniform
 from jaxkv.policies.needs import calibrated
+from jaxkv.policies.shared import Shared
+from jaxkv.store.pool import best
+from pallas_kernels.ragged_decode.segments import per_head, per_slot
 
 STEPS = 4095  # the finest share of a head, in whole numbers, so that the same budgets come out on every backend
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class Measured(Shared):
     """Heads share the layer's budget by what `jaxkv calibrate` found of them."""
-
-    pooled: ClassVar[bool] = True
 
     @property
     def fraction(self) -> float:
@@ -40,6 +44,26 @@ class Measured:
         """
         raise NotImplementedError
 
+    def guard(self, limits: Int[Array, "B"], phases: Sequence[Any]) -> Int[Array, "B"]:
+        """What any phase protects and the fraction of the rest, or one entry."""
+        spared = [phase.protects.recents(limits) + phase.protects.sinks for phase in phases]
+        spared = jax.tree.reduce(jnp.maximum, spared)
+        rest = jnp.floor((limits - spared).astype(jnp.float32) * self.fraction).astype(jnp.int32)
+        return jnp.minimum(spared + jnp.maximum(rest, 1), limits)
+
+    def choose(self, contest: Contest) -> Choice:
+        """Each head keeps its quota of the best, a local one of the newest that are not protected."""
+        held = per_head(contest.positions >= 0, contest.owner, contest.heads)
+        tokens = jnp.max(contest.positions, axis=-1) + 1
+        each = jnp.minimum(contest.each, contest.slots)
+        quota = self.quotas(contest.learned, contest.heads * each, jnp.minimum(contest.guard, each), held, tokens)
+        worth = contest.worth(None, quota)
+        local = self.local(contest.learned, contest.heads)
+        if local is not None:
+            local = per_slot(jnp.broadcast_to(local, held.shape), contest.owner)
+            worth = jnp.where(local & (worth < jnp.inf), contest.positions.astype(jnp.float32), worth)
+        return Choice(best(worth, contest.positions, contest.owner, quota), worth)
+
 
 @dataclasses.dataclass(frozen=True)
 class Retrieving(Measured):
@@ -52,7 +76,7 @@ class Retrieving(Measured):
     """
 
     of_group: str = "mean"
-    layers: Layers = Uniform()
+    layers: Allocate = Uniform()
 
     def __post_init__(self):
         if self.of_group not in ("mean", "max"):
@@ -125,15 +149,12 @@ class Divided(Retrieving):
     others leave, as far as there is text; the others are local: `base` (a fraction of the budget beyond what is
     protected, or one entry), and what the retrieval heads have no text for, evenly.
 
-    A local head holds what is protected and the newest entries, at decode too. One that `compensates` has the mean
-    key and value of all that it dropped in its softmax, with their number as the weight (RazorAttention's compensation
-    token); what a retrieval head must drop is gone. Source: DuoAttention (arXiv 2410.10819) and RazorAttention
-    (arXiv 2407.15891), under a total that both let grow with the text.
+    A local head holds what is protected and the newest entries, at decode too. Source: DuoAttention (arXiv 2410.10819)
+    and RazorAttention (arXiv 2407.15891), under a total that both let grow with the text.
     """
 
     retrieval: float = 0.5
     base: float = 0.0
-    compensates: bool = False
     kind: ClassVar[str] = "divided"
 
     def __post_init__(self):
@@ -149,14 +170,17 @@ class Divided(Retrieving):
         """`base`."""
         return self.base
 
-    def local(self, scores: Float[Array, "Hk"]) -> Bool[Array, "Hk"]:
+    def local(self, learned: Learned, heads: int) -> Bool[Array, "Hk"]:
         """True for all but the best heads; ties go to the lower head."""
+        return self._local(self.scores(learned["retrieval"], heads))
+
+    def _local(self, scores: Float[Array, "Hk"]) -> Bool[Array, "Hk"]:
         count = max(int(self.retrieval * len(scores) + 0.5), 1)
         return _place(-scores) >= count
 
     def turns(self, scores: Float[Array, "Hk"]) -> tuple[Int[Array, "Hk"], ...]:
         """The retrieval heads evenly, then the local ones."""
-        local = self.local(scores)
+        local = self._local(scores)
         return (~local).astype(jnp.int32), local.astype(jnp.int32)
 
 

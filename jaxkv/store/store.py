@@ -135,6 +135,16 @@ class Store:
         entries = Entries(keys, values, result.positions, self.entries.stats)
         return dataclasses.replace(self, entries=entries, next_slot=result.next_slot)
 
+    def with_token(self, token: Token) -> Self:
+        """The store with the token in every head's next slot, without attending; rows that have finished stay."""
+        active = token.position >= 0
+        put = lambda x, new: self.put(x, new, active)  # noqa: E731
+        new = self.codecs.keys.encode(token.key), self.codecs.values.encode(token.value)
+        keys, values = jax.tree.map(put, (self.entries.keys, self.entries.values), new)
+        at = jnp.broadcast_to(token.position[:, None], self.next_slot.shape)
+        entries = Entries(keys, values, put(self.positions, at), self.stats)
+        return dataclasses.replace(self, entries=entries)
+
     def put(self, x: Any, new: Any, active: Bool[Array, "B"]) -> Any:
         """`x`, an array over the slots, with `new [B, Hk, ...]` in every head's next slot, in rows that are active."""
         raise NotImplementedError

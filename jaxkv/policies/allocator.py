@@ -1,0 +1,120 @@
+"""allocate: how one budget is divided over layers and heads, and which entries that lets stay.
+
+An allocator decides for itself: nothing asks which one it is. `budgets` gives every layer its mean budget before
+anything runs; `choose` says which entries of a layer stay; `divide` what all layers keep together, after a block.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv.policies.score import Score, ScoreInputs
+from jaxkv.store.entries import best_of_each
+
+Learned = Mapping[str, Any]  # name -> array [L, ...], by `jaxkv calibrate`
+
+
+@dataclasses.dataclass(frozen=True)
+class Contest:
+    """The entries of one layer among which an allocator chooses: N slots in one row, whatever the store.
+
+    `worth(score, goal)` scores every slot by the phase's own score (None) or another one, given how many entries are
+    to stay per head (`[B]`, or `[B, Hk]`). `owner` is the KV head of each slot. A head keeps `each [B]` entries on
+    average, `guard [B]` of its best at least, and `slots` at most where all heads have as many. `prompt` tells a cut of
+    a prompt from one while decoding; `inputs` is what the prompt's queries saw, None where nobody looked (all fits).
+    """
+
+    worth: Callable[[Score | None, Int[Array, "B *Hk"]], Float[Array, "B N"]]
+    positions: Int[Array, "B N"]
+    owner: Int[Array, "B N"]
+    heads: int
+    each: Int[Array, "B"]
+    guard: Int[Array, "B"]
+    slots: int
+    learned: Learned
+    prompt: bool = True
+    inputs: ScoreInputs | None = None
+
+    def by_head(self, x: jax.Array) -> jax.Array:
+        """`x [B, N]` as `[B, Hk, S]`, where every head has as many slots."""
+        return x.reshape(x.shape[0], self.heads, -1)
+
+
+class Choice(NamedTuple):
+    """Which of a contest's entries stay, what they were worth, and what the layer says of itself to the others."""
+
+    kept: Bool[Array, "B N"]
+    worth: Float[Array, "B N"]
+    profile: Float[Array, "B _"] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """What all layers that share hold after a block, to be divided: a pool of candidates each, with `worth` among its
+    statistics, and what each said of itself (None: nobody looked, and all stays).
+
+    `each [B]` entries per head stay on average, `guard [B]` at least. `lined(kept)` gives the stores with those kept.
+    """
+
+    pools: Sequence[Any]
+    profiles: Sequence[Float[Array, "B _"]] | None
+    each: Int[Array, "B"]
+    guard: Int[Array, "B"]
+    lined: Callable[[Callable[[Any], Bool[Array, "B N"]]], tuple[Any, ...]]
+
+
+class Allocate:
+    """The defaults: every head of every layer has its own budget, and keeps its best entries."""
+
+    kind: ClassVar[str]
+    store: ClassVar[str] = "slots"  # where a layer's entries lie: "slots", "pool" (heads share), "line" (layers share)
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def pooled(self) -> bool:
+        """Whether heads may hold unequally many."""
+        return self.store != "slots"
+
+    @property
+    def equal(self) -> bool:
+        """Whether every layer and head has the same budget, whatever the text."""
+        return False
+
+    def check(self, policy: Any) -> None:
+        """Raises `BadValue` for a policy with which the division cannot be done."""
+
+    def budgets(self, budget: int, layers: int, tokens: int, window: int, learned: Learned) -> tuple[int, ...]:
+        """The mean budget of every layer, bottom first, for a text of so many tokens."""
+        return (budget,) * layers
+
+    def reach(self, slots: int, limit: int) -> int:
+        """Slots per head that a layer may hold while a block of a prompt runs; 0: as many as its budget needs."""
+        return 0
+
+    def guard(self, limits: Int[Array, "B"], phases: Sequence[Any]) -> Int[Array, "B"]:
+        """Entries that every head keeps whatever the others have; heads that share nothing, all."""
+        return limits
+
+    def choose(self, contest: Contest) -> Choice:
+        """Which entries stay. Ties go to the older token, then to the lower head."""
+        worth = contest.worth(None, contest.each)
+        by_head = contest.by_head(worth), contest.by_head(contest.positions)
+        kept = best_of_each(*by_head, jnp.minimum(contest.each, contest.slots))
+        return Choice(kept.reshape(worth.shape), worth)
+
+    def local(self, learned: Learned, heads: int) -> Bool[Array, "Hk"] | None:
+        """True for the heads whose entries leave oldest first, whatever their score; None where there are none."""
+        return None
+
+    def moves(self, limits: Int[Array, "B"], now: Int[Array, "B"]) -> tuple[Int[Array, "B"], Bool[Array, "B"]] | None:
+        """After a decode step: how many entries per head rows may keep on average, and which rows' heads move their
+        borders now; None where they never do between cuts."""
+        return None
+
+    def divide(self, division: Division) -> tuple[Any, ...] | None:
+        """The stores of the layers that share, after a block; None where layers share nothing."""
+        return None

@@ -1,0 +1,123 @@
+"""read: which of the entries held a decode step reads. So what is kept and what is read are two budgets."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from jaxkv.errors import BadValue
+from jaxkv.store.entries import EMPTY, taken
+from jaxkv.store.pages import indexed
+from jaxkv.store.store import Judge, Token
+from pallas_kernels.decode_attend_score.victim import aim
+from pallas_kernels.masking import visible
+from pallas_kernels.partial import Partial, attend_few
+
+
+class Read:
+    """The defaults: everything is read, and no index is held."""
+
+    kind: ClassVar[str]
+    state: ClassVar[str] = ""  # the name under which its index lies beside the slots; "" for none
+
+    def check(self, policy: Any) -> None:
+        """Raises `BadValue` for a policy whose entries cannot be read so."""
+
+    def everything(self, layer: int) -> bool:
+        """Whether the layer reads all that it holds."""
+        return True
+
+    def entries(self, slots: int, layer: int) -> int:
+        """Entries per KV head that a step reads of so many slots."""
+        return slots
+
+    def indexed(self, store: Any) -> Any:
+        """The store with its index made anew, after a cut or with new room."""
+        return store
+
+    def step(
+        self, store: Any, layout: Any, token: Token, judge: Judge, rotate: Any, **softmax: Any
+    ) -> tuple[Partial, Any]:
+        """A decode step of a layer that does not read everything; as `Store.step`."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class All(Read):
+    """Everything that is held."""
+
+    kind: ClassVar[str] = "all"
+
+
+@dataclasses.dataclass(frozen=True)
+class Pages(Read):
+    """The `count` entries per KV head in the pages of `page` adjacent slots whose keys may have the largest q . k.
+
+    A page's bound is sum_d max(q_d min k_d, q_d max k_d) over its keys, the best of the query heads of a KV head; the
+    page of the new token is always read. The first `dense` layers read everything. At a step the index and `count`
+    entries are read. Source: Quest (arXiv 2406.10774); that a KV head's queries choose together is its kernels' form.
+    """
+
+    count: int = 1024
+    page: int = 16
+    dense: int = 2
+    kind: ClassVar[str] = "pages"
+    state: ClassVar[str] = "pages"
+
+    def __post_init__(self):
+        if self.page < 1 or self.count < self.page or self.dense < 0:
+            raise BadValue(
+                f"count={self.count}, page={self.page}, dense={self.dense}: expected pages of at least 1 slot, at least "
+                "one page to read, and a number of layers"
+            )
+
+    def check(self, policy: Any) -> None:
+        if policy.allocate.pooled or policy.rope != "text":
+            raise BadValue(
+                f"policy {policy.name!r} reads pages: expected equal heads (allocate kind 'uniform') and rope='text', "
+                "for a page is the same slots of every head, with keys as they are multiplied"
+            )
+
+    def everything(self, layer: int) -> bool:
+        return layer < self.dense
+
+    def entries(self, slots: int, layer: int) -> int:
+        return slots if self.everything(layer) else min(self._pages(slots) * self.page, slots)
+
+    def _pages(self, slots: int) -> int:
+        return min(self.count // self.page, -(-slots // self.page))
+
+    def indexed(self, store: Any) -> Any:
+        index = indexed(store.keys, store.positions, self.page)
+        return dataclasses.replace(store, beside={**store.beside, self.state: index})
+
+    def step(self, store, layout, token, judge, rotate, *, scale, window, softcap, implementation):
+        active, slot = token.position >= 0, store.next_slot
+        store = store.with_token(token)
+        index = store.beside[self.state].with_token(slot, token.key, active)
+        bound = index.score(token.query)
+        own = jnp.arange(bound.shape[-1]) == (slot // self.page)[..., None]
+        _, pages = lax.top_k(jnp.where(own, jnp.inf, bound), self._pages(store.slots))
+        at = (pages[..., None] * self.page + jnp.arange(self.page)).reshape(*pages.shape[:2], -1)
+        source = jnp.minimum(at, store.slots - 1).astype(jnp.int32)
+        positions = jnp.take_along_axis(store.positions, source, axis=-1)
+        some = store.plain(taken(store.entries, source, jnp.where(at < store.slots, positions, EMPTY)))
+        seen = visible(token.position[:, None, None], some.positions, window)
+        partial = attend_few(
+            token.query[:, :, None], some.keys, some.values, seen, scale=scale, softcap=softcap, group=judge.group
+        )
+        rows, heads = jnp.arange(slot.shape[0])[:, None, None], jnp.arange(slot.shape[1])[None, :, None]
+        assert partial.mass is not None
+        mass = jnp.zeros(store.positions.shape, jnp.float32)
+        mass = mass.at[rows, heads, jnp.where(at < store.slots, at, store.slots)].set(partial.mass, mode="drop")
+        following = aim(
+            mass, store.positions, token.position, slot, judge.limits, judge.recents, judge.weight, judge.bias,
+            rule=judge.rule, window=window,
+        )  # fmt: skip
+        after = dataclasses.replace(store, next_slot=following, beside={**store.beside, self.state: index})
+        return Partial(partial.output[:, :, 0].astype(token.query.dtype), partial.lse[:, :, 0], mass), after
+
+
+KINDS: dict[str, type[Read]] = {read.kind: read for read in (All, Pages)}

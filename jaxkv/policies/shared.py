@@ -1,0 +1,39 @@
+"""What allocators have in common under which heads share a budget."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxkv.errors import BadValue
+from jaxkv.policies.allocator import Allocate
+
+
+class Shared(Allocate):
+    """The heads of a layer share its budget: the layer is a pool of exactly that."""
+
+    store: ClassVar[str] = "pool"
+
+    def check(self, policy: Any) -> None:
+        where = f"policy {policy.name!r}, whose heads share a layer's budget"
+        if policy.prefill is None:
+            raise BadValue(f"{where}, evicts nothing: give it a prefill phase, or allocate kind 'uniform'")
+        if policy.rope != "text":
+            raise BadValue(f"{where}: expected rope='text'; a place in the cache is no position that heads share")
+        for phase in policy.phases:
+            together = [leaf.kind for leaf in phase.score.leaves() if leaf.together]
+            if phase.aggregate.heads != "each" or together:
+                raise BadValue(
+                    f"{where}, lets them decide as one (aggregate heads={phase.aggregate.heads!r}, score "
+                    f"{phase.score.kind!r}): set heads='each' and another score, or allocate kind 'uniform'"
+                )
+
+
+def safeguarded(safeguard: float, limits: Int[Array, "B"], phases: Sequence[Any]) -> Int[Array, "B"]:
+    """The fraction `safeguard` of the limits, at least one entry, and at decode what is protected and one that can
+    go; at most the limits."""
+    guard = jnp.maximum(jnp.floor(limits.astype(jnp.float32) * safeguard).astype(jnp.int32), 1)
+    for phase in phases[1:]:  # the decode phase, where there is one
+        guard = jnp.maximum(guard, phase.protects.recents(limits) + phase.protects.sinks + 1)
+    return jnp.minimum(guard, limits)
