@@ -1,18 +1,14 @@
 """The static shapes of a run: slots per layer, blocks of the prompt; and every row's budget."""
 
 import dataclasses
-import math
 
 import numpy as np
 
-from jaxkv.cache import KVCache
 from jaxkv.errors import BadValue
-from jaxkv.model_pool import Share
 from jaxkv.models import ModelConfig
-from jaxkv.policies.across import Across
 from jaxkv.policies.policy import NOTHING, Learned, Policy
-from jaxkv.pool import Pool
 from jaxkv.sharding.layout import on_host
+from jaxkv.store import KVCache
 
 ROUND = 16  # the first block is padded to a multiple of this, so that near lengths share a compilation
 
@@ -88,20 +84,16 @@ def plan(
 
     blocks = max(0, -(-int(new.max()) // block) - 1)
     first = int(new.max()) - blocks * block
-    reach = 0
-    if isinstance(policy.allocate, Across):  # the slots of an even share, and what a layer may have of the others'
-        reach = max(slots) + math.ceil((policy.allocate.most - 1) * int(limits.max())) + 1
+    reach = policy.allocate.reach(max(slots), int(limits.max()))
     return Plan(
         tuple(slots), min(-(-first // ROUND) * ROUND, block), blocks, block, _looks(policy, total, limits), reach
     ), limits
 
 
 def _held(cache: KVCache) -> np.ndarray:
-    """Slots per KV head that hold what each layer holds; in a pool, on average over the heads."""
+    """Slots per KV head that hold what each layer holds; where heads share, on average over them."""
     held = on_host(cache.held())
-    most = [np.ceil(layer.mean(axis=1)).max() for layer in held]
-    pooled = [isinstance(layer, Pool | Share) for layer in cache.layers]
-    return np.array([most[i] if pooled[i] else held[i].max() for i in range(len(held))], int)
+    return np.array([layer.needed(of) for layer, of in zip(cache.layers, held, strict=True)], int)
 
 
 def _looks(policy: Policy, total: np.ndarray, limits: np.ndarray) -> bool:

@@ -13,21 +13,19 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxkv import attend_model, model_pool, pool
-from jaxkv import cache as slots_of
-from jaxkv.attend import LayerState, decode_layer, prefill_layer
-from jaxkv.cache import EMPTY, KVCache
+from jaxkv.attend import Ask, Facts, LayerIn, decode_layer, divided, prefill_layer
 from jaxkv.models import Decoder, ModelConfig, graphdef
 from jaxkv.plan import Plan
-from jaxkv.policies.across import Across
+from jaxkv.policies.flow import Block
 from jaxkv.policies.needs import HIDDEN, OUTPUT
-from jaxkv.policies.observe import Replay
 from jaxkv.policies.policy import NOTHING, Learned, Policy
-from jaxkv.pool import Pool
 from jaxkv.sampling import Sampler
 from jaxkv.sharding.layout import ONE_DEVICE, Layout
+from jaxkv.store import EMPTY, KVCache
+from jaxkv.store import empty as empty_store
+from jaxkv.store.line import opened, written
 
-Layers = tuple[Any, ...]  # of LayerCache, Pool or Share
+Layers = tuple[Any, ...]  # a store per layer
 Expected = tuple[Int[Array, "B T K"], Float[Array, "B T K"]]  # the likeliest next tokens and their probabilities
 HEAD_ROWS = 256  # hidden states whose logits are computed together, where every position's are asked for
 
@@ -41,14 +39,16 @@ def _of_layer(learned: Learned, layer: int) -> dict[str, Array]:
     return {name: value[layer] for name, value in learned.items()}
 
 
-def _in_time_order(layer: Any, layout: Layout) -> Any:
-    return (pool if isinstance(layer, Pool) else slots_of).in_time_order(layout.gathered(layer))
-
-
 def empty_layers(config: ModelConfig, policy: Policy, batch: int, dtype) -> Layers:
-    """Layers without a slot, where a prompt begins."""
-    specs = [config.attention_spec(layer) for layer in range(config.num_layers)]
-    return tuple(slots_of.empty(batch, s.num_kv_heads, 0, s.head_dim, dtype, policy.stats) for s in specs)
+    """Stores without a slot, where a prompt begins."""
+    layers = []
+    for spec in config.specs:
+        kind = policy.allocate.store if spec.window is None else "slots"
+        beside = policy.beside(batch, spec.num_kv_heads, spec.head_dim, dtype) if spec.window is None else {}
+        policy.store.check(spec.head_dim)
+        shape = (batch, spec.num_kv_heads, spec.head_dim, dtype)
+        layers.append(empty_store(kind, *shape, policy.stats, policy.store, beside))
+    return tuple(layers)
 
 
 @functools.partial(
@@ -83,9 +83,9 @@ def prefill(
     """
     model = model_of(config, weights)
     # the slots of a cache to go on from lie as decoding left them; from here on they stay in time order
-    layers = model_pool.changed(layers, lambda layer: _in_time_order(layer, layout) if layer.slots else layer)
-    share = policy.allocate if isinstance(policy.allocate, Across) else None
-    replays = plan.look and policy.prefill is not None and isinstance(policy.prefill.observe, Replay)
+    layers = tuple(layout.gathered(layer).in_time_order() if layer.slots else layer for layer in layers)
+    full = [layer for layer, spec in enumerate(config.specs) if spec.window is None]
+    replays = plan.look and policy.prefill is not None and policy.prefill.observe.replays
     end = lengths + jnp.sum(positions >= 0, axis=-1, dtype=jnp.int32)
     ahead = end[:, None] + jnp.arange(pseudo.shape[1], dtype=jnp.int32)
 
@@ -95,50 +95,36 @@ def prefill(
         tokens, positions = jnp.pad(tokens, front), jnp.pad(positions, front, constant_values=EMPTY)
         now = jnp.where(positions[:, -1] < 0, lengths, positions[:, -1] + 1)  # a row of padding has not begun
         behind, places = (pseudo, ahead) if not replays else _replayed(pseudo, tokens, positions, now)
-        attend = functools.partial(
-            prefill_layer, policy, jnp.concatenate([positions, places], axis=1), now, layout, implementation
-        )
-        turn, onward = None, 0
-        if plan.look and policy.propagate is not None:
-            turn = policy.propagate.layer(config.num_layers)
-            onward = policy.propagate.count(tokens.shape[1], max(plan.slots))
-            onward = min(onward + -(onward + behind.shape[1]) % layout.parts, tokens.shape[1])
-        full = [layer for layer, spec in enumerate(config.specs) if spec.window is None]
-        states = [
-            LayerState(
-                layer, plan.reach if share and i in full else plan.slots[i], limits[i], plan.look, behind.shape[1], i,
-                model.output_matrix(i) if OUTPUT in policy.needs else None, _of_layer(learned, i),
-                onward=onward if i == turn else 0,
+
+        def attend_at(positions):
+            return functools.partial(prefill_layer, policy, positions, now, layout, implementation)
+
+        attend, flow = attend_at(jnp.concatenate([positions, places], axis=1)), policy.flow
+        passing = Block(
+            positions, places, config.num_layers, full, max(plan.slots), layout.parts, attend, attend_at, layout.lay
+        )  # fmt: skip
+        given = [
+            LayerIn(
+                store,
+                limits[i],
+                Facts(i, model.output_matrix(i) if OUTPUT in policy.needs else None, _of_layer(learned, i)),
+                Ask(
+                    plan.reach if plan.reach and i in full else plan.slots[i],
+                    plan.look,
+                    behind.shape[1],
+                    flow.going(passing, i) if plan.look else 0,
+                    plan.look and flow.leads(i, passing),
+                ),
             )
-            for i, layer in enumerate(slots_of.opened(layers))
-        ]  # fmt: skip
-
-        def route(index: int, x, state: LayerState, following):
-            if policy.reuse > 1 and state.worth is not None and index in full:
-                place = full.index(index) % policy.reuse  # among the layers that choose together
-                if place == 0:
-                    following = functools.partial(attend, lead=state.worth)
-                return x, attend if place == policy.reuse - 1 else following
-            if index != turn or state.chosen is None:
-                return x, following
-            own = x.shape[1] - behind.shape[1]
-            going = jnp.take_along_axis(x[:, :own], jnp.maximum(state.chosen, 0)[..., None], axis=1)
-            at = jnp.take_along_axis(positions, jnp.maximum(state.chosen, 0), axis=1)
-            at = jnp.concatenate([jnp.where(state.chosen < 0, EMPTY, at), places], axis=1)
-            x = layout.lay("stream", jnp.concatenate([going, x[:, own:]], axis=1))
-            return x, functools.partial(prefill_layer, policy, at, now, layout, implementation)
-
+            for i, store in enumerate(opened(layers))
+        ]
         everything, last = layout.lay("tokens", jnp.concatenate([tokens, behind], axis=1)), tokens.shape[1] - 1
-        after = None if top else behind.shape[1]
-        between = route if turn is not None or policy.reuse > 1 else None
-        hidden, states = model(
-            everything, states, attend, layout.lay, behind=after, route=between,
+        hidden, outs = model(
+            everything, given, attend, layout.lay, behind=None if top else behind.shape[1], route=flow.route(passing),
             sizes=plan.look and HIDDEN in policy.needs, scan=scan_layers,
         )  # fmt: skip
         expected = _expected(model, hidden[:, tokens.shape[1] - length :], (tokens.shape[0], length), top, wanted)
-        layers = tuple(state.cache for state in states)
-        if share is not None:
-            layers = _divided(policy, share, states, full, plan, now, limits[full[0]])
+        layers = divided(policy, outs, full, plan, now, limits, lambda i: _of_layer(learned, i))
         return (layers, hidden[:, last if top else 0]), expected
 
     (layers, hidden), expected = block(
@@ -160,30 +146,6 @@ def prefill(
         in_order = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], x.shape[0] * x.shape[2], top)  # noqa: E731
         expected = jax.tree.map(lambda a, b: jnp.concatenate([a, in_order(b)], axis=1), expected, later)
     return tuple(map(layout.layer, layers)), layout.constrain(model.logits(hidden)), expected
-
-
-def _divided(
-    policy: Policy,
-    share: Across,
-    states: Any,
-    full: list[int],
-    plan: Plan,
-    now: Int[Array, "B"],
-    limits: Int[Array, "B"],
-) -> Layers:
-    """The layers after a block whose `full` ones divide one budget."""
-    put_up = [states[i].cache for i in full]
-    looked = plan.look and policy.prefill is not None
-    reserved = jnp.zeros_like(limits)
-    if looked:
-        assert policy.prefill is not None
-        reserved += policy.prefill.reserved(limits)
-    heads, slots = put_up[0].heads, sum(plan.slots[i] for i in full)
-    profiles = [states[i].profile for i in full] if looked else None
-    shares = attend_model.divided(
-        policy, share, put_up, profiles, heads * slots, heads * plan.reach, now, limits, reserved
-    )
-    return attend_model.together(states, shares)
 
 
 def _expected(
@@ -272,20 +234,20 @@ def decode_logits(
     position = jnp.where(running, cache.lengths, EMPTY)
     attend = functools.partial(decode_layer, policy, position, layout, implementation)
     model = model_of(config, weights)
-    states = [
-        LayerState(
-            layer, layer.slots, cache.limits[i], layer=i,
-            out=model.output_matrix(i) if policy.decode is not None and OUTPUT in policy.decode.needs else None,
-            learned=_of_layer(learned, i), line=line,
+    needs_out = policy.decode is not None and OUTPUT in policy.decode.needs
+    given = [
+        LayerIn(
+            store,
+            cache.limits[i],
+            Facts(i, model.output_matrix(i) if needs_out else None, _of_layer(learned, i)),
+            Ask(everything=policy.read.everything(i)),
         )
-        for i, (layer, line) in enumerate(zip(cache.views, model_pool.places(cache.layers), strict=True))
-    ]  # fmt: skip
-    hidden, states = model(layout.lay("tokens", jnp.maximum(cache.pending, 0)[:, None]), states, attend, layout.lay)
+        for i, store in enumerate(cache.views)
+    ]
+    hidden, outs = model(layout.lay("tokens", jnp.maximum(cache.pending, 0)[:, None]), given, attend, layout.lay)
     cache = dataclasses.replace(
         cache,
-        layers=model_pool.written(
-            cache.layers, tuple(each.cache for each in states), tuple(each.token for each in states), position
-        ),
+        layers=written(cache.layers, tuple(out.cache for out in outs), position),
         lengths=cache.lengths + running.astype(jnp.int32),
     )
     return cache, model.logits(hidden[:, 0])

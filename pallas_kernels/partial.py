@@ -23,6 +23,10 @@ class Partial(NamedTuple):
     lse: Float[Array, "B Hq *T"]
     mass: Float[Array, "B *S"] | None = None
 
+    def now(self) -> "Partial":
+        """The part of the first of T queries alone, without the dimension T."""
+        return Partial(self.output[:, :, 0], self.lse[:, :, 0], self.mass)
+
 
 def merge(first: Partial, *others: Partial) -> Partial:
     """Attention over the keys of all parts: output = sum_i exp(lse_i - lse) output_i, lse = log sum_i exp(lse_i).

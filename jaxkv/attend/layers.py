@@ -1,93 +1,75 @@
-"""attend.py for layers that share the model's pool: what each puts up of a block of the prompt, and what all keep.
+"""All layers after a block of the prompt: what they keep together, where they share one budget.
 
-While a block runs, each layer holds at most its ceiling, so the peak is `most` times the budget; at the block's end all
-layers' entries are divided once, and one line of slots holds what stays.
+While a block runs, each layer that shares holds at most its ceiling; at the block's end all their candidates are divided
+once, and one line of slots holds what stays.
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Int
 
-from jaxkv import attend_pool
-from jaxkv import pool as pools
-from jaxkv.cache import LayerCache
-from jaxkv.model_pool import Share, joined, shared
-from jaxkv.policies.across import Across
+from jaxkv.attend.layer import LayerOut
+from jaxkv.attend.prompt import absorbed, finished
+from jaxkv.plan import Plan
+from jaxkv.policies.allocator import Division, Learned
+from jaxkv.policies.evicted import Leaving
 from jaxkv.policies.policy import Policy
 from jaxkv.policies.score import ScoreInputs
-from jaxkv.pool import Pool
-
-WORTH = "worth"  # what the entries of a block were worth, until the layers have divided the budget
-
-
-def candidates(
-    share: Across,
-    joined: LayerCache,
-    worth: Float[Array, "B Hk S"],
-    slots: int,
-    each: Int[Array, "B"],
-    guard: Int[Array, "B"],
-) -> Pool:
-    """The best entries of one layer, as many as its ceiling lets it keep, with their worth among the statistics.
-
-    `slots` per head, of which `each [B]` are a layer's on average; every head puts up `guard [B]` at least.
-    """
-    heads, owner, line = joined.next_slot.shape[-1], pools.owners(joined), worth.reshape(worth.shape[0], -1)
-    positions = pools.flattened(joined).positions
-    most = jnp.minimum(share.ceiling(each), slots)
-    if share.alike:
-        kept = pools.best(line, positions, owner, jnp.repeat(most[:, None], heads, axis=1))
-    else:
-        kept, _ = pools.compete(line, positions, owner, heads, heads * most, jnp.minimum(guard, most))
-    carrying = dataclasses.replace(joined, stats={**joined.stats, WORTH: worth.astype(jnp.float32)})
-    return pools.build(carrying, kept, heads * slots, jnp.full_like(most, heads * slots))
+from jaxkv.store.line import joined, placed
 
 
 def divided(
     policy: Policy,
-    share: Across,
-    layers: list[Pool],
-    profiles: list[Float[Array, "B _"]] | None,
-    slots: int,
-    reach: int,
+    outs: Sequence[LayerOut],
+    full: Sequence[int],
+    plan: Plan,
     now: Int[Array, "B"],
-    limits: Int[Array, "B"],
-    reserved: Int[Array, "B"],
-) -> tuple[Share, ...]:
-    """What all layers keep of what they put up, `limits - reserved [B]` per head on average, in one line of `slots`.
+    limits: Int[Array, "L B"],
+    learned: Callable[[int], Learned],
+) -> tuple[Any, ...]:
+    """The layers' stores after a block. Those of the `full` layers, without a sliding window, hold candidates where the
+    allocator divides one budget over them; any other as the block left it."""
+    stores = [out.cache for out in outs]
+    if not policy.allocate.divides:
+        return tuple(stores)
+    pools, limit = [stores[i] for i in full], limits[full[0]]
+    looked = plan.look and policy.prefill is not None
+    reserved = jnp.zeros_like(limit)
+    if looked:
+        assert policy.prefill is not None
+        reserved += policy.prefill.reserved(limit)
+    each = limit - reserved
+    heads, slots = pools[0].heads, sum(plan.slots[i] for i in full)
 
-    The slots of the next tokens are chosen and the statistics brought up to date, as `attend` does for a single layer.
-    Without profiles (nobody looked: everything fits) all stays. A layer reads `reach` slots.
-    """
-    number, heads = len(layers), layers[0].heads
-    line = joined(layers)
-    each, guard = limits - reserved, attend_pool.guarded(policy, limits)
-    guard, owner = jnp.minimum(guard, each), line.owner
-    if profiles is None:
-        kept = line.positions >= 0
-    elif share.alike:
-        stacked = jnp.stack(profiles)
-        held = jnp.max(line.held().reshape(-1, number, heads), axis=-1).T
-        quota = share.quotas(stacked, each, guard, share.ceiling(each), held)
-        kept = pools.best(line.stats[WORTH], line.positions, owner, jnp.repeat(quota.T, heads, axis=1))
-    else:
-        kept, _ = pools.compete(
-            line.stats[WORTH], line.positions, owner, number * heads, number * heads * each, guard
-        )  # fmt: skip
-    room = jnp.full_like(each, slots) if policy.decode is None else number * heads * limits
-    line = pools.build(line, kept, slots, room)
-    mass = line.stats.get("mass")
-    line = dataclasses.replace(line, stats={name: line.stats[name] for name in policy.stats})
-    aimed = attend_pool.aim(policy, line, mass, now, limits, ScoreInputs())
-    if policy.prefill is not None and profiles is not None:
-        stats = attend_pool.observe(policy, policy.prefill, line.stats, mass, now)
-        aimed = dataclasses.replace(aimed, stats=stats)
-    return shared(aimed, number, reach)
+    def lined(choose: Callable[[Any], Bool[Array, "B N"]]) -> tuple[Any, ...]:
+        line = joined(pools)
+        kept = choose(line)
+        beside, some = [pool.beside for pool in pools], pools
+        if looked and policy.prefill is not None and policy.prefill.evicted.state:
+            rule, total = policy.prefill.evicted, pools[0].total
+            after = [
+                pool.absorbed(
+                    kept[:, i * total : (i + 1) * total],
+                    lambda beside, entries, stay, i=i, pool=pool: absorbed(
+                        rule, beside, entries, stay, Leaving(policy.allocate.local(learned(full[i]), pool.heads))
+                    ),
+                )
+                for i, pool in enumerate(pools)
+            ]
+            beside = [state for _, state in after]
+            some = [dataclasses.replace(pool, entries=entries) for pool, (entries, _) in zip(pools, after, strict=True)]
+            line = joined(some)
+        total = heads * slots
+        room = jnp.full_like(limit, total) if policy.decode is None else line.heads * limit
+        line = line.arranged(kept, room, {}, total)
+        line = finished(policy, policy.allocate, line, now, None, limit, ScoreInputs(), profiles is not None)
+        return placed(line, beside, heads * plan.reach)
 
-
-def together(states: Any, shares: tuple[Share, ...]) -> tuple[Any, ...]:
-    """The layers after a block: the shares where a layer put up a pool, any other as it is."""
-    left = iter(shares)
-    return tuple(next(left) if isinstance(state.cache, Pool) else state.cache for state in states)
+    profiles = [p for p in (outs[i].notes.profile for i in full) if p is not None] if looked else None
+    guard = jnp.minimum(policy.allocate.guard(limit, policy.phases), each)
+    shared = policy.allocate.divide(Division(pools, profiles, each, guard, lined))
+    left = dict(zip(full, shared or (), strict=True))
+    return tuple(left.get(i, store) for i, store in enumerate(stores))

@@ -204,7 +204,7 @@ class Decoder(nnx.Module):
         of the normed hidden states that they were made of, float32. It is traced once for layers that are alike, so
         what differs between them comes with the states, pytrees. `lay(name, x)` gets the residual "stream" each time
         that something was added to it, and the joined product "qkv", and gives them back laid out over devices.
-        `route(layer, stream, state, attend)` may send only some of the tokens on to the layers after this one.
+        `route(layer, stream, state.notes, attend)` may send only some of the tokens on to the layers after this one.
         With `scan`, and no route, layers that are alike run as one `lax.scan`: compiled sooner, a bit slower to run.
         """
         x = lay("stream", lookup(self.embed[...], tokens))
@@ -223,7 +223,7 @@ class Decoder(nnx.Module):
             x, state = run(self.layers[index], x, spec, states[index], behind if index == last else None)
             new.append(state)
             if route is not None:
-                x, following = route(index, x, state, attend)
+                x, following = route(index, x, state.notes, attend)
                 if following is not attend:
                     attend, run = following, _traced_once(following, lay, sizes)
         return rms_norm(x, self.norm[...], self.config.norm_eps), tuple(new)

@@ -28,6 +28,13 @@ from jaxkv.policies.combine import Then as Then
 from jaxkv.policies.combine import Weighted as Weighted
 from jaxkv.policies.cover import Cover as Cover
 from jaxkv.policies.curves import Curves as Curves
+from jaxkv.policies.evicted import Demote as Demote
+from jaxkv.policies.evicted import Drop as Drop
+from jaxkv.policies.evicted import Merge as Merge
+from jaxkv.policies.evicted import Summarise as Summarise
+from jaxkv.policies.flow import Follow as Follow
+from jaxkv.policies.flow import Propagate as Propagate
+from jaxkv.policies.flow import Straight as Straight
 from jaxkv.policies.graph import Propagated as Propagated
 from jaxkv.policies.layers import Erring as Erring
 from jaxkv.policies.layers import Pyramid as Pyramid
@@ -47,7 +54,8 @@ from jaxkv.policies.patterns import Ladder as Ladder
 from jaxkv.policies.patterns import Neighbours as Neighbours
 from jaxkv.policies.policy import Phase as Phase
 from jaxkv.policies.policy import Policy as Policy
-from jaxkv.policies.propagate import Propagate as Propagate
+from jaxkv.policies.read import All as All
+from jaxkv.policies.read import Pages as Pages
 from jaxkv.policies.recurrence import Recurrence as Recurrence
 from jaxkv.policies.score import AccumulatedAttention as AccumulatedAttention
 from jaxkv.policies.score import Attention as Attention

@@ -57,11 +57,6 @@ class Across(Shared):
             )
         if MASS in self.needs and policy.prefill is not None and MASS not in policy.prefill.needs:
             raise BadValue(f"{where}, goes by attention: expected a prefill score that looks, or kind 'global'")
-        if policy.decode is not None and policy.decode.evicted.moves:
-            raise BadValue(
-                f"{where}: an overwrite cannot change other entries of the line; expected evicted kind 'drop', "
-                "'summarise' or 'demote' in the decode phase"
-            )
         if not policy.flow.straight:
             raise BadValue(f"{where}, must see the whole prompt in each: expected flow kind 'straight'")
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.cache import counted, packed
 from jaxkv.errors import BadValue
 from jaxkv.policies.needs import HIDDEN, OUTPUT, calibrated
+from jaxkv.store.entries import counted, packed
 from pallas_kernels.decode_attend_score.victim import over_heads
 
 REDUCE = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}

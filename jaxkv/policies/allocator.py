@@ -80,6 +80,11 @@ class Allocate:
         return self.store != "slots"
 
     @property
+    def divides(self) -> bool:
+        """Whether layers share what a block leaves, so that `divide` has the last word."""
+        return self.store == "line"
+
+    @property
     def equal(self) -> bool:
         """Whether every layer and head has the same budget, whatever the text."""
         return False

@@ -1,6 +1,7 @@
 """observe: whose queries look at the cache."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -9,11 +10,26 @@ from jaxtyping import Array, Int
 
 from jaxkv.errors import BadValue
 
+Encode = Callable[[str], Sequence[int]]
+
 
 class Observer:
     """Whoever looks: the `extra` tokens behind the prompt if there are any, else the last `window`, else all."""
 
     window: int
+    extra: int
+    own_keys: bool = True  # whether the keys of those that look are in their softmax
+    replays: ClassVar[bool] = False  # each block of the prompt is run again behind itself
+    drafts: ClassVar[bool] = False  # the tokens that look come from a first pass
+
+    @property
+    def at_end(self) -> bool:
+        """Whether those that look are the last of the prompt, or stand behind it."""
+        return self.window > 0 or self.extra > 0
+
+    def behind(self, prompt: np.ndarray, vocab_size: int, encode: Encode | None) -> np.ndarray:
+        """The tokens `[N]` that run behind every block of one prompt `[T]`; `encode` turns text into tokens."""
+        return np.zeros(0, np.int32)
 
     def looking(self, positions: Int[Array, "B T"], extra: int) -> Int[Array, "B N"]:
         """The positions of those that look, the last N of the T; `extra` tokens stand behind the prompt's own."""
@@ -61,6 +77,11 @@ class LastShare(Observer):
     def __post_init__(self):
         if not 0 < self.share <= 1:
             raise BadValue(f"share={self.share}: expected a fraction of the prompt above 0 and up to 1")
+
+    @property
+    def at_end(self) -> bool:
+        """They are."""
+        return True
 
     def looking(self, positions: Int[Array, "B T"], extra: int) -> Int[Array, "B N"]:
         """As above, -1 for those that don't look: of each row its own share, whatever its padding (-1)."""
@@ -117,7 +138,7 @@ class PseudoQueries(Observer):
         """Tokens run behind each block of the prompt."""
         return self.count
 
-    def tokens(self, prompt: np.ndarray, vocab_size: int) -> np.ndarray:
+    def behind(self, prompt: np.ndarray, vocab_size: int, encode: Encode | None) -> np.ndarray:
         """The pseudo tokens' ids `[count]` for one prompt `[T]`, a short one repeated as often as needed."""
         if self.content == "random":
             return np.random.default_rng(self.seed).integers(0, vocab_size, self.count).astype(np.int32)
@@ -142,6 +163,7 @@ class Lookahead(Observer):
     draft_window: int = 32
     kind: ClassVar[str] = "lookahead"
     window: ClassVar[int] = 0
+    drafts: ClassVar[bool] = True
 
     def __post_init__(self):
         if self.count < 1 or self.draft_window < 1:
@@ -165,6 +187,11 @@ class Replay(Observer):
     kind: ClassVar[str] = "replay"
     window: ClassVar[int] = 0
     extra: ClassVar[int] = 0  # besides the block itself and the instruction
+    replays: ClassVar[bool] = True
+
+    def behind(self, prompt: np.ndarray, vocab_size: int, encode: Encode | None) -> np.ndarray:
+        """The instruction's tokens; none where there is no tokenizer."""
+        return np.asarray(encode(self.instruction) if encode and self.instruction else (), np.int32)
 
 
 Observe = NoQueries | LastQueries | LastShare | AllQueries | CurrentQuery | PseudoQueries | Lookahead | Replay

@@ -8,17 +8,20 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv.errors import BadValue, unknown
-from jaxkv.policies import across, allocate, observe, scores
-from jaxkv.policies.across import Across
+from jaxkv.policies import across, allocate, evicted, flow, observe, read, scores
 from jaxkv.policies.aggregate import Aggregate
-from jaxkv.policies.allocate import Adaptive, Allocate
+from jaxkv.policies.allocator import Allocate, Learned
+from jaxkv.policies.evicted import Drop, Evicted
+from jaxkv.policies.flow import Flow, Straight
 from jaxkv.policies.layers import KINDS as LAYERS
-from jaxkv.policies.layers import Learned, Uniform
+from jaxkv.policies.layers import Uniform
 from jaxkv.policies.needs import HIDDEN, MASS, OUTPUT, QUERIES, learned_names
 from jaxkv.policies.observe import NoQueries, Observe
-from jaxkv.policies.propagate import Propagate
+from jaxkv.policies.read import All, Read
 from jaxkv.policies.score import Entering, Recency, Score, ScoreInputs, Stats
 from jaxkv.policies.select import Select
+from jaxkv.store import codecs
+from jaxkv.store.codecs import Codecs
 
 UNLIMITED = 2**30  # the budget of a policy that evicts nothing
 NOTHING: Learned = {}
@@ -26,7 +29,8 @@ NOTHING: Learned = {}
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Who looks, what that says, how it is summed up, what is protected: for prefill or for decode.
+    """Who looks, what that says, how it is summed up, what is protected, and what becomes of what leaves: for prefill or
+    for decode.
 
     `reserve` (prefill) leaves that many slots of the budget free for the first new tokens, or that fraction of it when
     it lies between 0 and 1; `every` (decode) lets the cache run that many tokens over the budget before it is cut back:
@@ -39,6 +43,7 @@ class Phase:
     select: Select = Select()
     reserve: int | float = 0
     every: int = 1
+    evicted: Evicted = Drop()
 
     def __post_init__(self):
         if MASS in self.score.needs and isinstance(self.observe, NoQueries):
@@ -73,7 +78,7 @@ class Phase:
     @property
     def needs(self) -> frozenset[str]:
         """What its parts read, by the names of `needs.py`."""
-        return self.score.needs | self.aggregate.needs
+        return self.score.needs | self.aggregate.needs | self.evicted.needs
 
     def reserved(self, limits: Any) -> Any:
         """Slots left free for new tokens, of each of the `limits` (an array of NumPy or JAX, or a number)."""
@@ -87,21 +92,21 @@ class Policy:
 
     Without `prefill` nothing is ever evicted; without `decode` new tokens are added to what the prompt left.
     `rope="text"` keeps keys at their positions in the text; `rope="cache"` rotates them by their place in the cache,
-    so that a text may go on for ever (StreamingLLM). `propagate` sends only some tokens of the prompt on to deeper
-    layers. `reuse` layers at a time choose together: the first looks at the prompt, and the others keep the same
-    entries (layers with a sliding window choose for themselves). `block` is the prompt tokens run at a time.
+    so that a text may go on for ever (StreamingLLM). `flow` is what happens between layers. `read` is what a decode step
+    reads of what is held, `store` the codecs of the keys and values. `block` is the prompt tokens run at a time.
     Raises `BadValue` for parts that do not fit together and for a budget below sinks + recent + 1.
     """
 
     name: str
     prefill: Phase | None = None
     decode: Phase | None = None
-    allocate: Allocate | Across = Uniform()
+    allocate: Allocate = Uniform()
     budget: int | None = None
     ratio: float | None = None
     rope: str = "text"
-    propagate: Propagate | None = None
-    reuse: int = 1
+    flow: Flow = Straight()
+    read: Read = All()
+    store: Codecs = Codecs()
     block: int = 2048
     title: str = ""
     paper: str = ""
@@ -113,31 +118,20 @@ class Policy:
             raise BadValue(f"block={self.block}: expected at least 1 token")
         if self.prefill is None and self.decode is not None:
             raise BadValue(f"policy {self.name!r} evicts at decode but not at prefill: its cache would not be bounded")
-        behind = observe.PseudoQueries | observe.Lookahead | observe.Replay
-        if self.decode is not None and isinstance(self.decode.observe, behind):
+        if self.decode is not None and (self.decode.observe.extra or self.decode.observe.replays):
             raise BadValue("pseudo queries stand in for decode queries: use observe kind 'current-query' at decode")
         if self.decode is not None and QUERIES in self.decode.score.needs:
             raise BadValue(f"score {self.decode.score.kind!r} needs the prompt's queries: it scores at prefill only")
-        if self.propagate is not None and (self.prefill is None or isinstance(self.prefill.observe, observe.Replay)):
-            raise BadValue(
-                f"policy {self.name!r} propagates some tokens of a prompt: expected a prefill phase without replay"
-            )
-        apart = self.prefill is None or self.decode is not None or self.propagate is not None
-        if self.reuse < 1 or (self.reuse > 1 and (apart or not isinstance(self.allocate, Uniform))):
-            raise BadValue(
-                f"reuse={self.reuse} of policy {self.name!r}: expected at least 1 layer; above 1 the layers hold the "
-                "same entries, so it goes with a prefill phase, uniform budgets, no decode phase and no propagate"
-            )
         if self.decode is not None and self.decode.aggregate.best:
             raise BadValue("aggregate best= picks heads at prefill only: leave it out of the decode phase")
         if self.decode is not None and HIDDEN in self.decode.aggregate.needs:
             raise BadValue("aggregate weigh='output' reads the hidden states of a prompt: leave it out at decode")
-        if self.allocate.pooled:
-            self._check_shares()
-        if isinstance(self.allocate, Adaptive):
-            self._check_competition(self.allocate)
-        if isinstance(self.allocate, Across):
-            self._check_layers(self.allocate)
+        rules: dict[str, Evicted] = {}
+        for rule in (phase.evicted for phase in self.phases if phase.evicted.state):
+            if rules.setdefault(rule.state, rule) != rule:
+                raise BadValue(f"evicted {rules[rule.state]} at prefill and {rule} at decode keep the same state")
+        for part in (self.allocate, self.flow, self.read):
+            part.check(self)
         if self.budget is not None:
             if isinstance(self.budget, bool) or int(self.budget) != self.budget:
                 raise BadValue(f"budget={self.budget!r}: expected a whole number of tokens per KV head")
@@ -148,49 +142,6 @@ class Policy:
                 )
         if self.ratio is not None and not 0 <= self.ratio < 1:
             raise BadValue(f"ratio={self.ratio}: expected a fraction removed, from 0 up to but not including 1")
-
-    def _check_shares(self) -> None:
-        where = f"policy {self.name!r}, whose heads share a layer's budget"
-        if self.prefill is None:
-            raise BadValue(f"{where}, evicts nothing: give it a prefill phase, or allocate kind 'uniform'")
-        if self.rope != "text":
-            raise BadValue(f"{where}: expected rope='text'; a place in the cache is no position that heads share")
-        for phase in self.phases:
-            together = [leaf.kind for leaf in phase.score.leaves() if leaf.together]
-            if phase.aggregate.heads != "each" or together:
-                raise BadValue(
-                    f"{where}, lets them decide as one (aggregate heads={phase.aggregate.heads!r}, score "
-                    f"{phase.score.kind!r}): set heads='each' and another score, or allocate kind 'uniform'"
-                )
-
-    def _check_competition(self, share: Adaptive) -> None:
-        where = f"policy {self.name!r}, whose heads compete for a layer's budget"
-        if share.of is not None and self.prefill is not None:
-            own = self.prefill.score
-            lacks = sorted((share.of.needs & {MASS, OUTPUT}) - own.needs) + sorted(set(share.of.stats) - set(own.stats))
-            if lacks:
-                raise BadValue(
-                    f"allocate of={share.of.kind!r} needs what the prefill score has not: {', '.join(lacks)}"
-                )
-        if share.interval and (self.decode is None or self.decode.every > 1):
-            raise BadValue(
-                f"{where}: interval={share.interval} moves borders between decode steps that overwrite one slot each; "
-                "without a decode phase none move, and one with every > 1 moves them at its cuts: leave interval= out"
-            )
-        if share.interval and self.budget is not None and share.shift >= self.budget:
-            raise BadValue(f"shift={share.shift}: expected fewer entries than the budget of {self.budget}")
-
-    def _check_layers(self, share: Across) -> None:
-        where = f"policy {self.name!r}, whose layers share the model's budget (allocate kind {share.kind!r})"
-        if self.decode is not None and not (self.decode.linear and self.decode.every == 1):
-            raise BadValue(
-                f"{where}: at decode every token takes one slot of its own head; expected a decode score that is "
-                "linear in the attention, every=1, or no decode phase"
-            )
-        if MASS in share.needs and self.prefill is not None and MASS not in self.prefill.needs:
-            raise BadValue(f"{where}, goes by attention: expected a prefill score that looks, or kind 'global'")
-        if self.propagate is not None:
-            raise BadValue(f"{where}, must see the whole prompt in each: leave propagate out")
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -222,9 +173,7 @@ class Policy:
         """Whether a question at the end of the prompt steers what is kept of it."""
         if self.prefill is None:
             return False
-        seen = self.prefill.observe
-        steered = seen.window > 0 or isinstance(seen, observe.PseudoQueries | observe.Lookahead | observe.LastShare)
-        scored = self.prefill.score
+        steered, scored = self.prefill.observe.at_end, self.prefill.score
         return (steered and MASS in scored.needs) or any(leaf.aware for leaf in scored.leaves())
 
     @property
@@ -241,6 +190,11 @@ class Policy:
     def learns(self) -> tuple[str, ...]:
         """Names of what it needs of `jaxkv calibrate`."""
         return learned_names(self.needs)
+
+    def beside(self, batch: int, heads: int, head_dim: int, dtype: Any) -> dict[str, Any]:
+        """What lies beside a layer's slots before anything has left them, by the name of the rule's state."""
+        rules = {phase.evicted.state: phase.evicted for phase in self.phases if phase.evicted.state}
+        return {name: rule.begin(batch, heads, head_dim, dtype) for name, rule in rules.items()}
 
     def budgets(self, tokens: int, layers: int, learned: Learned = NOTHING) -> tuple[int, ...]:
         """Tokens per KV head of every layer for a text of `tokens` tokens; a ratio never goes below `floor`.
@@ -320,8 +274,12 @@ PARTS = {
     "observe": observe.KINDS,
     "allocate": allocate.KINDS | across.KINDS,
     "layers": LAYERS,
+    "evicted": evicted.KINDS,
+    "flow": flow.KINDS,
+    "read": read.KINDS,
 } | dict.fromkeys(("score", "of", "first", "second"), scores.KINDS)
-PLAIN = {"aggregate": Aggregate, "select": Select, "propagate": Propagate}
+PARTS |= dict.fromkeys(("keys", "values"), codecs.KINDS)
+PLAIN = {"aggregate": Aggregate, "select": Select, "store": Codecs}
 
 
 def to_dict(policy: Policy) -> dict[str, Any]:

@@ -117,7 +117,8 @@ class Pages(Read):
             rule=judge.rule, window=window,
         )  # fmt: skip
         after = dataclasses.replace(store, next_slot=following, beside={**store.beside, self.state: index})
-        return Partial(partial.output[:, :, 0].astype(token.query.dtype), partial.lse[:, :, 0], mass), after
+        partial = partial.now()
+        return Partial(partial.output.astype(token.query.dtype), partial.lse, mass), after
 
 
 KINDS: dict[str, type[Read]] = {read.kind: read for read in (All, Pages)}

@@ -21,6 +21,11 @@ class Shared(Allocate):
             raise BadValue(f"{where}, evicts nothing: give it a prefill phase, or allocate kind 'uniform'")
         if policy.rope != "text":
             raise BadValue(f"{where}: expected rope='text'; a place in the cache is no position that heads share")
+        if policy.decode is not None and policy.decode.evicted.moves and policy.decode.every == 1:
+            raise BadValue(
+                f"{where}, and evicted kind {policy.decode.evicted.kind!r} changes other entries at every overwrite: "
+                "set every= above 1, so that it does so when the layer is cut"
+            )
         for phase in policy.phases:
             together = [leaf.kind for leaf in phase.score.leaves() if leaf.together]
             if phase.aggregate.heads != "each" or together:

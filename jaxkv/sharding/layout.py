@@ -125,6 +125,10 @@ class Layout:
         """The layer with all slots on every device along them, inside a compiled program."""
         return self.each(layer, self.constrain, whole=True)
 
+    def by_head(self, entries: Any) -> Any:
+        """Entries `[B, Hk, S, ...]` with all slots on every device along them, inside a compiled program."""
+        return jax.tree.map(lambda x: self.constrain(x, *self.slot_axes(x.ndim, slots=None)), entries)
+
     def state(self, state: Any) -> Any:
         """A `DecodeState` whose layers are divided and whose few words per row are everywhere, inside a program."""
         layers = tuple(self.layer(layer) for layer in state.cache.layers)

@@ -1,6 +1,7 @@
 """An index of pages: the lowest and highest key of every page of adjacent slots, channel by channel."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ class Pages:
     low: Float[Array, "B Hk P D"]
     high: Float[Array, "B Hk P D"]
     size: int = dataclasses.field(metadata={"static": True})
+
+    attends: ClassVar[bool] = False
 
     @property
     def kv_bytes(self) -> int:

@@ -116,10 +116,16 @@ class Pool(Store):
             self.encoded(flattened(entries)), owner, kept, heads * slots, room, heads, beside, self.codecs
         )  # fmt: skip
 
-    def arranged(self, kept: Bool[Array, "B P"], room: Int[Array, "B"], beside: dict[str, Any] | None = None) -> "Pool":
-        """The kept entries in as many slots, with new borders."""
-        beside = self.beside if beside is None else beside
-        return arranged(self.entries, self.owner, kept, self.total, room, self.heads, beside, self.codecs)
+    def arranged(
+        self,
+        kept: Bool[Array, "B P"],
+        room: Int[Array, "B"],
+        beside: dict[str, Any] | None = None,
+        total: int | None = None,
+    ) -> "Pool":
+        """The kept entries in `total` slots (as many as there are), with new borders."""
+        beside, total = self.beside if beside is None else beside, self.total if total is None else total
+        return arranged(self.entries, self.owner, kept, total, room, self.heads, beside, self.codecs)
 
     # ---- a decode step
 
@@ -174,6 +180,10 @@ class Pool(Store):
             *factors, rule=judge.rule and dataclasses.replace(judge.rule, heads="each"), group=judge.group,
             **{"whole": False, **options},
         )  # fmt: skip
+
+    def laid(self, layout: Layout) -> "Pool":
+        """The store after a step, which left it where it was."""
+        return self
 
     def settled(self, output: Any) -> tuple[Any, "Pool"]:
         """The output, and the store to be cut or aimed after it: read before a move, or values would be copied."""

@@ -118,6 +118,10 @@ class Slots(Store):
         )  # fmt: skip
         return Partial(result.output, result.lse, result.mass), self.attended(result, token)
 
+    def laid(self, layout: Layout) -> "Slots":
+        """The store after a step, divided over the layout's devices."""
+        return layout.layer(self)
+
     def settled(self, output: Any) -> tuple[Any, "Slots"]:
         """The output, and the store to be cut or aimed after it."""
         return output, self

@@ -1,6 +1,7 @@
 """A summary of what was dropped: its mean key and value, which take part in the softmax for all of it."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,8 @@ class Summary:
     keys: Float[Array, "B Hk D"]
     values: Float[Array, "B Hk D"]
     count: Float[Array, "B Hk"]
+
+    attends: ClassVar[bool] = True
 
     @property
     def kv_bytes(self) -> int:

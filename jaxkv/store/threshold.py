@@ -1,6 +1,7 @@
 """The threshold of similarity from which entries are merged: one number per row and layer."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 from jaxtyping import Array, Bool, Float
@@ -13,6 +14,8 @@ class Threshold:
 
     tau: Float[Array, "B"]
     begun: Bool[Array, "B"]
+
+    attends: ClassVar[bool] = False
 
     @property
     def kv_bytes(self) -> int:

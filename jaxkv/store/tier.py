@@ -1,6 +1,7 @@
 """A second tier: slots of lower precision for the entries that leave the first, the newest of them."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ class Tier:
 
     entries: Entries  # [B, Hk, N]
     codecs: Codecs = dataclasses.field(metadata={"static": True})
+
+    attends: ClassVar[bool] = True
 
     @property
     def kv_bytes(self) -> int:
