@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv.errors import BadValue
+
 EMPTY = -1
 NEVER = -jnp.inf  # priority of an empty slot: below every entry
 
@@ -113,6 +115,29 @@ def one_row(cache: KVCache, index: int) -> KVCache:
         limits=cache.limits[:, row],
         pending=cache.pending[row],
     )
+
+
+def repeated(cache: KVCache, times: int) -> KVCache:
+    """Every row of the cache `times` times, next to each other."""
+    if times == 1:
+        return cache
+    repeat = lambda leaf: jnp.repeat(leaf, times, axis=0)  # noqa: E731
+    return dataclasses.replace(
+        cache,
+        layers=jax.tree.map(repeat, cache.layers),
+        lengths=repeat(cache.lengths),
+        limits=jnp.repeat(cache.limits, times, axis=1),
+        pending=repeat(cache.pending),
+    )
+
+
+def branched(cache: KVCache, batch: int) -> KVCache:
+    """The cache for `batch` rows: its own number, or one row repeated. Raises `BadValue` for other numbers of rows."""
+    if cache.batch == batch:
+        return cache
+    if cache.batch != 1:
+        raise BadValue(f"{batch} prompts on a cache of {cache.batch} rows: expected {cache.batch}, or a cache of 1 row")
+    return repeated(cache, batch)
 
 
 def empty(batch: int, heads: int, slots: int, head_dim: int, dtype, stats: tuple[str, ...] = ()) -> LayerCache:
