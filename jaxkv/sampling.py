@@ -1,9 +1,11 @@
 """From logits to the next token."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxkv.errors import BadValue
@@ -75,3 +77,17 @@ def _best(logits: Float[Array, "B V"]) -> Int[Array, "B"]:
     token = jnp.arange(logits.shape[-1], dtype=jnp.int32)
     best = logits == jnp.max(logits, axis=-1, keepdims=True)
     return jnp.min(jnp.where(best, token, logits.shape[-1] - 1), axis=-1)
+
+
+def row_keys(seed: int, rows: Sequence[np.ndarray], samples: int) -> Key[Array, "B"]:
+    """A key for each of `samples` copies of every row of tokens, from the seed and how often equal rows stood before.
+
+    No row's key depends on the others' text.
+    """
+    times: dict[bytes, int] = {}
+    numbers = []
+    for row in rows:
+        before = times.get(row.tobytes(), 0)
+        numbers.extend(range(before, before + samples))
+        times[row.tobytes()] = before + samples
+    return jax.vmap(lambda number: jax.random.fold_in(jax.random.key(seed), number))(jnp.array(numbers))

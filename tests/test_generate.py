@@ -121,6 +121,16 @@ def test_stop_strings_leave_nothing_behind_them(lettered, name):
         assert np.array_equal(mine[mine >= 0], theirs[theirs >= 0])
 
 
+def test_a_row_that_showed_its_stop_string_waits_for_the_others(lettered):
+    """The other row goes on over several chunks."""
+    prompts = [ids(20), ids(14, 1)]
+    free = jaxkv.generate(lettered, prompts, max_new_tokens=72, stop_tokens=())
+    word = free.text[0][5:7]
+    assert word not in free.text[1]
+    out = jaxkv.generate(lettered, prompts, max_new_tokens=72, stop_tokens=(), stop=word)
+    assert out.lengths.tolist() == [7, 72] and out.text == [free.text[0][:5], free.text[1]]
+
+
 def test_streamed_pieces_make_the_text(lettered):
     whole = jaxkv.generate(lettered, "hello", max_new_tokens=21, stop_tokens=())
     stream = jaxkv.stream(lettered, "hello", max_new_tokens=21, stop_tokens=())

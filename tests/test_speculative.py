@@ -25,6 +25,7 @@ from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import Rope
 from jaxkv.policies import catalogue
 from jaxkv.prompts import rows_of
+from jaxkv.request import Execution
 from jaxkv.run import DecodeState, model_of
 from jaxkv.sampling import Sampler
 from jaxkv.sharding.layout import ONE_DEVICE
@@ -452,10 +453,7 @@ def test_a_draft_model_keeps_the_models_distribution(tiny, drafter):
             [np.append(ids(20), row).astype(np.int32) for row in rows],
             jaxkv.policy("full"),
             None,
-            0,
-            None,
-            False,
-            None,
+            Execution(),
         )
         return np.asarray(jax.nn.softmax(sampler.warped(logits, None), axis=-1))
 
@@ -599,10 +597,12 @@ def test_siblings_are_what_the_prefill_held_likelier(tiny):
     """Where the prompt's own distribution gave the next token less than `low`, its likeliest tokens stand beside."""
     params = tiny(FAMILY)
     row = ids(40)
-    _, _, (top, chance) = prefill_of(params, [row], jaxkv.policy("tova", budget=16), None, 8, None, False, None, 3, 100)
+    _, _, (top, chance) = prefill_of(
+        params, [row], jaxkv.policy("tova", budget=16), None, Execution(), room=8, top=3, limit=100
+    )
     full = prefill_of
     for at in (10, 39):
-        logits = np.asarray(full(params, [row[: at + 1]], jaxkv.policy("full"), None, 0, None, False, None)[1][0])
+        logits = np.asarray(full(params, [row[: at + 1]], jaxkv.policy("full"), None, Execution())[1][0])
         column = top.shape[1] - 40 + at
         exact = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
         assert top[0, column].tolist() == np.argsort(-logits, kind="stable")[:3].tolist()

@@ -4,8 +4,10 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jaxkv.errors import BadValue
 from jaxkv.store.line import held_by, line_of, opened
 
 
@@ -64,6 +66,29 @@ def one_row(cache: KVCache, index: int) -> KVCache:
         limits=cache.limits[:, row],
         pending=cache.pending[row],
     )
+
+
+def repeated(cache: KVCache, times: int) -> KVCache:
+    """Every row of the cache `times` times, next to each other."""
+    if times == 1:
+        return cache
+    repeat = lambda leaf: jnp.repeat(leaf, times, axis=0)  # noqa: E731
+    return dataclasses.replace(
+        cache,
+        layers=jax.tree.map(repeat, cache.layers),
+        lengths=repeat(cache.lengths),
+        limits=jnp.repeat(cache.limits, times, axis=1),
+        pending=repeat(cache.pending),
+    )
+
+
+def branched(cache: KVCache, batch: int) -> KVCache:
+    """The cache for `batch` rows: its own number, or one row repeated. Raises `BadValue` for other numbers of rows."""
+    if cache.batch == batch:
+        return cache
+    if cache.batch != 1:
+        raise BadValue(f"{batch} prompts on a cache of {cache.batch} rows: expected {cache.batch}, or a cache of 1 row")
+    return repeated(cache, batch)
 
 
 def grown(layers: tuple[Any, ...], held: Any, tokens: int, windows: tuple[int | None, ...]) -> tuple[Any, ...]:

@@ -1,0 +1,130 @@
+"""The host's side of decoding: compiled chunks of steps until every row has ended, and the result.
+
+The device stops rows at stop tokens and at their number of tokens. Stop strings are found here, between the chunks.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import run
+from jaxkv.generation import Generation, Stats
+from jaxkv.request import Execution, Request
+from jaxkv.sharding.layout import on_host
+from jaxkv.speculative.session import Session
+from jaxkv.stop_strings import StopStrings
+from jaxkv.weights.params import Params
+
+
+@dataclasses.dataclass
+class Decoding:
+    """One call after its prefill: what was asked, the device's state, and each row's new tokens so far."""
+
+    params: Params
+    request: Request
+    execution: Execution
+    session: Session | None
+    state: run.DecodeState
+    prompt_tokens: int
+    single: bool
+    learned: run.Learned
+    tokens: list[list[int]]
+    prefill_seconds: float = 0.0
+    chunk_seconds: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self):
+        self._stop = StopStrings(self.request.stop, self.params.tokenizer)
+
+    def run(self, chunk: int) -> Iterator[bool]:
+        """Run chunks of about so many steps until every row has ended; yields whether it was the last one."""
+        steps = self.request.max_new_tokens - max(map(len, self.tokens))
+        size = -(-steps // max(1, -(-steps // chunk)))
+        while not self._ended():
+            yield False
+            before = jax.tree.map(jnp.copy, (self.state, self._drafting())) if self._stop else None
+            started = time.perf_counter()
+            new = self._chunk(size)
+            counts = self._counts(new)
+            if before is not None and (counts < np.sum(new >= 0, axis=1)).any():
+                # A stop string ended a row inside the chunk: run it again so that the cache holds nothing behind it.
+                state, drafting = before
+                left = jnp.where(counts < np.sum(new >= 0, axis=1), jnp.minimum(state.left, counts), state.left)
+                self.state = dataclasses.replace(state, left=left)
+                if self.session is not None:
+                    self.session.drafting = drafting
+                new = self._chunk(size)
+            self.chunk_seconds.append((int(np.sum(new >= 0)), time.perf_counter() - started))
+            if self.session is not None:
+                self.session.tally(self.chunk_seconds[-1][1])
+            self.take(new)
+            if self.execution.progress is not None:
+                self.execution.progress("decode", max(map(len, self.tokens)), self.request.max_new_tokens)
+        yield True
+
+    def take(self, new: np.ndarray) -> None:
+        """Add each row's new tokens `[B, n]` (-1: none); a row that has shown a stop string ends there."""
+        counts = self._counts(new)
+        for index, row in enumerate(new):
+            self.tokens[index].extend(int(token) for token in row[row >= 0][: counts[index]])
+        ended = np.array([self._stop.reached(row) for row in self.tokens])
+        if ended.any():
+            self.state = dataclasses.replace(self.state, done=self.state.done | ended)
+
+    def text(self, row: int, complete: bool = True) -> str:
+        """The row's text, before its stop string; while it still comes, without what may yet change."""
+        return self._stop.text(self.tokens[row], complete)
+
+    def finish(self) -> Generation:
+        """Everything that the call gives back."""
+        cache, request = self.state.cache, self.request
+        lengths = np.array([len(row) for row in self.tokens], np.int32)
+        pad = request.stop_tokens[0] if request.stop_tokens else 0
+        tokens = np.full((len(self.tokens), request.max_new_tokens), pad, np.int32)
+        for index, row in enumerate(self.tokens):
+            tokens[index, : len(row)] = row
+        held = on_host(cache.held())
+        timed = self.chunk_seconds[1:] or self.chunk_seconds
+        seconds = sum((spent for _, spent in timed), 0.0)
+        stats = Stats(
+            prompt_tokens=self.prompt_tokens,
+            new_tokens=int(lengths.sum()),
+            prefill_seconds=self.prefill_seconds,
+            decode_seconds=sum((spent for _, spent in self.chunk_seconds), 0.0),
+            tokens_per_second=sum(count for count, _ in timed) / seconds if seconds else 0.0,
+            cache_bytes=cache.nbytes,
+            seen=tuple(int(n) for n in np.asarray(cache.lengths)),
+            kept=tuple(float(n) for n in held.mean(axis=(0, 2))),
+            speculation=None if self.session is None else self.session.summary(),
+        )
+        texts = [self.text(row) for row in range(len(self.tokens))]
+        return Generation(texts[0] if self.single else texts, tokens, lengths, cache, stats)
+
+    def _chunk(self, steps: int) -> np.ndarray:
+        """Some steps, or rounds of drafting; each row's new tokens, with -1 where there is none."""
+        params, request = self.params, self.request
+        shared = {
+            "config": params.config, "policy": request.policy, "sampler": request.sampler, "stop": request.stop_tokens,
+            "implementation": self.execution.implementation,
+        }  # fmt: skip
+        if self.session is not None:
+            self.state, new = self.session.chunk(params.weights, self.state, steps, shared)
+        else:
+            self.state, new = run.decode(
+                params.weights, self.state, steps=steps, layout=params.layout, learned=self.learned, **shared
+            )
+        return np.asarray(new)
+
+    def _counts(self, new: np.ndarray) -> np.ndarray:
+        """How many of each row's new tokens there are up to the one that completes a stop string."""
+        return np.array([self._stop.count(*row) for row in zip(self.tokens, new, strict=True)])
+
+    def _drafting(self) -> Any:
+        return None if self.session is None else self.session.drafting
+
+    def _ended(self) -> bool:
+        return bool(np.all(np.asarray(self.state.done) | (np.asarray(self.state.left) <= 0)))

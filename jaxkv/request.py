@@ -1,0 +1,106 @@
+"""What a call of `generate` asks for, checked in one place before anything runs, and how its programs run."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkv.cache import KVCache
+from jaxkv.errors import BadCheckpoint, BadValue
+from jaxkv.policies.catalogue import catalogue
+from jaxkv.policies.observe import PseudoQueries
+from jaxkv.policies.policy import Policy
+from jaxkv.sampling import Sampler
+from jaxkv.speculative.session import Speculative
+from jaxkv.weights.params import Params
+
+Progress = Callable[[str, int, int], None]  # ("prefill" or "decode", done, of)
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """How programs run: the kernels' `implementation` (None: the device's), layers in a loop, who hears of progress."""
+
+    implementation: str | None = None
+    scan_layers: bool = False
+    progress: Progress | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is asked for beside prompt and cache: under which policy, how many tokens, drawn how, and where they end."""
+
+    policy: Policy
+    max_new_tokens: int
+    sampler: Sampler
+    samples: int
+    seed: int
+    stop_tokens: tuple[int, ...]
+    stop: tuple[str, ...]
+    speculative: Speculative | None
+
+
+def checked_request(
+    params: Params,
+    prompt: Any,
+    cache: KVCache | None,
+    *,
+    policy: Policy | None,
+    max_new_tokens: int,
+    sampler: Sampler,
+    samples: int,
+    seed: int,
+    stop_tokens: Sequence[int] | None,
+    stop: str | Sequence[str] | None,
+    speculative: Speculative | None,
+) -> Request:
+    """The request that these arguments of `generate` make. Raises `BadValue` or `BadCheckpoint` where they cannot."""
+    for name, value in (("max_new_tokens", max_new_tokens), ("samples", samples)):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise BadValue(f"{name}={value!r}: expected a whole number of at least 1")
+    stop_tokens = params.config.stop_tokens if stop_tokens is None else tuple(int(token) for token in stop_tokens)
+    stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if "" in stop:
+        raise BadValue("stop holds an empty string, which every text contains: leave it out")
+    if stop and params.tokenizer is None:
+        raise BadValue("stop strings need a tokenizer, and these params have none: use stop_tokens=")
+    chosen = checked_policy(params, policy, cache)
+    if speculative is not None and params.layout.mesh is not None:
+        raise BadValue("speculative= on a mesh: drafts are verified on one device so far; leave one of the two out")
+    if prompt is None and cache is None:
+        raise BadValue("neither prompt nor cache: expected a prompt, or a cache to go on from")
+    if prompt is None and cache is not None and int(np.asarray(cache.pending).min()) < 0:
+        raise BadValue("no prompt, and the cache holds no sampled token to go on from: give a prompt")
+    return Request(chosen, int(max_new_tokens), sampler, int(samples), seed, stop_tokens, stop, speculative)
+
+
+def checked_policy(params: Params, policy: Policy | None, cache: KVCache | None) -> Policy:
+    """The policy to run under. Raises `BadCheckpoint` where the cache was made under another model or policy."""
+    full = catalogue()["full"]
+    if policy is not None and not isinstance(policy, Policy):
+        raise BadValue(f"policy={policy!r}: expected a Policy, such as jaxkv.policy('dapq-longflow', budget=256)")
+    if cache is None:
+        return full if policy is None else policy
+    if cache.model != params.fingerprint:
+        raise BadCheckpoint(f"the cache was made by model {cache.model}, but these params are {params.fingerprint}")
+    if policy is None:
+        return cache.policy
+    if policy != cache.policy and policy != full:
+        raise BadCheckpoint(
+            f"the cache was made under {cache.policy.name!r} (budget {cache.policy.budget}, ratio "
+            f"{cache.policy.ratio}), not under {policy.name!r} as given: leave policy= out, or give policy('full') "
+            "to keep everything that follows"
+        )
+    return policy
+
+
+def checked_pseudo(pseudo: np.ndarray, rows: int, policy: Policy, vocab_size: int) -> np.ndarray:
+    """The pseudo tokens as int32. Raises `BadValue` where they don't fit the rows, the policy or the vocabulary."""
+    looking = policy.prefill is not None and isinstance(policy.prefill.observe, PseudoQueries)
+    if not looking or pseudo.shape != (rows, policy.extra) or not np.issubdtype(pseudo.dtype, np.integer):
+        want = f"integers of shape {(rows, policy.extra)}" if looking else "none, for its queries are others"
+        raise BadValue(f"pseudo of {pseudo.dtype} {pseudo.shape} under policy {policy.name!r}: expected {want}")
+    if pseudo.min() < 0 or pseudo.max() >= vocab_size:
+        raise BadValue(f"pseudo token {pseudo.min()} or {pseudo.max()}: expected ids from 0 to {vocab_size - 1}")
+    return pseudo.astype(np.int32)
