@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxkv.cache import EMPTY, KVCache, LayerCache
 from jaxtyping import Array, Float, Int
 
 import jaxkv
@@ -28,7 +29,6 @@ from benchmarks.report import write
 from jaxkv import cache as slots_of
 from jaxkv import run
 from jaxkv.attend import LayerState, prefill_layer
-from jaxkv.cache import EMPTY, KVCache, LayerCache
 from jaxkv.errors import BadValue
 from jaxkv.evaluation import asking, settings, summary
 from jaxkv.evaluation.example import Example

@@ -2,8 +2,6 @@
 
 from jaxkv import errors as errors
 from jaxkv import policies as policies
-from jaxkv.cache import KVCache as KVCache
-from jaxkv.cache import LayerCache as LayerCache
 from jaxkv.calibrate import calibrate as calibrate
 from jaxkv.checkpoint import restore as restore
 from jaxkv.checkpoint import save as save
@@ -17,6 +15,8 @@ from jaxkv.generate import stream as stream
 from jaxkv.policies import Policy as Policy
 from jaxkv.policies import policy as policy
 from jaxkv.sharding import mesh as mesh
+from jaxkv.store import KVCache as KVCache
+from jaxkv.store import Slots as Slots
 from jaxkv.weights import load as load
 from jaxkv.weights.orbax_folder import save_weights as save_weights
 

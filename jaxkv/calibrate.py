@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxkv.cache import highest
 from jaxkv.errors import BadValue
 from jaxkv.evaluation import texts
 from jaxkv.models import AttentionSpec, ModelConfig
@@ -19,6 +18,7 @@ from jaxkv.policies.curves import best_split
 from jaxkv.policies.policy import priority
 from jaxkv.policies.score import ScoreInputs
 from jaxkv.run import model_of
+from jaxkv.store.entries import highest
 from jaxkv.weights.params import Params
 from pallas_kernels.masking import masked_softmax, soft_cap, visible
 

@@ -1,6 +1,5 @@
 """Save a cache with orbax and go on from it later, bit for bit, in another process."""
 
-import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -9,16 +8,14 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from jaxkv.cache import KVCache, LayerCache
 from jaxkv.errors import BadCheckpoint
-from jaxkv.model_pool import Share
 from jaxkv.policies.policy import from_dict, to_dict
-from jaxkv.pool import Pool
-from jaxkv.rest import Rest
 from jaxkv.sharding.hosts import together
 from jaxkv.sharding.layout import ONE_DEVICE, Layout
+from jaxkv.store import KVCache
+from jaxkv.store.described import arrays_of, described, rebuilt
 
-FORMAT = 1
+FORMAT = 2
 
 
 def save(cache: KVCache, path: str | os.PathLike) -> Path:
@@ -34,7 +31,7 @@ def save(cache: KVCache, path: str | os.PathLike) -> Path:
         "format": FORMAT,
         "model": cache.model,
         "policy": to_dict(cache.policy),
-        "layers": [_shape_of(layer) for layer in cache.layers],
+        "layers": [described(layer) for layer in cache.layers],
         "batch": cache.batch,
     }
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
@@ -71,7 +68,7 @@ def restore(path: str | os.PathLike, params: Any = None) -> KVCache:
             f"{path}: made by model {facts['model']}, but these params are {params.fingerprint}; load that model"
         )
     cache = KVCache(
-        layers=tuple(map(_layer, arrays["layers"], facts["layers"])),
+        layers=tuple(map(rebuilt, facts["layers"], arrays["layers"])),
         lengths=arrays["lengths"],
         limits=arrays["limits"],
         pending=arrays["pending"],
@@ -82,62 +79,25 @@ def restore(path: str | os.PathLike, params: Any = None) -> KVCache:
 
 
 def _arrays(cache: KVCache) -> dict[str, Any]:
-    held = [layer.line if isinstance(layer, Share) else layer for layer in cache.layers]
-    layers = [{} if layer is None else _fields(layer) for layer in held]
+    layers = [arrays_of(layer) for layer in cache.layers]
     return {"layers": layers, "lengths": cache.lengths, "limits": cache.limits, "pending": cache.pending}
-
-
-def _fields(layer: LayerCache | Pool | Rest) -> dict[str, Any]:
-    """A layer's arrays by name, those of its rest as a table in it, where it has one."""
-    held = {field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)}
-    return {name: _fields(x) if isinstance(x, Rest) else x for name, x in held.items() if x is not None}
-
-
-def _layer(arrays: dict[str, Any], fact: dict[str, Any]) -> LayerCache | Pool | Share:
-    """A layer of its arrays; of a model's pool, its place."""
-    if "rest" in arrays:
-        arrays = {**arrays, "rest": Rest(**arrays["rest"])}
-    if "share" in fact:
-        return Share(Pool(**arrays) if arrays else None, **fact["share"])
-    return (Pool if "offsets" in arrays else LayerCache)(**arrays)
-
-
-def _shape_of(layer: LayerCache | Pool | Share) -> dict[str, Any]:
-    if isinstance(layer, Share):
-        place = {"number": layer.number, "reach": layer.reach, "heads": layer.heads}
-        return {"share": place} | ({} if layer.line is None else _shape_of(layer.line))
-    fact = {"shape": list(layer.keys.shape), "dtype": str(layer.keys.dtype), "stats": sorted(layer.stats)}
-    return {**fact, "heads": layer.heads, "rest": layer.rest is not None} if isinstance(layer, Pool) else fact
 
 
 def _template(facts: dict[str, Any], layout: Layout) -> dict[str, Any]:
     """Shapes, dtypes and places of the saved arrays, from the facts beside them."""
+
+    def array(shape: Any, dtype: Any, axes: Any = None) -> jax.ShapeDtypeStruct:
+        place = layout.sharding(shape, axes or (None,) * len(shape))
+        return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=place)
+
+    def layer(fact: dict[str, Any]) -> Any:
+        store = rebuilt(fact, None)
+        return arrays_of(layout.each(store, lambda leaf, *axes: array(leaf.shape, leaf.dtype, axes)))
+
     batch = facts["batch"]
-
-    def array(shape, dtype, divided=True):
-        axes = layout.slot_axes(len(shape)) if divided else (None,) * len(shape)
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=layout.sharding(shape, axes))
-
-    def layer(fact):
-        if "shape" not in fact:
-            return {}
-        shape, flat = tuple(fact["shape"]), tuple(fact["shape"][:-1])
-        heads = (batch, fact.get("heads", flat[1]))
-        more = {"offsets": array((batch, heads[1] + 1), jnp.int32, divided=False)} if "heads" in fact else {}
-        if fact.get("rest"):
-            means, count = (array(each, jnp.float32, divided=False) for each in ((*heads, shape[-1]), heads))
-            more |= {"rest": {"keys": means, "values": means, "count": count}}
-        return more | {
-            "keys": array(shape, fact["dtype"]),
-            "values": array(shape, fact["dtype"]),
-            "positions": array(flat, jnp.int32),
-            "next_slot": array(heads, jnp.int32),
-            "stats": {name: array(flat, jnp.float32) for name in fact["stats"]},
-        }
-
     return {
         "layers": [layer(fact) for fact in facts["layers"]],
-        "lengths": array((batch,), jnp.int32, divided=False),
-        "limits": array((len(facts["layers"]), batch), jnp.int32, divided=False),
-        "pending": array((batch,), jnp.int32, divided=False),
+        "lengths": array((batch,), jnp.int32),
+        "limits": array((len(facts["layers"]), batch), jnp.int32),
+        "pending": array((batch,), jnp.int32),
     }

@@ -6,12 +6,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.cache import KVCache, one_row
 from jaxkv.errors import BadValue
 from jaxkv.generate import Generation, generate, prefill
 from jaxkv.models.linear import lookup
 from jaxkv.policies.policy import Policy
 from jaxkv.prompts import Prompt, rows_of
+from jaxkv.store import KVCache
+from jaxkv.store.cache import one_row
 from jaxkv.weights.params import Params
 
 ROUNDS = 50  # of k-means, at most

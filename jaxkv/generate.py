@@ -12,31 +12,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import cache as slots_of
-from jaxkv import model_pool, run
-from jaxkv import pool as pools
-from jaxkv.cache import KVCache, LayerCache, branched, repeated
+from jaxkv import run
 from jaxkv.decoding import Decoding
 from jaxkv.errors import BadValue
 from jaxkv.generation import Generation
-from jaxkv.model_pool import Share
 from jaxkv.plan import plan
 from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.catalogue import policy as by_name
-from jaxkv.policies.observe import Lookahead, Observe, PseudoQueries, Replay
+from jaxkv.policies.observe import Observe
 from jaxkv.policies.policy import Policy
-from jaxkv.pool import Pool
 from jaxkv.prompts import Prompt, left_padded, rows_of
 from jaxkv.request import Execution, Progress, Request, checked_policy, checked_pseudo, checked_request
 from jaxkv.sampling import Sampler, row_keys
 from jaxkv.sharding.layout import on_host
 from jaxkv.speculative.method import Start
 from jaxkv.speculative.session import Session, Speculative
+from jaxkv.store import KVCache
+from jaxkv.store.cache import branched, grown, repeated
 from jaxkv.weights.params import Params
 
 CHUNK = 32  # decode steps per compiled scan: the host looks in between
 STREAM_CHUNK = 4
-GROW = 64  # slots added at a time where new tokens are only added: going on step by step compiles once per so many
 
 
 def generate(
@@ -167,8 +163,7 @@ def _begin(params: Params, prompt: Prompt, cache: KVCache | None, request: Reque
     config, layout, policy, samples = params.config, params.layout, request.policy, request.samples
     session = None
     if request.speculative is not None:
-        _check_pools(policy, cache)
-        session = Session(request.speculative, params, policy)
+        session = Session(request.speculative, params, policy, cache)
     went_on = cache is not None
     started = time.perf_counter()
     if prompt is None:
@@ -240,7 +235,7 @@ def _prefill(
     With `top` also the likeliest tokens after each token of the padded rows, as far as `limit` reaches.
     """
     config, layout, batch = params.config, params.layout, len(rows)
-    if top and policy.propagate is not None:
+    if top and policy.flow.going_on:
         raise BadValue(
             f"policy {policy.name!r} runs only some of the prompt through the last layers, and these drafts need what "
             "the model held likely after each token: use PromptLookup, or leave speculative= out"
@@ -278,15 +273,6 @@ def _prefill(
     return cache, logits, expected
 
 
-def _check_pools(policy: Policy, cache: KVCache | None) -> None:
-    """Raises `BadValue` for a pool under drafts, which know only layers whose heads hold equally many."""
-    if policy.allocate.pooled or any(isinstance(layer, Pool | Share) for layer in (cache.layers if cache else ())):
-        raise BadValue(
-            f"policy {policy.name!r} with speculative=: its heads share a pool, which drafts do not know so far; leave "
-            "one of the two out, or set allocate kind 'uniform'"
-        )
-
-
 def _pseudo_tokens(
     params: Params,
     rows: list[np.ndarray],
@@ -296,27 +282,26 @@ def _pseudo_tokens(
     execution: Execution,
 ) -> np.ndarray:
     """The tokens that look from behind the prompt, int32 `[B, N]` (N = 0 for observers that are in it)."""
-    if isinstance(observe, PseudoQueries):
-        return np.stack([observe.tokens(row, params.config.vocab_size) for row in rows])
-    if isinstance(observe, Replay) and params.tokenizer is not None and observe.instruction:
-        ids = params.tokenizer(observe.instruction, add_special_tokens=False)["input_ids"]
-        return np.tile(np.asarray(ids, np.int32), (len(rows), 1))
-    if isinstance(observe, Lookahead):
-        draft = catalogue()["full"]
-        if cache is None:
-            draft = first_pass(policy, observe)
-        else:  # its token to run next already stands in front of the rows
-            cache = dataclasses.replace(cache, pending=jnp.full_like(cache.pending, -1))
-        return generate(
-            params, rows, policy=draft, max_new_tokens=observe.count, cache=cache, stop_tokens=(),
-            implementation=execution.implementation, scan_layers=execution.scan_layers,
-        ).tokens  # fmt: skip
-    return np.zeros((len(rows), 0), np.int32)
+    if not observe.drafts:
+        tokenizer = params.tokenizer
+        encode = None if tokenizer is None else lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+        return np.stack([observe.behind(row, params.config.vocab_size, encode) for row in rows])
+    draft = catalogue()["full"]
+    if cache is None:
+        draft = first_pass(policy)
+    else:  # its token to run next already stands in front of the rows
+        cache = dataclasses.replace(cache, pending=jnp.full_like(cache.pending, -1))
+    return generate(
+        params, rows, policy=draft, max_new_tokens=observe.extra, cache=cache, stop_tokens=(),
+        implementation=execution.implementation, scan_layers=execution.scan_layers,
+    ).tokens  # fmt: skip
 
 
-def first_pass(policy: Policy, observe: Lookahead) -> Policy:
+def first_pass(policy: Policy) -> Policy:
     """The policy under which a lookahead policy drafts: SnapKV at the same budget."""
-    draft = by_name("snapkv", budget=policy.budget, ratio=policy.ratio, window=observe.draft_window)
+    assert policy.prefill is not None
+    window = policy.prefill.observe.draft_window
+    draft = by_name("snapkv", budget=policy.budget, ratio=policy.ratio, window=window)
     return dataclasses.replace(draft, rope=policy.rope, block=policy.block)
 
 
@@ -329,44 +314,11 @@ def with_room(policy: Policy, config: Any, cache: KVCache, room: int) -> KVCache
         )
     layers = cache.layers
     if policy.decode is None:
-        held = on_host(cache.held()).max(axis=(1, 2))
-        layers = tuple(
-            _widened(layer, room)
-            if isinstance(layer, Pool)
-            else _grown(layer, int(held[index]) + room, config.attention_spec(index).window)
-            if isinstance(layer, LayerCache)
-            else layer
-            for index, layer in enumerate(layers)
-        )
-        lacking = [_lacking(layer.line, room) for layer in layers if isinstance(layer, Share) and layer.line]
-        layers = model_pool.room_for(layers, *lacking) if lacking else layers
+        windows = tuple(spec.window for spec in config.specs)
+        layers = tuple(map(policy.read.indexed, grown(layers, on_host(cache.held()), room, windows)))
     return jax.tree.map(jnp.copy, dataclasses.replace(cache, layers=_keeping(layers, policy), policy=policy))
 
 
 def _keeping(layers: tuple[Any, ...], policy: Policy) -> tuple[Any, ...]:
     """The layers with those statistics that the policy keeps."""
-    return model_pool.changed(
-        layers, lambda layer: dataclasses.replace(layer, stats={k: layer.stats[k] for k in policy.stats})
-    )
-
-
-def _grown(layer: LayerCache, tokens: int, window: int | None) -> LayerCache:
-    """The layer with slots for so many tokens (or its window's), the next one going to the first new slot."""
-    slots = -(-tokens // GROW) * GROW
-    slots = slots if window is None else min(slots, window)
-    if layer.slots >= min(tokens, slots):
-        return layer
-    return dataclasses.replace(
-        slots_of.resize(layer, slots), next_slot=jnp.full(layer.next_slot.shape, layer.slots, jnp.int32)
-    )
-
-
-def _widened(pool: Pool, tokens: int) -> Pool:
-    """The pool with slots for so many tokens more in every head."""
-    more = _lacking(pool, tokens)
-    return pools.widened(pool, more) if more else pool
-
-
-def _lacking(pool: Pool, tokens: int) -> int:
-    """Slots that every head of the pool needs besides its empty ones, a multiple of GROW."""
-    return -(-max(tokens - int(np.min(on_host(pool.sizes - pool.held()))), 0) // GROW) * GROW
+    return tuple(layer.keeping(policy.stats) for layer in layers)

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.cache import KVCache
 from jaxkv.speculative.session import Speculation
+from jaxkv.store import KVCache
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,12 +10,12 @@ import numpy as np
 from flax import nnx
 
 from jaxkv import run
-from jaxkv.cache import KVCache
 from jaxkv.models import ModelConfig, abstract_weights
 from jaxkv.plan import plan
 from jaxkv.policies.policy import NOTHING, Learned, Policy
 from jaxkv.sampling import Sampler
 from jaxkv.sharding import ONE_DEVICE, Layout
+from jaxkv.store import KVCache
 
 
 @dataclasses.dataclass(frozen=True)

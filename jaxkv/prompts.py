@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.cache import EMPTY
 from jaxkv.errors import BadValue
+from jaxkv.store import EMPTY
 
 Prompt = Any  # a string, strings, chat messages, conversations, token ids, or rows of token ids
 

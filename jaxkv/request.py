@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.cache import KVCache
 from jaxkv.errors import BadCheckpoint, BadValue
 from jaxkv.policies.catalogue import catalogue
-from jaxkv.policies.observe import PseudoQueries
 from jaxkv.policies.policy import Policy
 from jaxkv.sampling import Sampler
 from jaxkv.speculative.session import Speculative
+from jaxkv.store import KVCache
 from jaxkv.weights.params import Params
 
 Progress = Callable[[str, int, int], None]  # ("prefill" or "decode", done, of)
@@ -97,7 +96,7 @@ def checked_policy(params: Params, policy: Policy | None, cache: KVCache | None)
 
 def checked_pseudo(pseudo: np.ndarray, rows: int, policy: Policy, vocab_size: int) -> np.ndarray:
     """The pseudo tokens as int32. Raises `BadValue` where they don't fit the rows, the policy or the vocabulary."""
-    looking = policy.prefill is not None and isinstance(policy.prefill.observe, PseudoQueries)
+    looking = policy.prefill is not None and policy.prefill.observe.extra > 0 and not policy.prefill.observe.drafts
     if not looking or pseudo.shape != (rows, policy.extra) or not np.issubdtype(pseudo.dtype, np.integer):
         want = f"integers of shape {(rows, policy.extra)}" if looking else "none, for its queries are others"
         raise BadValue(f"pseudo of {pseudo.dtype} {pseudo.shape} under policy {policy.name!r}: expected {want}")

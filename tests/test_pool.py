@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
+from jaxkv.cache import EMPTY, LayerCache
+from jaxkv.pool import Pool
 from ordered import heads_of
 from small import SMALL
 
 import jaxkv
 from jaxkv import pool as pools
-from jaxkv.cache import EMPTY, LayerCache
 from jaxkv.errors import BadValue
 from jaxkv.models import ModelConfig
 from jaxkv.policies import Adaptive, Aggregate, Attention, Pyramid, catalogue
 from jaxkv.policies.across import Across
-from jaxkv.pool import Pool
 from pallas_kernels.decode_attend_score.reference import decode_attend_score
 from pallas_kernels.decode_attend_score.victim import Rule
 from pallas_kernels.ragged_decode import ragged_decode

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jaxkv.cache import EMPTY, KVCache, LayerCache
 from letters import Letters
 from small import SMALL
 
@@ -17,7 +18,6 @@ import jaxkv
 from jaxkv import cache as slots_of
 from jaxkv import cli
 from jaxkv.attend import LayerState, decode_layer
-from jaxkv.cache import EMPTY, KVCache, LayerCache
 from jaxkv.errors import BadValue
 from jaxkv.evaluation import texts
 from jaxkv.generate import _prefill as prefill_of

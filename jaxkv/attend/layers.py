@@ -1,7 +1,7 @@
 """All layers after a block of the prompt: what they keep together, where they share one budget.
 
-While a block runs, each layer that shares holds at most its ceiling; at the block's end all their candidates are divided
-once, and one line of slots holds what stays.
+While a block runs, each layer that shares holds at most its ceiling; at the block's end all their candidates are
+divided once, and one line of slots holds what stays.
 """
 
 import dataclasses

@@ -16,8 +16,8 @@ from jaxkv.attend.aim import aimed
 from jaxkv.attend.layer import LayerIn, LayerOut, Notes
 from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import rotate
-from jaxkv.policies.allocator import Allocate, Choice, Contest
 from jaxkv.policies.across import WORTH
+from jaxkv.policies.allocator import Allocate, Choice, Contest
 from jaxkv.policies.evicted import Leaving
 from jaxkv.policies.layers import Uniform
 from jaxkv.policies.needs import MASS, OUTPUT
@@ -205,7 +205,7 @@ def _choice(
     looked: bool,
     lead: Float[Array, "B Hk S"] | None,
 ) -> Choice:
-    """What the allocator lets stay: by the prefill phase's score, by an earlier layer's, or all, where nobody looked."""
+    """What the allocator lets stay: by the prefill phase's score, an earlier layer's, or all, where nobody looked."""
     flat = lambda x: x.reshape(x.shape[0], -1)  # noqa: E731
     limits, phase = given.limits, policy.prefill
     reserved = jnp.broadcast_to(phase.reserved(limits) if phase is not None and looked else 0, limits.shape)

@@ -18,7 +18,6 @@ from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.observe import CurrentQuery
 from jaxkv.policies.policy import Phase, Policy
 from jaxkv.policies.score import AccumulatedAttention
-from jaxkv.pool import by_head
 from jaxkv.weights.params import Params
 
 
@@ -88,7 +87,7 @@ def _logits(
 ) -> tuple[Float[Array, "B N V"], list[np.ndarray]]:
     """Log-probabilities after each continuation token, and each layer's positions `[B, Hk, C]` after the prompt."""
     cache = prefill(params, prompt, policy=policy, room=continuation.shape[1], scan_layers=True)
-    positions = [np.asarray(by_head(layer).positions) for layer in cache.views]
+    positions = [np.asarray(layer.by_head().positions) for layer in cache.views]
     _, logits = follow(params, cache, continuation)
     assert logits is not None
     return jax.nn.log_softmax(logits), positions

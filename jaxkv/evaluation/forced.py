@@ -10,11 +10,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv import run
-from jaxkv.cache import KVCache
 from jaxkv.errors import BadValue
 from jaxkv.generate import with_room
 from jaxkv.models import ModelConfig
 from jaxkv.policies.policy import Policy
+from jaxkv.store import KVCache
 from jaxkv.weights.params import Params
 
 

@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.cache import KVCache
 from jaxkv.errors import BadValue
 from jaxkv.generate import generate
 from jaxkv.policies.policy import Policy
-from jaxkv.pool import by_head
+from jaxkv.store import KVCache
 from jaxkv.weights.params import Params
 
 
@@ -70,7 +69,7 @@ def _held(cache: KVCache, tokens: int) -> np.ndarray:
     views = cache.views
     out = np.zeros((len(views), views[0].next_slot.shape[1], tokens), bool)
     for index, layer in enumerate(views):
-        positions = np.asarray(by_head(layer).positions[0])
+        positions = np.asarray(layer.by_head().positions[0])
         head, slot = np.nonzero(positions >= 0)
         out[index, head, positions[head, slot]] = True
     return out

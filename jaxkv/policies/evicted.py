@@ -42,9 +42,7 @@ class Evicted:
         """The state before anything has left."""
         return None
 
-    def absorb(
-        self, beside: Any, kept: Entries | None, lost: Entries, facts: Leaving
-    ) -> tuple[Entries | None, Any]:
+    def absorb(self, beside: Any, kept: Entries | None, lost: Entries, facts: Leaving) -> tuple[Entries | None, Any]:
         """The survivors `[B, Hk, C]` and the state, after the `lost [B, Hk, S]` entries have left.
 
         Keys are as they lie in the cache; position -1 marks what is no survivor, or has not left. A rule that moves
@@ -117,8 +115,8 @@ class Merge(Evicted):
 
     m_e = max_j cos(k_e, k_j), and t(e) is the first j that has it. tau is the mean of all m the first time, later
     alpha tau + beta mean(m). The e-th entries that the heads lose, in time order, are merged where the mean of their m
-    is at least tau, else dropped: k_j = (k_j + sum m_e k_e) / (1 + n_j) over the n_j entries merged into j, and v alike.
-    Source: D2O (arXiv 2406.13035), in its release's form; tau begins anew with every text, which the release forgets.
+    is at least tau, else dropped: k_j = (k_j + sum m_e k_e) / (1 + n_j) over the n_j entries merged into j, v alike.
+    Source: D2O (arXiv 2406.13035), in its release's form; tau begins anew with every text, unlike there.
     """
 
     alpha: float = 0.5
@@ -146,7 +144,9 @@ class Merge(Evicted):
         state = Threshold(jnp.where(many > 0, moved, beside.tau), beside.begun | (many > 0))
         alike = total / jnp.maximum(count, 1.0) >= state.tau[:, None]
         joins = gone & jnp.take_along_axis(alike[:, None], jnp.minimum(place, gone.shape[-1] - 1), axis=-1)
-        return merged(kept, lost, jnp.where(joins, near, 0.0), jnp.where(joins, target, kept.positions.shape[-1])), state
+        return merged(
+            kept, lost, jnp.where(joins, near, 0.0), jnp.where(joins, target, kept.positions.shape[-1])
+        ), state
 
 
 def nearest(lost: Entries, kept: Entries) -> tuple[Float[Array, "B Hk E"], Int[Array, "B Hk E"]]:
@@ -172,9 +172,7 @@ def nearest(lost: Entries, kept: Entries) -> tuple[Float[Array, "B Hk E"], Int[A
     return tuple(jnp.moveaxis(x, 0, 2).reshape(*rows.shape[:2], -1)[..., :count] for x in found)  # type: ignore
 
 
-def merged(
-    kept: Entries, lost: Entries, weights: Float[Array, "B Hk E"], targets: Int[Array, "B Hk E"]
-) -> Entries:
+def merged(kept: Entries, lost: Entries, weights: Float[Array, "B Hk E"], targets: Int[Array, "B Hk E"]) -> Entries:
     """The survivors, each the mean (x + sum w_e x_e) / (1 + n) of itself and the n entries that go to it, keys and
     values alike; a target past the last survivor is nobody. Statistics stay as they are."""
     slots = kept.positions.shape[-1]

@@ -45,6 +45,7 @@ class Flow:
 
     kind: ClassVar[str]
     straight: ClassVar[bool] = True  # every layer sees every token and chooses for itself
+    going_on: ClassVar[bool] = False  # only some tokens go on to deeper layers
 
     def check(self, policy: Any) -> None:
         """Raises `BadValue` for a policy that this flow cannot run."""
@@ -129,6 +130,7 @@ class Propagate(Flow):
     kernel: int = 7
     kind: ClassVar[str] = "propagate"
     straight: ClassVar[bool] = False
+    going_on: ClassVar[bool] = True
 
     def __post_init__(self):
         whole = self.after == int(self.after)

@@ -21,6 +21,7 @@ class Observer:
     own_keys: bool = True  # whether the keys of those that look are in their softmax
     replays: ClassVar[bool] = False  # each block of the prompt is run again behind itself
     drafts: ClassVar[bool] = False  # the tokens that look come from a first pass
+    draft_window: int = 0  # and that is SnapKV's, with this window
 
     @property
     def at_end(self) -> bool:

@@ -15,7 +15,7 @@ from jaxkv.policies.evicted import Drop, Evicted
 from jaxkv.policies.flow import Flow, Straight
 from jaxkv.policies.layers import KINDS as LAYERS
 from jaxkv.policies.layers import Uniform
-from jaxkv.policies.needs import HIDDEN, MASS, OUTPUT, QUERIES, learned_names
+from jaxkv.policies.needs import HIDDEN, MASS, QUERIES, learned_names
 from jaxkv.policies.observe import NoQueries, Observe
 from jaxkv.policies.read import All, Read
 from jaxkv.policies.score import Entering, Recency, Score, ScoreInputs, Stats
@@ -29,8 +29,8 @@ NOTHING: Learned = {}
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Who looks, what that says, how it is summed up, what is protected, and what becomes of what leaves: for prefill or
-    for decode.
+    """Who looks, what that says, how it is summed up, what is protected, and what becomes of what leaves: for
+    prefill or for decode.
 
     `reserve` (prefill) leaves that many slots of the budget free for the first new tokens, or that fraction of it when
     it lies between 0 and 1; `every` (decode) lets the cache run that many tokens over the budget before it is cut back:
@@ -92,8 +92,8 @@ class Policy:
 
     Without `prefill` nothing is ever evicted; without `decode` new tokens are added to what the prompt left.
     `rope="text"` keeps keys at their positions in the text; `rope="cache"` rotates them by their place in the cache,
-    so that a text may go on for ever (StreamingLLM). `flow` is what happens between layers. `read` is what a decode step
-    reads of what is held, `store` the codecs of the keys and values. `block` is the prompt tokens run at a time.
+    so that a text may go on for ever (StreamingLLM). `flow` is what happens between layers. `read` is what a decode
+    step reads of what is held, `store` the codecs of the keys and values. `block` is the prompt tokens run at a time.
     Raises `BadValue` for parts that do not fit together and for a budget below sinks + recent + 1.
     """
 

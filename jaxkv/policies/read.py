@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
 
 from jaxkv.errors import BadValue
 from jaxkv.store.entries import EMPTY, taken
@@ -69,8 +68,8 @@ class Pages(Read):
     def __post_init__(self):
         if self.page < 1 or self.count < self.page or self.dense < 0:
             raise BadValue(
-                f"count={self.count}, page={self.page}, dense={self.dense}: expected pages of at least 1 slot, at least "
-                "one page to read, and a number of layers"
+                f"count={self.count}, page={self.page}, dense={self.dense}: expected pages of at least 1 slot, at "
+                "least one page to read, and a number of layers"
             )
 
     def check(self, policy: Any) -> None:

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv import cache as slots_of
-from jaxkv.attend import LayerState
-from jaxkv.cache import LayerCache
+from jaxkv.attend import LayerIn
 from jaxkv.errors import BadValue
 from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import rotate
 from jaxkv.policies.needs import learned_names
 from jaxkv.policies.policy import Policy
 from jaxkv.speculative.tree import Placed
+from jaxkv.store import KVCache, Slots
+from jaxkv.store.entries import ranks
 from pallas_kernels.decode_attend_score.reference import GROUP
 from pallas_kernels.decode_attend_score.victim import alive, linear, over_heads, protected, victim
 from pallas_kernels.masking import filled, masked_softmax, soft_cap, visible
@@ -41,12 +41,19 @@ class Branches:
     stats: dict[str, Float[Array, "B Hk N C"]]
 
 
-def check(policy: Policy) -> None:
-    """Raises `BadValue` for a policy under which a tree cannot equal plain decoding."""
-    if policy.allocate.pooled:
+def check(policy: Policy, cache: KVCache | None = None) -> None:
+    """Raises `BadValue` for a policy, or a cache to go on from, under which a tree cannot equal plain decoding."""
+    stores = () if cache is None else cache.layers
+    if policy.allocate.pooled or not all(store.equal for store in stores):
         raise BadValue(
-            f"policy {policy.name!r} lets heads share a pool, which a tree of drafts cannot read so far: use allocate "
-            "kind 'uniform', or leave speculative= out"
+            f"policy {policy.name!r} with speculative=: its heads share a pool, which drafts do not know so far; leave "
+            "one of the two out, or set allocate kind 'uniform'"
+        )
+    rules = [phase.evicted.kind for phase in policy.phases if phase.evicted.state]
+    if rules or not policy.read.everything(0) or not policy.store.plain or any(store.beside for store in stores):
+        raise BadValue(
+            f"policy {policy.name!r} with speculative=: a tree of drafts reads plain slots alone so far; expected "
+            "evicted kind 'drop', read kind 'all' and plain keys and values, or leave speculative= out"
         )
     if policy.decode is not None and policy.decode.every > 1:
         raise BadValue(
@@ -73,7 +80,7 @@ def tree_layer(
     query: Float[Array, "B N Hq D"],
     key: Float[Array, "B N Hk D"],
     value: Float[Array, "B N Hk D"],
-    state: LayerState,
+    state: LayerIn,
 ) -> tuple[Float[Array, "B N Hq D"], Branches]:
     """Attend from every node over the cache as its ancestors leave it; what each node would write."""
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))  # [B, H, N, D]
@@ -93,7 +100,7 @@ def _at_once(
     query: Float[Array, "B Hq N D"],
     key: Float[Array, "B Hk N D"],
     value: Float[Array, "B Hk N D"],
-    layer: LayerCache,
+    layer: Slots,
 ) -> tuple[Float[Array, "B Hq N D"], Branches]:
     """Where tokens are only added: one softmax over cache and tree (what expires is out of every later inputs)."""
     positions = tree.positions
@@ -132,7 +139,7 @@ def _by_depth(
     key: Float[Array, "B Hk N D"],
     value: Float[Array, "B Hk N D"],
     entered: dict[str, Float[Array, "B Hk N"]],
-    state: LayerState,
+    state: LayerIn,
 ) -> tuple[Float[Array, "B Hq N D"], Branches]:
     """Depth by depth, each node from its parent's slots: write, attend, score, choose the slot that its child fills.
 
@@ -256,9 +263,9 @@ def _of_parent(carry, parent: Int[Array, "B W"]):
     return jax.tree.map(chosen, carry)
 
 
-def _turned(spec: AttentionSpec, layer: LayerCache, given: dict, held, homes, fold, split):
+def _turned(spec: AttentionSpec, layer: Slots, given: dict, held, homes, fold, split):
     """The logits of cache and path, query and keys turned to their places in the cache as this depth finds it."""
-    place = split(slots_of.ranks(fold(held)))  # [B, W, Hk, C]
+    place = split(ranks(fold(held)))  # [B, W, Hk, C]
     of_path = jnp.take_along_axis(place, jnp.maximum(homes, 0), axis=-1)
     newest = jnp.max(jnp.where(homes >= 0, of_path, 0), axis=-1)
     query = rotate(given["query"], newest[..., None], spec.rope)
@@ -278,12 +285,12 @@ def _mixed(weights: Float[Array, "*B Q S"], values: Float[Array, "*B S D"]):
 
 
 def commit(
-    layer: LayerCache,
+    layer: Slots,
     branches: Branches,
     nodes: Int[Array, "B levels"],
     count: Int[Array, "B"],
     first: Int[Array, "B"],
-) -> LayerCache:
+) -> Slots:
     """The layer after the first `count [B]` of the nodes, which stand one below the other, came one by one.
 
     `first [B]` is the root's position. An entry that a later one overwrote is not written at all.
@@ -309,10 +316,10 @@ def commit(
         else:
             stats[name] = stat.at[at].set(take(branches.entered[name]), mode="drop")
     after = jnp.take_along_axis(branches.next_slots, last, axis=2)[..., 0]
-    return LayerCache(
+    grown = layer.changed(
         keys=layer.keys.at[at].set(take(branches.keys), mode="drop"),
         values=layer.values.at[at].set(take(branches.values), mode="drop"),
         positions=layer.positions.at[at].set(positions, mode="drop"),
-        next_slot=jnp.where(some[:, None], after, layer.next_slot),
         stats=stats,
     )
+    return grown.aimed(after, some)

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv.attend import LayerState, decode_layer
-from jaxkv.cache import EMPTY, LayerCache
+from jaxkv.attend import LayerIn, decode_layer
 from jaxkv.errors import BadValue
 from jaxkv.models import ModelConfig
 from jaxkv.policies.catalogue import catalogue
@@ -21,6 +20,7 @@ from jaxkv.speculative.attend import check
 from jaxkv.speculative.method import Start
 from jaxkv.speculative.tree import Shape, chain
 from jaxkv.speculative.verify import Conditional, parse
+from jaxkv.store import EMPTY, Slots
 from jaxkv.weights.params import Params
 
 DRAFT = 3  # folded into a position's key for the draft's own draw
@@ -31,7 +31,7 @@ DRAFT = 3  # folded into a position's key for the draft's own draw
 class Drafts:
     """The draft model's cache, which stands where the model's own does; `live` is False once it was passed over."""
 
-    layers: tuple[LayerCache, ...]
+    layers: tuple[Slots, ...]
     limits: Int[Array, "L B"]
     live: Array
 
@@ -48,25 +48,25 @@ class Overwritten:
     stats: dict[str, Float[Array, "*some B Hk C"]]
 
 
-def overwritten(layer: LayerCache) -> Overwritten:
+def overwritten(layer: Slots) -> Overwritten:
     """What the layer's next token will overwrite."""
     batch, heads = layer.next_slot.shape
     at = (jnp.arange(batch)[:, None], jnp.arange(heads)[None, :], layer.next_slot)
     return Overwritten(layer.next_slot, layer.keys[at], layer.values[at], layer.positions[at], layer.stats)
 
 
-def undone(layer: LayerCache, log: Overwritten, rejected: Array) -> LayerCache:
+def undone(layer: Slots, log: Overwritten, rejected: Array) -> Slots:
     """The layer before its last token, in the rows where that was rejected."""
     batch, heads = layer.next_slot.shape
     slot = jnp.where(rejected[:, None], log.slot, layer.slots)  # out of range, so dropped
     at = (jnp.arange(batch)[:, None], jnp.arange(heads)[None, :], slot)
-    return LayerCache(
+    before = layer.changed(
         keys=layer.keys.at[at].set(log.key, mode="drop"),
         values=layer.values.at[at].set(log.value, mode="drop"),
         positions=layer.positions.at[at].set(log.position, mode="drop"),
-        next_slot=jnp.where(rejected[:, None], log.slot, layer.next_slot),
         stats={name: jnp.where(rejected[:, None, None], log.stats[name], stat) for name, stat in layer.stats.items()},
     )
+    return before.aimed(log.slot, rejected)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ class ModelDrafter:
             def attend(spec, query, key, value, layer):
                 return decode_layer(self.policy, position, ONE_DEVICE, None, spec, query, key, value, layer)
 
-            states = [LayerState(layer, layer.slots, drafts.limits[i]) for i, layer in enumerate(layers)]
+            states = [LayerIn(layer, drafts.limits[i]) for i, layer in enumerate(layers)]
             hidden, states = model(jnp.maximum(token, 0)[:, None], states, attend)
             logits = sampler.warped(model.logits(hidden[:, 0]), None)
             keys = jax.vmap(lambda key, at: jax.random.fold_in(jax.random.fold_in(key, at), DRAFT))(

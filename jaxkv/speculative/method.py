@@ -6,10 +6,10 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from jaxkv.cache import KVCache
 from jaxkv.errors import BadValue
 from jaxkv.policies.policy import Policy
 from jaxkv.run import Expected
+from jaxkv.store import KVCache
 from jaxkv.weights.params import Params
 
 

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jaxkv.attend import LayerState
-from jaxkv.cache import EMPTY
+from jaxkv.attend import LayerIn
 from jaxkv.models import ModelConfig
 from jaxkv.policies.policy import Policy
 from jaxkv.run import DecodeState, decode_step, model_of
@@ -20,6 +19,7 @@ from jaxkv.speculative.attend import commit, tree_layer
 from jaxkv.speculative.gate import Gate
 from jaxkv.speculative.tree import placed, pruned, walk
 from jaxkv.speculative.verify import Verify, follows, seen_by
+from jaxkv.store import EMPTY
 
 
 @jax.tree_util.register_dataclass
@@ -142,7 +142,7 @@ def _tree_round(
     tree, chances, drafts = drafter.draft(extra, drafting.drafts, kinds, hint, state, sampler)
     tree = pruned(shape, tree, jnp.where(active, state.left, 0))
     spot = placed(shape, tree, jnp.where(active, cache.lengths, EMPTY))
-    states = [LayerState(layer, layer.slots, cache.limits[i]) for i, layer in enumerate(cache.layers)]
+    states = [LayerIn(layer, cache.limits[i]) for i, layer in enumerate(cache.layers)]
     model = model_of(config, weights)
     attend: Any = functools.partial(tree_layer, policy, spot)  # takes a layer's state, gives its branches
     hidden, grown = model(jnp.maximum(tree.tokens, 0), states, attend)

@@ -15,6 +15,7 @@ from jaxkv.speculative.draft_model import DraftModel, SelfDraft
 from jaxkv.speculative.method import Start
 from jaxkv.speculative.rounds import Drafting, speculate
 from jaxkv.speculative.verify import parse
+from jaxkv.store import KVCache
 from jaxkv.weights.params import Params
 
 Speculative = PromptLookup | AASD | DraftModel | SelfDraft
@@ -41,12 +42,12 @@ class Speculation:
 class Session:
     """Holds the drafter's device state beside the decode state. Raises `BadValue` for what cannot speculate."""
 
-    def __init__(self, method: Any, params: Params, policy: Policy):
+    def __init__(self, method: Any, params: Params, policy: Policy, cache: KVCache | None = None):
         if not isinstance(method, Speculative):
             raise BadValue(
                 f"speculative={method!r}: expected a method such as jaxkv.speculative.AASD() or PromptLookup()"
             )
-        check(policy)
+        check(policy, cache)
         self._method, self._drafter, self._extra = method, method.drafter(params), None
         self._chunks: list[tuple[dict[str, int], float]] = []
         self._pending: dict[str, int] | None = None

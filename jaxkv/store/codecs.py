@@ -120,3 +120,6 @@ class Codecs:
         """Raises `BadValue` where heads of this width have no code."""
         self.keys.check(head_dim)
         self.values.check(head_dim)
+
+
+PLAIN_BOTH = Codecs()

@@ -6,7 +6,7 @@ as empty; a kernel that can reads them where they lie. A decode step writes one 
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +33,8 @@ class Written(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class View(Pool):
-    """A layer's segments of the line as a pool of `reach` slots: `lies` says where in the line, `new` what a decode step
-    has to write there."""
+    """A layer's segments of the line as a pool of `reach` slots: `lies` says where in the line, `new` what a decode
+    step has to write there."""
 
     lies: Lying | None = None
     new: Written | None = None
@@ -63,6 +63,7 @@ class Place:
     reach: int = dataclasses.field(metadata={"static": True})
     heads: int = dataclasses.field(metadata={"static": True})
     beside: dict[str, Any] = dataclasses.field(default_factory=dict)
+    equal: ClassVar[bool] = False  # heads have segments of any length
 
     @property
     def slots(self) -> int:

@@ -38,7 +38,7 @@ class Pages:
     def score(self, query: Float[Array, "B Hq D"]) -> Float[Array, "B Hk P"]:
         """sum_d max(q_d low_d, q_d high_d), which no key of the page exceeds in q . k; the best of each KV head's query
         heads. -inf for an empty page. Source: Quest (arXiv 2406.10774), which has query heads choose apart."""
-        batch, heads, pages, dim = self.low.shape
+        batch, heads, _, dim = self.low.shape
         grouped = query.astype(jnp.float32).reshape(batch, heads, -1, 1, dim)
         some = jnp.isfinite(self.low[..., :1].astype(jnp.float32)) & (self.low[..., :1] <= self.high[..., :1])
         low, high = (jnp.where(some, x, jnp.zeros((), x.dtype)).astype(jnp.float32) for x in (self.low, self.high))

@@ -6,7 +6,7 @@ head.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxkv.sharding.attention import RotateAtRead, ragged_decode
 from jaxkv.sharding.layout import Layout, on_host
-from jaxkv.store.codecs import Codecs
+from jaxkv.store.codecs import PLAIN_BOTH, Codecs
 from jaxkv.store.entries import EMPTY, Entries, blank, flattened, owners, taken
 from jaxkv.store.slots import GROW
 from jaxkv.store.store import Absorb, Choose, Judge, Store, Token, Worth
@@ -29,9 +29,11 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pool(Store):
-    """Entries `[B, P]`, and the heads' borders `offsets`; slots outside them are nobody's (a row whose budget is smaller
-    than another's). `next_slot` is each head's slot, of its own segment, that the next token will fill; `beside` is
-    what the policy's rules hold beside the slots, by name.
+    """Entries `[B, P]` and the heads' borders `offsets`; slots outside them are nobody's (a row whose budget is smaller
+    than another's).
+
+    `next_slot` is each head's slot, of its own segment, that the next token will fill; `beside` is what the policy's
+    rules hold beside the slots, by name.
     """
 
     entries: Entries
@@ -39,6 +41,8 @@ class Pool(Store):
     next_slot: Int[Array, "B Hk"]
     beside: dict[str, Any] = dataclasses.field(default_factory=dict)
     codecs: Codecs = dataclasses.field(default=Codecs(), metadata={"static": True})
+
+    equal: ClassVar[bool] = False  # heads have segments of any length
 
     @property
     def total(self) -> int:
@@ -199,9 +203,7 @@ class Pool(Store):
         """Every head's slot for the next token: its first empty one, else the one of lowest worth."""
         return lowest(self.unscored(worth), self.positions, self.offsets)
 
-    def full(
-        self, limits: Int[Array, "B"], every: int, now: Int[Array, "B"], window: int | None
-    ) -> Bool[Array, "B"]:
+    def full(self, limits: Int[Array, "B"], every: int, now: Int[Array, "B"], window: int | None) -> Bool[Array, "B"]:
         """True for the rows in which a head has no empty slot left."""
         return jnp.min(self.sizes - self.held(), axis=-1) <= 0
 
@@ -246,9 +248,11 @@ class Pool(Store):
         new, beside = absorb(self.beside, wide, stay)
         if new is wide:
             return self.entries, beside
-        back = lambda x, old: jnp.where(  # noqa: E731
-            (self.owner < self.heads).reshape(*old.shape[:2], *(1,) * (old.ndim - 2)), self._flat(x), old
-        )
+        mine = self.owner < self.heads
+
+        def back(x: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(mine.reshape(*mine.shape, *(1,) * (old.ndim - 2)), self._flat(x), old)
+
         return jax.tree.map(back, self.encoded(new), self.entries), beside
 
     def _flat(self, x: Shaped[Array, "B Hk P *X"]) -> Shaped[Array, "B P *X"]:
@@ -295,7 +299,7 @@ def empty(
     head_dim: int,
     dtype: Any,
     stats: tuple[str, ...] = (),
-    codecs: Codecs = Codecs(),
+    codecs: Codecs = PLAIN_BOTH,
     beside: dict[str, Any] | None = None,
 ) -> Pool:
     """A pool without a slot, where a prompt begins."""

@@ -5,7 +5,7 @@ overwrite leaves them where they are.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxkv.sharding.attention import RotateAtRead, decode_attend_score
 from jaxkv.sharding.layout import Layout
-from jaxkv.store.codecs import Codecs
+from jaxkv.store.codecs import PLAIN_BOTH, Codecs
 from jaxkv.store.entries import Entries, appended, blank, chosen_at, in_time_order, owners, packed, taken
 from jaxkv.store.store import Absorb, Choose, Judge, Store, Token, Worth
 from pallas_kernels.decode_attend_score.victim import alive, victim
@@ -34,6 +34,8 @@ class Slots(Store):
     next_slot: Int[Array, "B Hk"]
     beside: dict[str, Any] = dataclasses.field(default_factory=dict)
     codecs: Codecs = dataclasses.field(default=Codecs(), metadata={"static": True})
+
+    equal: ClassVar[bool] = True  # every head has as many slots
 
     @property
     def slots(self) -> int:
@@ -136,9 +138,7 @@ class Slots(Store):
         """Every head's slot for the next token: an empty or expired one below the limit, else the lowest worth."""
         return victim(worth, self.positions, alive(self.positions, now, window), limits)
 
-    def full(
-        self, limits: Int[Array, "B"], every: int, now: Int[Array, "B"], window: int | None
-    ) -> Bool[Array, "B"]:
+    def full(self, limits: Int[Array, "B"], every: int, now: Int[Array, "B"], window: int | None) -> Bool[Array, "B"]:
         """True for the rows that have run `every` tokens over their limit."""
         live = alive(self.positions, now, window)
         return jnp.max(jnp.sum(live, axis=-1, dtype=jnp.int32), axis=-1) >= limits + every
@@ -206,7 +206,7 @@ def empty(
     head_dim: int,
     dtype: Any,
     stats: tuple[str, ...] = (),
-    codecs: Codecs = Codecs(),
+    codecs: Codecs = PLAIN_BOTH,
     beside: dict[str, Any] | None = None,
 ) -> Slots:
     """A layer with `slots` empty slots per KV head and zeroed statistics of the given names."""

@@ -19,9 +19,7 @@ from pallas_kernels.decode_attend_score.victim import Factor, Rule
 
 Worth = Callable[[Any], Float[Array, "B *S"]]  # of a store's slots
 # of worth, positions and the KV head of every slot, and how many entries each head shall keep on average: which stay
-Choose = Callable[
-    [Float[Array, "B *S"], Int[Array, "B *S"], Int[Array, "B *S"], Int[Array, "B"]], Bool[Array, "B *S"]
-]
+Choose = Callable[[Float[Array, "B *S"], Int[Array, "B *S"], Int[Array, "B *S"], Int[Array, "B"]], Bool[Array, "B *S"]]
 # of what is held beside the slots, plain entries by head, and which of them stay: the survivors, and what is beside
 Absorb = Callable[[dict[str, Any], Entries, Bool[Array, "B Hk S"]], tuple[Entries, dict[str, Any]]]
 

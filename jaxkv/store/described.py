@@ -1,0 +1,74 @@
+"""A store as plain words and a list of arrays, so that it can be written down and made again."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv.errors import BadCheckpoint
+from jaxkv.store.codecs import Codecs, Int, IntCode, Plain
+from jaxkv.store.entries import Entries
+from jaxkv.store.line import Place
+from jaxkv.store.pages import Pages
+from jaxkv.store.pool import Pool
+from jaxkv.store.slots import Slots
+from jaxkv.store.summary import Summary
+from jaxkv.store.threshold import Threshold
+from jaxkv.store.tier import Tier
+
+KNOWN: dict[str, type] = {
+    each.__name__: each
+    for each in (Slots, Pool, Place, Entries, Summary, Tier, Threshold, Pages, Codecs, Plain, Int, IntCode)
+}
+
+
+def known(cls: type) -> type:
+    """Makes a frozen dataclass known, whose objects lie beside the slots of a saved store; usable as a decorator."""
+    KNOWN[cls.__name__] = cls
+    return cls
+
+
+def described(x: Any) -> Any:
+    """What a store consists of, as JSON has it: an array is its shape and dtype."""
+    if dataclasses.is_dataclass(x):
+        fields = {field.name: described(getattr(x, field.name)) for field in dataclasses.fields(x)}
+        return {"is": type(x).__name__, "fields": fields}
+    if isinstance(x, dict):
+        return {"is": "dict", "fields": {name: described(each) for name, each in x.items()}}
+    if isinstance(x, jax.Array | np.ndarray):
+        return {"is": "array", "shape": list(x.shape), "dtype": str(x.dtype)}
+    return {"is": "value", "value": x}
+
+
+def arrays_of(x: Any) -> list[Any]:
+    """The arrays of a store, its fields by name."""
+    if dataclasses.is_dataclass(x) and not isinstance(x, jax.ShapeDtypeStruct):
+        x = {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
+    if isinstance(x, dict):
+        return [leaf for name in sorted(x) for leaf in arrays_of(x[name])]
+    return [x] if isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct) else []
+
+
+def rebuilt(fact: dict[str, Any], arrays: list[Any] | None) -> Any:
+    """The store of a description and its arrays; without arrays, of their shapes. Raises `BadCheckpoint` for what is
+    not known here."""
+    left = None if arrays is None else iter(arrays)
+
+    def build(fact: dict[str, Any]) -> Any:
+        kind = fact["is"]
+        if kind == "array":
+            shape = jax.ShapeDtypeStruct(tuple(fact["shape"]), np.dtype(fact["dtype"]))
+            return shape if left is None else next(left)
+        if kind == "value":
+            return fact["value"]
+        fields = {name: build(fact["fields"][name]) for name in sorted(fact["fields"])}
+        if kind == "dict":
+            return fields
+        if kind not in KNOWN:
+            raise BadCheckpoint(
+                f"a saved cache holds {kind!r}, which is not known here: register the part that makes it"
+            )
+        return KNOWN[kind](**fields)
+
+    return build(fact)
