@@ -21,7 +21,7 @@ from jaxkv.model_pool import Share
 from jaxkv.plan import plan
 from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.catalogue import policy as by_name
-from jaxkv.policies.observe import Lookahead, Observe, PseudoQueries, Replay
+from jaxkv.policies.observe import Lookahead, Observer, PseudoQueries, Replay
 from jaxkv.policies.policy import Policy
 from jaxkv.pool import Pool
 from jaxkv.prompts import Prompt, left_padded, rows_of
@@ -295,7 +295,7 @@ def _pseudo_tokens(
     params: Params,
     rows: list[np.ndarray],
     policy: Policy,
-    observe: Observe,
+    observe: Observer,
     cache: KVCache | None,
     implementation: str | None,
     scan_layers: bool,

@@ -1,12 +1,14 @@
-"""The catalogue: every named method is a TOML file in configs/policies/."""
+"""The catalogue: every named method is a TOML file in configs/policies/; others are read from files of one's own."""
 
 import dataclasses
 import functools
+import os
 import tomllib
+from pathlib import Path
 from typing import Any
 
 from jaxkv.configs import config_files
-from jaxkv.errors import BadValue, unknown
+from jaxkv.errors import BadValue, JaxkvError, unknown
 from jaxkv.policies.policy import Policy, from_dict, part
 
 
@@ -19,17 +21,53 @@ def catalogue() -> dict[str, Policy]:
     return found
 
 
-def policy(name: str, *, budget: int | None = None, ratio: float | None = None, **options: Any) -> Policy:
+def is_file(name: Any) -> bool:
+    """Whether a policy's name is a file's: a path, or text that ends in ".toml"."""
+    return isinstance(name, os.PathLike) or (isinstance(name, str) and name.endswith(".toml"))
+
+
+def named(name: str | os.PathLike) -> Policy:
+    """The policy of this name or TOML file, as it stands there.
+
+    Raises `UnknownName` for a name, field or kind that there is not, and `BadValue` for a file that is none. Source:
+    ours.
+    """
+    if not is_file(name):
+        if name not in catalogue():
+            raise unknown("policy", str(name), catalogue())
+        return catalogue()[str(name)]
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise BadValue(
+            f"policy {str(name)!r}: no such file; expected a TOML file with a [prefill] table, or a name that jaxkv "
+            "policies lists"
+        )
+    try:
+        return from_dict({"name": path.stem, **tomllib.loads(path.read_text(encoding="utf-8"))})
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadValue(f"{path}: not TOML ({error}); see docs/policies.md for what stands in it") from None
+    except JaxkvError as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
+def policy(name: str | os.PathLike, *, budget: int | None = None, ratio: float | None = None, **options: Any) -> Policy:
     """The named method under a budget (tokens per KV head and layer) or a ratio (fraction removed).
 
-    Options are fields of its parts (`window=32`, `sinks=4`, `content="random"`), set wherever the policy has such a
-    field; `prefill_` or `decode_` in front sets it in that phase alone. `allocate` is another way to divide the budget
-    over layers and heads, a part or its table: `allocate=Global()`, `allocate={"kind": "cake"}`. Raises `UnknownName`
-    with the nearest names, and `BadValue` for both or neither of budget and ratio or a budget below sinks + recent + 1.
+    A path, or a name that ends in ".toml", is read from that file; its own `budget` or `ratio` counts where none is
+    given here. Options are fields of its parts (`window=32`, `sinks=4`, `content="random"`), set wherever the policy
+    has such a field; `prefill_` or `decode_` in front sets it in that phase alone. `allocate` is another way to divide
+    the budget over layers and heads, a part or its table: `allocate=Global()`, `allocate={"kind": "cake"}`. Raises
+    `UnknownName` with the nearest names, and `BadValue` for both or neither of budget and ratio, a budget below
+    sinks + recent + 1, and a file that is not there or not TOML.
     """
-    if name not in catalogue():
-        raise unknown("policy", name, catalogue())
-    chosen = catalogue()[name]
+    return sized(named(name), budget=budget, ratio=ratio, **options)
+
+
+def sized(chosen: Policy, *, budget: int | None = None, ratio: float | None = None, **options: Any) -> Policy:
+    """The policy under a budget or a ratio (its own, where neither is given), with options, as in `policy`."""
+    name = chosen.name
+    if budget is None and ratio is None:
+        budget, ratio = chosen.budget, chosen.ratio
     given = [f"{key}={value}" for key, value in (("budget", budget), ("ratio", ratio)) if value is not None]
     if chosen.evicts and len(given) != 1:
         raise BadValue(

@@ -11,9 +11,15 @@ from jaxkv.errors import BadValue
 
 
 class Observer:
-    """Whoever looks: the `extra` tokens behind the prompt if there are any, else the last `window`, else all."""
+    """Whoever looks: the `extra` tokens behind the prompt if there are any, else the last `window`, else all.
 
-    window: int
+    With `own_keys` False the keys of those that look stay out of the softmax.
+    """
+
+    kind: ClassVar[str]
+    window: int = 0
+    extra: int = 0
+    own_keys: bool = True
 
     def looking(self, positions: Int[Array, "B T"], extra: int) -> Int[Array, "B N"]:
         """The positions of those that look, the last N of the T; `extra` tokens stand behind the prompt's own."""
@@ -167,8 +173,7 @@ class Replay(Observer):
     extra: ClassVar[int] = 0  # besides the block itself and the instruction
 
 
-Observe = NoQueries | LastQueries | LastShare | AllQueries | CurrentQuery | PseudoQueries | Lookahead | Replay
-KINDS = {
+KINDS: dict[str, type[Observer]] = {
     part.kind: part
     for part in (NoQueries, LastQueries, LastShare, AllQueries, CurrentQuery, PseudoQueries, Lookahead, Replay)
 }

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxkv.errors import BadValue, unknown
-from jaxkv.policies import across, allocate, observe, scores
+from jaxkv.errors import BadValue, UnknownName, unknown
+from jaxkv.policies import observe
 from jaxkv.policies.across import Across
 from jaxkv.policies.aggregate import Aggregate
 from jaxkv.policies.allocate import Adaptive, Allocate
-from jaxkv.policies.layers import KINDS as LAYERS
 from jaxkv.policies.layers import Learned, Uniform
 from jaxkv.policies.needs import HIDDEN, MASS, OUTPUT, QUERIES, learned_names
-from jaxkv.policies.observe import NoQueries, Observe
+from jaxkv.policies.observe import NoQueries, Observer
+from jaxkv.policies.parts import PARTS
 from jaxkv.policies.propagate import Propagate
 from jaxkv.policies.score import Entering, Recency, Score, ScoreInputs, Stats
 from jaxkv.policies.select import Select
@@ -33,7 +33,7 @@ class Phase:
     1 overwrites one slot per token.
     """
 
-    observe: Observe = NoQueries()
+    observe: Observer = NoQueries()
     score: Score = Recency()
     aggregate: Aggregate = Aggregate()
     select: Select = Select()
@@ -123,7 +123,7 @@ class Policy:
                 f"policy {self.name!r} propagates some tokens of a prompt: expected a prefill phase without replay"
             )
         apart = self.prefill is None or self.decode is not None or self.propagate is not None
-        if self.reuse < 1 or (self.reuse > 1 and (apart or not isinstance(self.allocate, Uniform))):
+        if self.reuse < 1 or (self.reuse > 1 and (apart or type(self.allocate) is not Uniform)):
             raise BadValue(
                 f"reuse={self.reuse} of policy {self.name!r}: expected at least 1 layer; above 1 the layers hold the "
                 "same entries, so it goes with a prefill phase, uniform budgets, no decode phase and no propagate"
@@ -316,11 +316,6 @@ def priority(
     return jnp.where(protected, jnp.inf, value)
 
 
-PARTS = {
-    "observe": observe.KINDS,
-    "allocate": allocate.KINDS | across.KINDS,
-    "layers": LAYERS,
-} | dict.fromkeys(("score", "of", "first", "second"), scores.KINDS)
 PLAIN = {"aggregate": Aggregate, "select": Select, "propagate": Propagate}
 
 
@@ -340,21 +335,31 @@ def to_dict(policy: Policy) -> dict[str, Any]:
 
 
 def from_dict(table: dict[str, Any]) -> Policy:
-    """The policy that the tables describe. Raises `UnknownName` for a field or kind that there is not."""
+    """The policy that the tables describe.
 
+    Raises `UnknownName` for a field or kind that there is not, and `BadValue` for values that don't fit together.
+    """
     return _built(Policy, table, "policy")
 
 
-def part(name: str, table: dict[str, Any]) -> Any:
+def part(name: str, table: Any) -> Any:
     """The part of a policy, such as "allocate" or "score", that a table with its `kind` describes."""
-    kind = table.get("kind", "")
-    if kind not in PARTS[name]:
-        raise unknown(f"{name} kind", kind, PARTS[name])
-    return _built(PARTS[name][kind], table, f"{name} {kind!r}")
+    known = PARTS[name].parts
+    kind = table.get("kind", "") if isinstance(table, dict) else None
+    if not isinstance(kind, str):
+        raise BadValue(f"{name}={table!r}: expected a table with its kind, such as {{ kind = {min(known)!r} }}")
+    if kind not in known:
+        raise UnknownName(
+            f"{unknown(f'{name} kind', kind, known)} (a kind of your own: register it first, with "
+            "jaxkv.policies.register, or --parts on the command line)"
+        )
+    return _built(known[kind], table, f"{name} {kind!r}")
 
 
-def _built(cls: Any, table: dict[str, Any], where: str) -> Any:
-    fields = {field.name for field in dataclasses.fields(cls)}
+def _built(cls: Any, table: Any, where: str) -> Any:
+    if not isinstance(table, dict):
+        raise BadValue(f"{where}={table!r}: expected a table")
+    fields = {field.name: field for field in dataclasses.fields(cls)}
     out = {}
     for name, value in table.items():
         if name == "kind":
@@ -367,5 +372,22 @@ def _built(cls: Any, table: dict[str, Any], where: str) -> Any:
             value = _built(PLAIN[name], value, name)
         elif name in ("prefill", "decode"):
             value = _built(Phase, value, name)
-        out[name] = value
-    return cls(**out)
+        elif isinstance(value, dict):
+            raise BadValue(f"{name} of {where} is a table: parts in it stand in fields named {', '.join(PARTS)}")
+        out[name] = _tuple(value)
+    missing = [field.name for field in fields.values() if field.name not in out and _needed(field)]
+    if missing:
+        raise BadValue(f"{where} without {', '.join(missing)}: expected a value for each, they have no default")
+    try:
+        return cls(**out)
+    except TypeError as error:
+        raise BadValue(f"{where} with {table!r}: expected values of its fields' types ({error})") from error
+
+
+def _needed(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _tuple(value: Any) -> Any:
+    """A list of a file as a tuple: the parts of a policy are compared and hashed."""
+    return tuple(map(_tuple, value)) if isinstance(value, list) else value
