@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from jaxkv.errors import BadCheckpoint
+from jaxkv.errors import BadCheckpoint, JaxkvError
 from jaxkv.policies.policy import from_dict, to_dict
 from jaxkv.sharding.hosts import together
 from jaxkv.sharding.layout import ONE_DEVICE, Layout
@@ -44,7 +44,8 @@ def save(cache: KVCache, path: str | os.PathLike) -> Path:
 def restore(path: str | os.PathLike, params: Any = None) -> KVCache:
     """The cache that was saved at `path`. With `params`, it must have been made by that model, and goes to its mesh.
 
-    Raises `BadCheckpoint` for a path that holds no cache, a corrupt one, or one of another model.
+    Raises `BadCheckpoint` for a path that holds no cache, a corrupt one, one of another model, or one whose policy has
+    a part that is not registered.
     """
     path = Path(path).absolute()
     if not path.is_dir():
@@ -67,12 +68,16 @@ def restore(path: str | os.PathLike, params: Any = None) -> KVCache:
         raise BadCheckpoint(
             f"{path}: made by model {facts['model']}, but these params are {params.fingerprint}; load that model"
         )
+    try:
+        policy = from_dict(facts["policy"])
+    except JaxkvError as error:
+        raise BadCheckpoint(f"{path}: its policy cannot be made here ({error})") from error
     cache = KVCache(
         layers=tuple(map(rebuilt, facts["layers"], arrays["layers"])),
         lengths=arrays["lengths"],
         limits=arrays["limits"],
         pending=arrays["pending"],
-        policy=from_dict(facts["policy"]),
+        policy=policy,
         model=facts["model"],
     )
     return layout.cache(cache)

@@ -22,29 +22,32 @@ class Cut:
     """The cache's policy and size."""
 
     policy: str = DEFAULT_POLICY
-    """A name from `jaxkv policies`; "full" keeps everything."""
+    """A name from `jaxkv policies`, or a .toml file of your own; "full" keeps everything."""
     budget: int | None = None
-    """Tokens kept per KV head and layer (256 when neither this nor --ratio is given)."""
+    """Tokens kept per KV head and layer (256 when neither this nor --ratio nor the policy's file says)."""
     ratio: float | None = None
     """Fraction of the prompt removed, instead of a budget."""
     option: tuple[str, ...] = ()
     """Options of the policy's parts, as name=value: --option window=32 sinks=4."""
+    parts: tuple[str, ...] = ()
+    """Python files or modules that register parts of your own."""
 
     def build(self) -> Any:
         """The policy. Raises `BadValue` for an option that is not name=value."""
-        from jaxkv.policies import catalogue, policy
+        from jaxkv.policies.catalogue import named, sized
 
+        _register(self.parts)
         options = {}
         for item in self.option:
             name, equals, value = item.partition("=")
             if not equals:
                 raise BadValue(f"option {item!r}: expected name=value, such as window=32")
             options[name] = _value(value)
-        known = catalogue().get(self.policy)
-        budget = self.budget
-        if budget is None and self.ratio is None and (known is None or known.evicts):
+        chosen, budget = named(self.policy), self.budget
+        sizes = (budget, self.ratio, chosen.budget, chosen.ratio)
+        if chosen.evicts and all(size is None for size in sizes):
             budget = DEFAULT_BUDGET
-        return policy(self.policy, budget=budget, ratio=self.ratio, **options)
+        return sized(chosen, budget=budget, ratio=self.ratio, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +155,9 @@ class Policies:
     """The catalogue of methods, or the parts of one."""
 
     name: Positional[str | None] = None
+    """A name, or a .toml file."""
+    parts: tuple[str, ...] = ()
+    """Python files or modules that register parts of your own."""
     json: bool = False
 
 
@@ -196,9 +202,11 @@ class Eval:
     dtype: str | None = None
     """Instead of the run's dtype."""
     policies: tuple[str, ...] = ()
-    """Instead of the run's policies: names, or "all" of the catalogue."""
+    """Instead of the run's policies: names, .toml files, or "all" of the catalogue."""
     budgets: tuple[int, ...] = ()
     """Instead of the run's budgets."""
+    parts: tuple[str, ...] = ()
+    """Python files or modules that register parts of your own, besides the run's."""
     out: str | None = None
     """Folder of the results (results/NAME by default)."""
     report: bool = True
@@ -325,20 +333,17 @@ def _ask() -> str:
 
 
 def _policies(command: Policies) -> int:
-    from jaxkv.errors import unknown
-    from jaxkv.policies import catalogue
+    from jaxkv.policies.catalogue import catalogue, named
     from jaxkv.policies.policy import to_dict
 
-    known = catalogue()
-    if command.name is not None and command.name not in known:
-        raise unknown("policy", command.name, known)
-    chosen = known if command.name is None else {command.name: known[command.name]}
+    _register(command.parts)
+    known = [*catalogue().values()] if command.name is None else [named(command.name)]
     if command.json:
-        print(json.dumps({name: to_dict(policy) for name, policy in chosen.items()}))
+        print(json.dumps({policy.name: to_dict(policy) for policy in known}))
         return 0
     if command.name is not None:
-        policy = chosen[command.name]
-        print(f"{policy.name}: {policy.title}\n{policy.paper}\n")
+        (policy,) = known
+        print("\n".join(filter(None, (": ".join(filter(None, (policy.name, policy.title))), policy.paper))) + "\n")
         for phase, text in _parts(policy).items():
             print(f"{phase:8} {text}")
         print(f"{'allocate':8} {_phrase(to_dict(policy).get('allocate', {'kind': 'uniform'}))}")
@@ -350,12 +355,20 @@ def _policies(command: Policies) -> int:
     from rich.table import Table
 
     table = Table("name", "paper", "prefill", "decode", "query-aware", "calibration")
-    for name, policy in known.items():
+    for policy in known:
         parts = _parts(policy)
         aware, before = "yes" if policy.query_aware else "no", "yes" if policy.calibrated else "none"
-        table.add_row(name, policy.paper, parts["prefill"], parts["decode"], aware, before)
+        table.add_row(policy.name, policy.paper, parts["prefill"], parts["decode"], aware, before)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     return 0
+
+
+def _register(sources: tuple[str, ...]) -> None:
+    """Runs the files and modules of --parts."""
+    from jaxkv.policies import load_parts
+
+    for source in sources:
+        load_parts(source)
 
 
 def _parts(policy: Any) -> dict[str, str]:
@@ -454,9 +467,12 @@ def _eval(command: Eval) -> int:
     from jaxkv import evaluation
     from jaxkv.evaluation import summary
 
+    _register(command.parts)
     settings = evaluation.load(command.run)
     given = ("model", "dtype", "policies", "budgets")
     changes = {name: value for name in given if (value := getattr(command, name)) not in (None, ())}
+    if command.parts:
+        changes["parts"] = (*settings.parts, *command.parts)
     settings = dataclasses.replace(settings, **changes)
     out = command.out or os.path.join("results", settings.name)
     params = jaxkv.load(settings.model, dtype=settings.dtype)

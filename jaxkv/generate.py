@@ -19,7 +19,7 @@ from jaxkv.generation import Generation
 from jaxkv.plan import plan
 from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.catalogue import policy as by_name
-from jaxkv.policies.observe import Observe
+from jaxkv.policies.observe import Observer
 from jaxkv.policies.policy import Policy
 from jaxkv.prompts import Prompt, left_padded, rows_of
 from jaxkv.request import Execution, Progress, Request, checked_policy, checked_pseudo, checked_request
@@ -277,7 +277,7 @@ def _pseudo_tokens(
     params: Params,
     rows: list[np.ndarray],
     policy: Policy,
-    observe: Observe,
+    observe: Observer,
     cache: KVCache | None,
     execution: Execution,
 ) -> np.ndarray:

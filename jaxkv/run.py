@@ -5,7 +5,7 @@ Everything here is pure and jitted with static config, policy and plan; `generat
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -119,12 +119,12 @@ def prefill(
             for i, store in enumerate(opened(layers))
         ]
         everything, last = layout.lay("tokens", jnp.concatenate([tokens, behind], axis=1)), tokens.shape[1] - 1
-        hidden, outs = model(
+        hidden, left = model(
             everything, given, attend, layout.lay, behind=None if top else behind.shape[1], route=flow.route(passing),
             sizes=plan.look and HIDDEN in policy.needs, scan=scan_layers,
         )  # fmt: skip
         expected = _expected(model, hidden[:, tokens.shape[1] - length :], (tokens.shape[0], length), top, wanted)
-        layers = divided(policy, outs, full, plan, now, limits, lambda i: _of_layer(learned, i))
+        layers = divided(policy, cast(Any, left), full, plan, now, limits, lambda i: _of_layer(learned, i))
         return (layers, hidden[:, last if top else 0]), expected
 
     (layers, hidden), expected = block(

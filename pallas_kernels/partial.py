@@ -4,6 +4,7 @@ Parts are a monoid: `merge` of the attention over two sets of keys is the attent
 grouping, and a part whose log-sum-exp is -inf (no keys) changes nothing.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -37,7 +38,8 @@ def merge(first: Partial, *others: Partial) -> Partial:
         return first
     parts = (first, *others)
     lse = jax.nn.logsumexp(jnp.stack([part.lse for part in parts]), axis=0)
-    output = sum(part.output.astype(jnp.float32) * portion(part.lse, lse)[..., None] for part in parts)
+    scaled = [part.output.astype(jnp.float32) * portion(part.lse, lse)[..., None] for part in parts]
+    output = functools.reduce(jnp.add, scaled)
     return Partial(output.astype(first.output.dtype), lse, first.mass)
 
 

@@ -112,6 +112,7 @@ def _overwritten(rule: Evicted | None, share: Allocate, store: Any, active: Bool
     stay = store.put(jnp.ones(store.positions.shape, bool), jnp.zeros(store.next_slot.shape, bool), active)
     survivors = store.by_head().masked(store.compared(stay))
     moved, state = rule.absorb(store.beside[rule.state], survivors, gone, facts)
+    assert moved is not None
     moved = dataclasses.replace(moved, positions=store.positions)
     return dataclasses.replace(store, entries=store.encoded(moved), beside={**store.beside, rule.state: state})
 

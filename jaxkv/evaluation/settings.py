@@ -8,8 +8,11 @@ from typing import Any
 from jaxkv.configs import config_files
 from jaxkv.errors import BadValue, unknown
 from jaxkv.evaluation.tasks import TASKS
-from jaxkv.policies.catalogue import catalogue, policy
+from jaxkv.policies.catalogue import catalogue, is_file, named, sized
+from jaxkv.policies.parts import digest, load_parts
 from jaxkv.policies.policy import Policy
+from jaxkv.policies.policy import from_dict as made_of
+from jaxkv.policies.policy import to_dict as table_of
 
 MODES = ("aware", "agnostic")
 
@@ -60,11 +63,14 @@ class Fidelity:
 class Retention:
     """The [retention] table: one text of `prompt` tokens and `steps` decode steps, looked at every `every` steps."""
 
-    policies: tuple[str, ...] = ()
+    policies: tuple[Any, ...] = ()
     budget: int = 128
     prompt: int = 256
     steps: int = 64
     every: int = 16
+
+    def __post_init__(self):
+        object.__setattr__(self, "policies", tuple(map(_read, self.policies)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +86,9 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A whole run. `policies` are names, or tables of a name and options; "all" is the whole catalogue.
+    """A whole run. `policies` are names, .toml files, or tables of one of these and options; "all" is the whole
+    catalogue. What stands in such a file is read at once and becomes part of the settings, as the `table` of its name.
+    `parts` are Python files or modules that register parts of one's own.
     `modes`: "aware" runs context and question as one prompt; "agnostic" compresses the context first and runs the
     question on that cache, under the policy too or, with `after="full"`, with nothing evicted any more (as kvpress
     measures).
@@ -99,8 +107,12 @@ class Settings:
     tasks: tuple[Tasks, ...] = ()
     fidelity: Fidelity | None = None
     retention: Retention | None = None
+    parts: tuple[str, ...] = ()
 
     def __post_init__(self):
+        for source in self.parts:
+            load_parts(source)
+        object.__setattr__(self, "policies", tuple(map(_read, self.policies)))
         for mode in self.modes:
             if mode not in MODES:
                 raise unknown("mode", mode, MODES)
@@ -117,22 +129,24 @@ class Settings:
         for entry in entries:
             options: dict[str, Any] = {"name": entry} if isinstance(entry, str) else dict(entry)
             name, label = options.pop("name", ""), options.pop("label", "")
-            if name not in catalogue():
-                raise unknown("policy", name, catalogue())
+            chosen = made_of(options.pop("table")) if "table" in options else named(name)
             label = label or " ".join([name, *(f"{key}={value}" for key, value in options.items())])
-            if not catalogue()[name].evicts:
-                out.append(Cell(label, policy(name, **options), None, None))
+            if not chosen.evicts:
+                out.append(Cell(label, sized(chosen, **options), None, None))
                 continue
-            if not self.budgets and not self.ratios:
+            sizes: list[tuple[int | None, int | float | None]] = [(budget, None) for budget in self.budgets]
+            sizes += [(None, ratio) for ratio in self.ratios]
+            if not sizes and (chosen.budget, chosen.ratio) != (None, None):
+                sizes = [(chosen.budget, chosen.ratio)]
+            if not sizes:
                 raise BadValue(
                     f"policy {name!r} needs budgets or ratios, and the run has neither: give budgets = [...]"
                 )
-            sizes: list[tuple[int | None, int | float | None]] = [(budget, None) for budget in self.budgets]
-            for budget, ratio in sizes + [(None, ratio) for ratio in self.ratios]:
+            for budget, ratio in sizes:
                 try:
-                    out.append(Cell(label, policy(name, budget=budget, ratio=ratio, **options), budget, ratio))
+                    out.append(Cell(label, sized(chosen, budget=budget, ratio=ratio, **options), budget, ratio))
                 except BadValue as error:
-                    if budget is None or budget >= policy(name, ratio=0.5, **options).floor:
+                    if budget is None or budget >= sized(chosen, ratio=0.5, **options).floor:
                         raise
                     out.append(Cell(label, None, budget, ratio, str(error)))
         labels = [(cell.label, cell.budget, cell.ratio) for cell in out]
@@ -143,7 +157,11 @@ class Settings:
 
 
 def load(source: str | Path) -> Settings:
-    """The settings of a TOML file, or of a named one of configs/evals. Raises `UnknownName` for unknown fields."""
+    """The settings of a TOML file, or of a named one of configs/evals.
+
+    Files that it names as policies or parts are looked for beside it first, then in the working folder. Raises
+    `UnknownName` for unknown fields.
+    """
     shipped = config_files("evals")
     if str(source) in shipped:
         return from_dict(tomllib.loads(shipped[str(source)].read_text(encoding="utf-8")))
@@ -151,14 +169,21 @@ def load(source: str | Path) -> Settings:
     if not path.is_file():
         raise unknown("evaluation (neither a shipped one nor a file)", str(source), shipped)
     try:
-        return from_dict(tomllib.loads(path.read_text(encoding="utf-8")))
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise BadValue(f"{path}: not TOML ({error})") from None
+    return from_dict(table, path.parent)
 
 
-def from_dict(table: dict[str, Any]) -> Settings:
-    """The settings that the tables describe."""
-    table = dict(table)
+def from_dict(table: dict[str, Any], folder: Path | None = None) -> Settings:
+    """The settings that the tables describe; files of policies and parts may lie in the `folder`."""
+    table = {name: dict(value) if isinstance(value, dict) else value for name, value in table.items()}
+    for owner in (table, table.get("retention")):
+        for name in ("policies", "parts"):
+            if folder is not None and isinstance(owner, dict) and isinstance(owner.get(name), list):
+                owner[name] = [_beside(entry, folder) for entry in owner[name]]
+    for source in table.get("parts", ()):
+        load_parts(source)
     if "tasks" in table:
         table["tasks"] = tuple(_build(Tasks, each, "[[tasks]]") for each in table["tasks"])
     for name, cls in (("fidelity", Fidelity), ("retention", Retention)):
@@ -168,8 +193,28 @@ def from_dict(table: dict[str, Any]) -> Settings:
 
 
 def to_dict(settings: Settings) -> dict[str, Any]:
-    """The settings as plain tables, everything written out, as JSON can hold them."""
-    return _plain(dataclasses.asdict(settings))
+    """The settings as plain tables, everything written out, as JSON can hold them; of `parts` names and digests."""
+    out = _plain(dataclasses.asdict(settings))
+    out["parts"] = dict(map(digest, settings.parts))
+    return out if settings.parts else {name: value for name, value in out.items() if name != "parts"}
+
+
+def _read(entry: Any) -> Any:
+    """An entry of `policies`, with a file's content as its `table`."""
+    options = dict(entry) if isinstance(entry, dict) else {"name": entry}
+    if not is_file(options.get("name")):
+        return entry
+    chosen = named(options["name"])
+    return {**options, "name": chosen.name, "table": table_of(chosen)}
+
+
+def _beside(entry: Any, folder: Path) -> Any:
+    """An entry of `policies` or `parts`, with the path of the file in the folder where it is one."""
+    if isinstance(entry, dict) and "name" in entry:
+        return {**entry, "name": _beside(entry["name"], folder)}
+    if isinstance(entry, str) and entry.endswith((".toml", ".py")) and (folder / entry).is_file():
+        return str(folder / entry)
+    return entry
 
 
 def _plain(value: Any) -> Any:

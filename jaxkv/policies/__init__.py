@@ -1,5 +1,6 @@
 """Policies: the parts, and the catalogue of named methods made of them."""
 
+from jaxkv.policies.across import Across as Across
 from jaxkv.policies.across import Cake as Cake
 from jaxkv.policies.across import Density as Density
 from jaxkv.policies.across import Global as Global
@@ -41,14 +42,21 @@ from jaxkv.policies.layers import Pyramid as Pyramid
 from jaxkv.policies.layers import Uniform as Uniform
 from jaxkv.policies.measured import Divided as Divided
 from jaxkv.policies.measured import Proportional as Proportional
+from jaxkv.policies.needs import MASS as MASS
+from jaxkv.policies.needs import OUTPUT as OUTPUT
+from jaxkv.policies.needs import QUERIES as QUERIES
+from jaxkv.policies.needs import calibrated as calibrated
 from jaxkv.policies.observe import AllQueries as AllQueries
 from jaxkv.policies.observe import CurrentQuery as CurrentQuery
 from jaxkv.policies.observe import LastQueries as LastQueries
 from jaxkv.policies.observe import LastShare as LastShare
 from jaxkv.policies.observe import Lookahead as Lookahead
 from jaxkv.policies.observe import NoQueries as NoQueries
+from jaxkv.policies.observe import Observer as Observer
 from jaxkv.policies.observe import PseudoQueries as PseudoQueries
 from jaxkv.policies.observe import Replay as Replay
+from jaxkv.policies.parts import load_parts as load_parts
+from jaxkv.policies.parts import register as register
 from jaxkv.policies.patterns import Crush as Crush
 from jaxkv.policies.patterns import Ladder as Ladder
 from jaxkv.policies.patterns import Neighbours as Neighbours
@@ -61,8 +69,11 @@ from jaxkv.policies.score import AccumulatedAttention as AccumulatedAttention
 from jaxkv.policies.score import Attention as Attention
 from jaxkv.policies.score import AttentionValue as AttentionValue
 from jaxkv.policies.score import Distance as Distance
+from jaxkv.policies.score import Entering as Entering
 from jaxkv.policies.score import KeyNorm as KeyNorm
 from jaxkv.policies.score import PeakAttention as PeakAttention
 from jaxkv.policies.score import Random as Random
 from jaxkv.policies.score import Recency as Recency
+from jaxkv.policies.score import Score as Score
+from jaxkv.policies.score import ScoreInputs as ScoreInputs
 from jaxkv.policies.select import Select as Select

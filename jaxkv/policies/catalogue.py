@@ -1,13 +1,17 @@
-"""The catalogue: every named method is a TOML file in configs/policies/."""
+"""The catalogue: every named method is a TOML file in configs/policies/; others are read from files of one's own."""
 
 import dataclasses
 import functools
+import os
 import tomllib
+from pathlib import Path
 from typing import Any
 
 from jaxkv.configs import config_files
-from jaxkv.errors import BadValue, unknown
-from jaxkv.policies.policy import Policy, from_dict, part
+from jaxkv.errors import BadValue, JaxkvError, unknown
+from jaxkv.policies.policy import Policy, from_dict, made
+
+PARTS_OF_A_POLICY = ("allocate", "flow", "read", "store")
 
 
 @functools.cache
@@ -19,17 +23,53 @@ def catalogue() -> dict[str, Policy]:
     return found
 
 
-def policy(name: str, *, budget: int | None = None, ratio: float | None = None, **options: Any) -> Policy:
+def is_file(name: Any) -> bool:
+    """Whether a policy's name is a file's: a path, or text that ends in ".toml"."""
+    return isinstance(name, os.PathLike) or (isinstance(name, str) and name.endswith(".toml"))
+
+
+def named(name: str | os.PathLike) -> Policy:
+    """The policy of this name or TOML file, as it stands there.
+
+    Raises `UnknownName` for a name, field or kind that there is not, and `BadValue` for a file that is none. Source:
+    ours.
+    """
+    if not is_file(name):
+        if name not in catalogue():
+            raise unknown("policy", str(name), catalogue())
+        return catalogue()[str(name)]
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise BadValue(
+            f"policy {str(name)!r}: no such file; expected a TOML file with a [prefill] table, or a name that jaxkv "
+            "policies lists"
+        )
+    try:
+        return from_dict({"name": path.stem, **tomllib.loads(path.read_text(encoding="utf-8"))})
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadValue(f"{path}: not TOML ({error}); see docs/policies.md for what stands in it") from None
+    except JaxkvError as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
+def policy(name: str | os.PathLike, *, budget: int | None = None, ratio: float | None = None, **options: Any) -> Policy:
     """The named method under a budget (tokens per KV head and layer) or a ratio (fraction removed).
 
-    Options are fields of its parts (`window=32`, `sinks=4`, `content="random"`), set wherever the policy has such a
-    field; `prefill_` or `decode_` in front sets it in that phase alone. `allocate` is another way to divide the budget
-    over layers and heads, a part or its table: `allocate=Global()`, `allocate={"kind": "cake"}`. Raises `UnknownName`
-    with the nearest names, and `BadValue` for both or neither of budget and ratio or a budget below sinks + recent + 1.
+    A path, or a name that ends in ".toml", is read from that file; its own `budget` or `ratio` counts where none is
+    given here. Options are fields of its parts (`window=32`, `sinks=4`, `content="random"`), set wherever the policy
+    has such a field; `prefill_` or `decode_` in front sets it in that phase alone. `allocate`, `evicted`, `read`,
+    `flow` and `store` are whole parts or their tables: `allocate=Global()`, `allocate={"kind": "cake"}`,
+    `store={"keys": {"kind": "int", "bits": 8}}`. Raises `UnknownName` with the nearest names, and `BadValue` for both
+    or neither of budget and ratio, a budget below sinks + recent + 1, and a file that is not there or not TOML.
     """
-    if name not in catalogue():
-        raise unknown("policy", name, catalogue())
-    chosen = catalogue()[name]
+    return sized(named(name), budget=budget, ratio=ratio, **options)
+
+
+def sized(chosen: Policy, *, budget: int | None = None, ratio: float | None = None, **options: Any) -> Policy:
+    """The policy under a budget or a ratio (its own, where neither is given), with options, as in `policy`."""
+    name = chosen.name
+    if budget is None and ratio is None:
+        budget, ratio = chosen.budget, chosen.ratio
     given = [f"{key}={value}" for key, value in (("budget", budget), ("ratio", ratio)) if value is not None]
     if chosen.evicts and len(given) != 1:
         raise BadValue(
@@ -38,9 +78,15 @@ def policy(name: str, *, budget: int | None = None, ratio: float | None = None, 
         )
     if not chosen.evicts and given:
         raise BadValue(f"policy {name!r} keeps everything, so it takes no {given[0]}: leave it out")
-    share = options.pop("allocate", None)
-    if share is not None:
-        chosen = dataclasses.replace(chosen, allocate=part("allocate", share) if isinstance(share, dict) else share)
+    whole = {name: made(name, options.pop(name)) for name in PARTS_OF_A_POLICY if name in options}
+    chosen = dataclasses.replace(chosen, **whole)
+    for name in ("evicted", "prefill_evicted", "decode_evicted"):
+        if name in options:
+            rule = made("evicted", options.pop(name))
+            phases = [each for each in ("prefill", "decode") if name in ("evicted", f"{each}_evicted")]
+            there = {each: getattr(chosen, each) for each in phases if getattr(chosen, each) is not None}
+            new = {each: dataclasses.replace(phase, evicted=rule) for each, phase in there.items()}
+            chosen = dataclasses.replace(chosen, **new)
     for option, value in options.items():
         chosen = _with(chosen, option, value)
     return dataclasses.replace(chosen, budget=budget, ratio=ratio)
@@ -63,7 +109,7 @@ def _set(part: Any, field: str, value: Any, phase: str | None) -> tuple[Any, set
     for each in dataclasses.fields(part):
         inner = getattr(part, each.name)
         if dataclasses.is_dataclass(inner):
-            if phase is not None and each.name in ("prefill", "decode", "allocate") and each.name != phase:
+            if phase is not None and each.name in ("prefill", "decode", *PARTS_OF_A_POLICY) and each.name != phase:
                 continue
             changed, below = _set(inner, field, value, None)
             known |= below

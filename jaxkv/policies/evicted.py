@@ -133,6 +133,7 @@ class Merge(Evicted):
         return Threshold(jnp.zeros(batch, jnp.float32), jnp.zeros(batch, bool))
 
     def absorb(self, beside, kept, lost, facts):
+        assert kept is not None
         near, target = nearest(lost, kept)
         gone = lost.filled & jnp.any(kept.filled, axis=-1, keepdims=True)
         place = jnp.where(gone, jnp.cumsum(gone, axis=-1, dtype=jnp.int32) - 1, gone.shape[-1])  # of those that leave

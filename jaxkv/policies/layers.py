@@ -19,7 +19,7 @@ class Uniform(Allocate):
 
     @property
     def equal(self) -> bool:
-        return True
+        return type(self).budgets is Allocate.budgets
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,11 +14,15 @@ Encode = Callable[[str], Sequence[int]]
 
 
 class Observer:
-    """Whoever looks: the `extra` tokens behind the prompt if there are any, else the last `window`, else all."""
+    """Whoever looks: the `extra` tokens behind the prompt if there are any, else the last `window`, else all.
 
-    window: int
-    extra: int
-    own_keys: bool = True  # whether the keys of those that look are in their softmax
+    With `own_keys` False the keys of those that look stay out of the softmax.
+    """
+
+    kind: ClassVar[str]
+    window: int = 0
+    extra: int = 0
+    own_keys: bool = True
     replays: ClassVar[bool] = False  # each block of the prompt is run again behind itself
     drafts: ClassVar[bool] = False  # the tokens that look come from a first pass
     draft_window: int = 0  # and that is SnapKV's, with this window
@@ -195,8 +199,7 @@ class Replay(Observer):
         return np.asarray(encode(self.instruction) if encode and self.instruction else (), np.int32)
 
 
-Observe = NoQueries | LastQueries | LastShare | AllQueries | CurrentQuery | PseudoQueries | Lookahead | Replay
-KINDS = {
+KINDS: dict[str, type[Observer]] = {
     part.kind: part
     for part in (NoQueries, LastQueries, LastShare, AllQueries, CurrentQuery, PseudoQueries, Lookahead, Replay)
 }

@@ -7,20 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxkv.errors import BadValue, unknown
-from jaxkv.policies import across, allocate, evicted, flow, observe, read, scores
+from jaxkv.errors import BadValue, UnknownName, unknown
 from jaxkv.policies.aggregate import Aggregate
 from jaxkv.policies.allocator import Allocate, Learned
 from jaxkv.policies.evicted import Drop, Evicted
 from jaxkv.policies.flow import Flow, Straight
-from jaxkv.policies.layers import KINDS as LAYERS
 from jaxkv.policies.layers import Uniform
 from jaxkv.policies.needs import HIDDEN, MASS, QUERIES, learned_names
-from jaxkv.policies.observe import NoQueries, Observe
+from jaxkv.policies.observe import NoQueries, Observer
+from jaxkv.policies.parts import PARTS
 from jaxkv.policies.read import All, Read
 from jaxkv.policies.score import Entering, Recency, Score, ScoreInputs, Stats
 from jaxkv.policies.select import Select
-from jaxkv.store import codecs
 from jaxkv.store.codecs import Codecs
 
 UNLIMITED = 2**30  # the budget of a policy that evicts nothing
@@ -37,7 +35,7 @@ class Phase:
     1 overwrites one slot per token.
     """
 
-    observe: Observe = NoQueries()
+    observe: Observer = NoQueries()
     score: Score = Recency()
     aggregate: Aggregate = Aggregate()
     select: Select = Select()
@@ -270,15 +268,6 @@ def priority(
     return jnp.where(protected, jnp.inf, value)
 
 
-PARTS = {
-    "observe": observe.KINDS,
-    "allocate": allocate.KINDS | across.KINDS,
-    "layers": LAYERS,
-    "evicted": evicted.KINDS,
-    "flow": flow.KINDS,
-    "read": read.KINDS,
-} | dict.fromkeys(("score", "of", "first", "second"), scores.KINDS)
-PARTS |= dict.fromkeys(("keys", "values"), codecs.KINDS)
 PLAIN = {"aggregate": Aggregate, "select": Select, "store": Codecs}
 
 
@@ -298,21 +287,38 @@ def to_dict(policy: Policy) -> dict[str, Any]:
 
 
 def from_dict(table: dict[str, Any]) -> Policy:
-    """The policy that the tables describe. Raises `UnknownName` for a field or kind that there is not."""
+    """The policy that the tables describe.
 
+    Raises `UnknownName` for a field or kind that there is not, and `BadValue` for values that don't fit together.
+    """
     return _built(Policy, table, "policy")
 
 
-def part(name: str, table: dict[str, Any]) -> Any:
+def part(name: str, table: Any) -> Any:
     """The part of a policy, such as "allocate" or "score", that a table with its `kind` describes."""
-    kind = table.get("kind", "")
-    if kind not in PARTS[name]:
-        raise unknown(f"{name} kind", kind, PARTS[name])
-    return _built(PARTS[name][kind], table, f"{name} {kind!r}")
+    known = PARTS[name].parts
+    kind = table.get("kind", "") if isinstance(table, dict) else None
+    if not isinstance(kind, str):
+        raise BadValue(f"{name}={table!r}: expected a table with its kind, such as {{ kind = {min(known)!r} }}")
+    if kind not in known:
+        raise UnknownName(
+            f"{unknown(f'{name} kind', kind, known)} (a kind of your own: register it first, with "
+            "jaxkv.policies.register, or --parts on the command line)"
+        )
+    return _built(known[kind], table, f"{name} {kind!r}")
 
 
-def _built(cls: Any, table: dict[str, Any], where: str) -> Any:
-    fields = {field.name for field in dataclasses.fields(cls)}
+def made(name: str, value: Any) -> Any:
+    """A part of a policy of this name, given itself or as its table."""
+    if not isinstance(value, dict):
+        return value
+    return _built(PLAIN[name], value, name) if name in PLAIN else part(name, value)
+
+
+def _built(cls: Any, table: Any, where: str) -> Any:
+    if not isinstance(table, dict):
+        raise BadValue(f"{where}={table!r}: expected a table")
+    fields = {field.name: field for field in dataclasses.fields(cls)}
     out = {}
     for name, value in table.items():
         if name == "kind":
@@ -325,5 +331,22 @@ def _built(cls: Any, table: dict[str, Any], where: str) -> Any:
             value = _built(PLAIN[name], value, name)
         elif name in ("prefill", "decode"):
             value = _built(Phase, value, name)
-        out[name] = value
-    return cls(**out)
+        elif isinstance(value, dict):
+            raise BadValue(f"{name} of {where} is a table: parts in it stand in fields named {', '.join(PARTS)}")
+        out[name] = _tuple(value)
+    missing = [field.name for field in fields.values() if field.name not in out and _needed(field)]
+    if missing:
+        raise BadValue(f"{where} without {', '.join(missing)}: expected a value for each, they have no default")
+    try:
+        return cls(**out)
+    except TypeError as error:
+        raise BadValue(f"{where} with {table!r}: expected values of its fields' types ({error})") from error
+
+
+def _needed(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _tuple(value: Any) -> Any:
+    """A list of a file as a tuple: the parts of a policy are compared and hashed."""
+    return tuple(map(_tuple, value)) if isinstance(value, list) else value

@@ -149,7 +149,7 @@ class Layout:
 
         return layer.each(named)
 
-    def cache(self, cache: Any) -> Any:
+    def cache[C: Any](self, cache: C) -> C:
         """The `KVCache` on this layout's devices, wherever it was before, with slots added where the parts need it."""
         if self.mesh is None:
             if all(leaf.sharding.num_devices == 1 for leaf in jax.tree.leaves(cache)):

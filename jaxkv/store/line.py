@@ -138,14 +138,14 @@ def line_of(layers: tuple[Any, ...]) -> Pool | None:
 
 def opened(layers: tuple[Any, ...]) -> tuple[Any, ...]:
     """The layers, those that share a line as their views of it."""
-    line = line_of(layers)
+    line: Any = line_of(layers)
     return tuple(layer.view(line) if isinstance(layer, Place) else layer for layer in layers)
 
 
 def held_by(layers: tuple[Any, ...]) -> Int[Array, "L B Hk"]:
     """Entries held per layer, row and KV head; a line's are counted at once."""
     line = line_of(layers)
-    of_line = None if line is None else line.held()
+    of_line: Any = None if line is None else line.held()
     return jnp.stack([layer.own(of_line) if isinstance(layer, Place) else layer.held() for layer in layers])
 
 
@@ -173,7 +173,7 @@ def written(layers: tuple[Any, ...], after: tuple[Any, ...], position: Int[Array
     nothing of it is written.
     """
     shares = [(place, view) for place, view in zip(layers, after, strict=True) if isinstance(place, Place)]
-    line = line_of(layers)
+    line: Any = line_of(layers)
     if line is None:
         return after
     # Read before it is written, or it would be copied

@@ -178,7 +178,7 @@ class Pool(Store):
 
     def _ragged(self, layout: Layout, token: Token, judge: Judge, *, window: int | None, **options: Any) -> Any:
         assert window is None, "layers with a sliding window have slots"
-        factors = (x if isinstance(x, float) else self.unscored(x) for x in (judge.weight, judge.bias))
+        factors = (self.unscored(x) if isinstance(x, jax.Array) else x for x in (judge.weight, judge.bias))
         return ragged_decode(
             layout, *token, self.next_slot, self.keys, self.values, self.positions, self.offsets, judge.recents,
             *factors, rule=judge.rule and dataclasses.replace(judge.rule, heads="each"), group=judge.group,

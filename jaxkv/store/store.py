@@ -7,7 +7,7 @@ layers share the model's). What a policy computes of every slot it computes in t
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -88,20 +88,24 @@ class Store:
         held = sum(leaf.nbytes for leaf in jax.tree.leaves((self.entries.keys, self.entries.values)))
         return held + sum(state.kv_bytes for state in self.beside.values())
 
+    def replaced(self, **fields: Any) -> Self:
+        """The store with other fields."""
+        return dataclasses.replace(cast(Any, self), **fields)
+
     def changed(self, **fields: Any) -> Self:
         """The store with other `keys`, `values` (plain arrays), `positions` or `stats`."""
         for name, codec in (("keys", self.codecs.keys), ("values", self.codecs.values)):
             if name in fields:
                 fields[name] = codec.encode(fields[name])
-        return dataclasses.replace(self, entries=dataclasses.replace(self.entries, **fields))
+        return self.replaced(entries=dataclasses.replace(self.entries, **fields))
 
     def holding(self, entries: Entries, **fields: Any) -> Self:
         """The store with other entries, given plain."""
-        return dataclasses.replace(self, entries=self.encoded(entries), **fields)
+        return self.replaced(entries=self.encoded(entries), **fields)
 
     def keeping(self, names: tuple[str, ...]) -> Self:
         """The store with these statistics alone."""
-        return dataclasses.replace(self, entries=self.entries.keeping(names))
+        return self.replaced(entries=self.entries.keeping(names))
 
     def plain(self, entries: Entries) -> Entries:
         """Entries of this store with keys and values decoded."""
@@ -131,7 +135,7 @@ class Store:
             )
         )
         entries = Entries(keys, values, result.positions, self.entries.stats)
-        return dataclasses.replace(self, entries=entries, next_slot=result.next_slot)
+        return self.replaced(entries=entries, next_slot=result.next_slot)
 
     def with_token(self, token: Token) -> Self:
         """The store with the token in every head's next slot, without attending; rows that have finished stay."""
@@ -141,7 +145,7 @@ class Store:
         keys, values = jax.tree.map(put, (self.entries.keys, self.entries.values), new)
         at = jnp.broadcast_to(token.position[:, None], self.next_slot.shape)
         entries = Entries(keys, values, put(self.positions, at), self.stats)
-        return dataclasses.replace(self, entries=entries)
+        return self.replaced(entries=entries)
 
     def put(self, x: Any, new: Any, active: Bool[Array, "B"]) -> Any:
         """`x`, an array over the slots, with `new [B, Hk, ...]` in every head's next slot, in rows that are active."""
@@ -150,4 +154,4 @@ class Store:
     def aimed(self, slot: Int[Array, "B Hk"], rows: Bool[Array, "B"] | None = None) -> Self:
         """The store whose next tokens go to `slot`, in these rows."""
         chosen = slot if rows is None else jnp.where(rows[:, None], slot, self.next_slot)
-        return dataclasses.replace(self, next_slot=chosen)
+        return self.replaced(next_slot=chosen)
