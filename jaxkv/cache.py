@@ -5,11 +5,13 @@ entries in time order behind the empty ones, an overwrite (`write`) leaves them 
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -44,7 +46,7 @@ class LayerCache:
         return jnp.sum(self.positions >= 0, axis=-1, dtype=jnp.int32)
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(jax.tree_util.register_dataclass, drop_fields=("tokens",))
 @dataclasses.dataclass(frozen=True)
 class KVCache:
     """The bounded cache of a batch, and where each row stands in its text.
@@ -55,6 +57,9 @@ class KVCache:
     budget per layer; `pending [B]` is a token already sampled but not yet run through the model (-1: none).
     `policy` and `model` say under what the cache was made: another policy's statistics or another model's keys would
     be meaningless here.
+    `tokens [B, N]` is the text itself: the `lengths[b]` tokens that row b has seen, -1 behind them; None where nobody
+    knows. It stays on the host: no leaf of the tree, so no program is compiled for its length, and `jax.tree.map`
+    gives a cache without it. No size below counts it.
     """
 
     layers: tuple[Any, ...]
@@ -63,6 +68,7 @@ class KVCache:
     pending: Int[Array, "B"]
     policy: Any = dataclasses.field(default=None, metadata={"static": True})
     model: str = dataclasses.field(default="", metadata={"static": True})
+    tokens: Int[np.ndarray, "B N"] | None = None
 
     @property
     def batch(self) -> int:
@@ -86,6 +92,10 @@ class KVCache:
     def views(self) -> tuple[Any, ...]:
         """Every layer as a `LayerCache` or a `Pool`."""
         return opened(self.layers)
+
+    def texts(self) -> list[np.ndarray] | None:
+        """Each row's text seen, int32 [lengths[b]]; None where it is not known."""
+        return None if self.tokens is None else [row[row >= 0] for row in self.tokens]
 
     def held(self) -> Int[Array, "L B Hk"]:
         """Entries held per layer, row and KV head."""
@@ -114,6 +124,7 @@ def one_row(cache: KVCache, index: int) -> KVCache:
         lengths=cache.lengths[row],
         limits=cache.limits[:, row],
         pending=cache.pending[row],
+        tokens=None if cache.tokens is None else cache.tokens[row],
     )
 
 
@@ -128,6 +139,7 @@ def repeated(cache: KVCache, times: int) -> KVCache:
         lengths=repeat(cache.lengths),
         limits=jnp.repeat(cache.limits, times, axis=1),
         pending=repeat(cache.pending),
+        tokens=None if cache.tokens is None else np.repeat(cache.tokens, times, axis=0),
     )
 
 

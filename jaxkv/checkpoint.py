@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxkv.cache import KVCache, LayerCache
@@ -36,6 +37,7 @@ def save(cache: KVCache, path: str | os.PathLike) -> Path:
         "policy": to_dict(cache.policy),
         "layers": [_shape_of(layer) for layer in cache.layers],
         "batch": cache.batch,
+        "text": None if cache.tokens is None else cache.tokens.shape[1],
     }
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         checkpointer.save(
@@ -77,6 +79,7 @@ def restore(path: str | os.PathLike, params: Any = None) -> KVCache:
         pending=arrays["pending"],
         policy=from_dict(facts["policy"]),
         model=facts["model"],
+        tokens=np.asarray(arrays["tokens"]) if "tokens" in arrays else None,
     )
     return layout.cache(cache)
 
@@ -84,7 +87,8 @@ def restore(path: str | os.PathLike, params: Any = None) -> KVCache:
 def _arrays(cache: KVCache) -> dict[str, Any]:
     held = [layer.line if isinstance(layer, Share) else layer for layer in cache.layers]
     layers = [{} if layer is None else _fields(layer) for layer in held]
-    return {"layers": layers, "lengths": cache.lengths, "limits": cache.limits, "pending": cache.pending}
+    arrays = {"layers": layers, "lengths": cache.lengths, "limits": cache.limits, "pending": cache.pending}
+    return arrays if cache.tokens is None else {**arrays, "tokens": cache.tokens}
 
 
 def _fields(layer: LayerCache | Pool | Rest) -> dict[str, Any]:
@@ -135,7 +139,9 @@ def _template(facts: dict[str, Any], layout: Layout) -> dict[str, Any]:
             "stats": {name: array(flat, jnp.float32) for name in fact["stats"]},
         }
 
-    return {
+    text = facts.get("text")
+    tokens = {} if text is None else {"tokens": array((batch, text), jnp.int32, divided=False)}
+    return tokens | {
         "layers": [layer(fact) for fact in facts["layers"]],
         "lengths": array((batch,), jnp.int32, divided=False),
         "limits": array((len(facts["layers"]), batch), jnp.int32, divided=False),

@@ -260,8 +260,10 @@ def test_a_cache_goes_on_on_another_mesh(goldens, tmp_path, name):
         out = jaxkv.generate(params, cache=restored, **going)
         assert out.tokens.tolist() == whole.tokens.tolist(), place
         assert_same_cache(out.cache, whole.cache)
+        assert np.array_equal(out.cache.tokens, whole.cache.tokens)
         moved = jaxkv.generate(params, cache=first.cache, **going)
         assert moved.tokens.tolist() == whole.tokens.tolist(), place
+        assert np.array_equal(moved.cache.tokens, whole.cache.tokens)
 
 
 POOLED = {"allocate": {"kind": "adaptive", "safeguard": 0.2}}  # without moves of borders, which move entries

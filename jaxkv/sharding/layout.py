@@ -166,7 +166,8 @@ class Layout:
         if self.mesh is None:
             if all(leaf.sharding.num_devices == 1 for leaf in jax.tree.leaves(cache)):
                 return cache
-            return jax.tree.map(lambda leaf: jnp.asarray(on_host(leaf)), cache)
+            here = jax.tree.map(lambda leaf: jnp.asarray(on_host(leaf)), cache)
+            return dataclasses.replace(here, tokens=cache.tokens)
         layers = tuple(
             slots_of.resize(layer, -(-layer.slots // self.parts) * self.parts)
             if isinstance(layer, LayerCache)
