@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxkv.errors import BadCheckpoint, JaxkvError
@@ -33,6 +34,7 @@ def save(cache: KVCache, path: str | os.PathLike) -> Path:
         "policy": to_dict(cache.policy),
         "layers": [described(layer) for layer in cache.layers],
         "batch": cache.batch,
+        "text": None if cache.tokens is None else cache.tokens.shape[1],
     }
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         checkpointer.save(
@@ -79,13 +81,15 @@ def restore(path: str | os.PathLike, params: Any = None) -> KVCache:
         pending=arrays["pending"],
         policy=policy,
         model=facts["model"],
+        tokens=np.asarray(arrays["tokens"]) if "tokens" in arrays else None,
     )
     return layout.cache(cache)
 
 
 def _arrays(cache: KVCache) -> dict[str, Any]:
     layers = [arrays_of(layer) for layer in cache.layers]
-    return {"layers": layers, "lengths": cache.lengths, "limits": cache.limits, "pending": cache.pending}
+    arrays = {"layers": layers, "lengths": cache.lengths, "limits": cache.limits, "pending": cache.pending}
+    return arrays if cache.tokens is None else {**arrays, "tokens": cache.tokens}
 
 
 def _template(facts: dict[str, Any], layout: Layout) -> dict[str, Any]:
@@ -100,7 +104,9 @@ def _template(facts: dict[str, Any], layout: Layout) -> dict[str, Any]:
         return arrays_of(layout.each(store, lambda leaf, *axes: array(leaf.shape, leaf.dtype, axes)))
 
     batch = facts["batch"]
-    return {
+    text = facts.get("text")
+    tokens = {} if text is None else {"tokens": array((batch, text), jnp.int32)}
+    return tokens | {
         "layers": [layer(fact) for fact in facts["layers"]],
         "lengths": array((batch,), jnp.int32),
         "limits": array((len(facts["layers"]), batch), jnp.int32),

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxkv import run
 from jaxkv.generation import Generation, Stats
+from jaxkv.prompts import right_padded
 from jaxkv.request import Execution, Request
 from jaxkv.sharding.layout import on_host
 from jaxkv.speculative.session import Session
@@ -23,7 +24,10 @@ from jaxkv.weights.params import Params
 
 @dataclasses.dataclass
 class Decoding:
-    """One call after its prefill: what was asked, the device's state, and each row's new tokens so far."""
+    """One call after its prefill: what was asked, the device's state, and each row's new tokens so far.
+
+    `before` is each prompt's whole text in front of them (None: not known), once for all of its samples.
+    """
 
     params: Params
     request: Request
@@ -32,6 +36,7 @@ class Decoding:
     state: run.DecodeState
     prompt_tokens: int
     single: bool
+    before: list[np.ndarray] | None
     learned: run.Learned
     tokens: list[list[int]]
     prefill_seconds: float = 0.0
@@ -81,7 +86,8 @@ class Decoding:
 
     def finish(self) -> Generation:
         """Everything that the call gives back."""
-        cache, request = self.state.cache, self.request
+        request = self.request
+        cache = dataclasses.replace(self.state.cache, tokens=self._seen())
         lengths = np.array([len(row) for row in self.tokens], np.int32)
         pad = request.stop_tokens[0] if request.stop_tokens else 0
         tokens = np.full((len(self.tokens), request.max_new_tokens), pad, np.int32)
@@ -103,6 +109,15 @@ class Decoding:
         )
         texts = [self.text(row) for row in range(len(self.tokens))]
         return Generation(texts[0] if self.single else texts, tokens, lengths, cache, stats)
+
+    def _seen(self) -> np.ndarray | None:
+        """The tokens that the cache has seen, int32 `[B, N]`: all but the pending one of each row's text."""
+        if self.before is None:
+            return None
+        rows = []
+        for index, (new, length) in enumerate(zip(self.tokens, np.asarray(self.state.cache.lengths), strict=True)):
+            rows.append(np.append(self.before[index // self.request.samples], new)[:length])
+        return right_padded(rows)
 
     def _chunk(self, steps: int) -> np.ndarray:
         """Some steps, or rounds of drafting; each row's new tokens, with -1 where there is none."""

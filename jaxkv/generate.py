@@ -21,7 +21,7 @@ from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.catalogue import policy as by_name
 from jaxkv.policies.observe import Observer
 from jaxkv.policies.policy import Policy
-from jaxkv.prompts import Prompt, left_padded, rows_of
+from jaxkv.prompts import Prompt, left_padded, right_padded, rows_of
 from jaxkv.request import Execution, Progress, Request, checked_policy, checked_pseudo, checked_request
 from jaxkv.sampling import Sampler, row_keys
 from jaxkv.sharding.layout import on_host
@@ -62,6 +62,7 @@ def generate(
     every prompt; it goes on under its own policy (or "full"). `stop_tokens=None` stops at the model's own,
     `()` at nothing; `stop` strings end the text before them. `samples` continues each prompt that many times.
     `speculative`, such as `jaxkv.speculative.AASD()`, drafts several tokens and verifies them in one pass.
+    `repetition_penalty` counts the text that the cache has seen too, and drafts come from it as well.
     `scan_layers` runs layers that are alike as one loop at prefill: it compiles sooner, and then runs a little slower.
     Raises `BadValue`, `BadCheckpoint` and their kin before anything is compiled.
     """
@@ -164,36 +165,42 @@ def _begin(params: Params, prompt: Prompt, cache: KVCache | None, request: Reque
     session = None
     if request.speculative is not None:
         session = Session(request.speculative, params, policy, cache)
-    went_on = cache is not None
     started = time.perf_counter()
     if prompt is None:
         assert cache is not None  # checked with the request
-        rows, single, logits, expected = None, cache.batch == 1, None, None
+        single, logits, expected, prompt_tokens = cache.batch == 1, None, None, 0
+        rows, texts = list(np.asarray(cache.pending)[:, None]), cache.texts()
+        before = None if texts is None else [np.append(*each) for each in zip(texts, rows, strict=True)]
         cache = with_room(policy, config, cache, request.max_new_tokens)
     else:
         rows, single = rows_of(prompt, params.tokenizer, config.vocab_size)
+        prompt_tokens = sum(map(len, rows))
         top, limit = (0, 0) if session is None else (session.top, session.limit)
         cache, logits, expected = _prefill(
             params, rows, policy, cache, execution, room=request.max_new_tokens, top=top, limit=limit
         )
         logits = jnp.repeat(logits, samples, axis=0)
+        texts = before = cache.texts()
     cache = layout.cache(repeated(cache, samples))
     seen = None
     if request.sampler.repetition_penalty is not None:
-        seen = np.zeros((cache.batch, config.vocab_size), bool)
-        for index in range(cache.batch):
-            seen[index, rows[index // samples] if rows else np.asarray(cache.pending)[index]] = True
+        assert before is not None  # checked with the request
+        seen = np.zeros((len(before), config.vocab_size), bool)
+        for row, text in zip(seen, before, strict=True):
+            row[text] = True
+        seen = layout.put(np.repeat(seen, samples, axis=0))
     state = run.DecodeState(
         cache=cache,
         done=layout.put(np.zeros(cache.batch, bool)),
         left=layout.put(np.full(cache.batch, request.max_new_tokens, np.int32)),
-        seen=None if seen is None else layout.put(seen),
-        keys=layout.put(row_keys(request.seed, rows or list(np.asarray(cache.pending)[::samples, None]), samples)),
+        seen=seen,
+        keys=layout.put(row_keys(request.seed, rows, samples)),
     )
     decoding = Decoding(
         params, request, execution, session, state,
-        prompt_tokens=sum(map(len, rows or [])),
+        prompt_tokens=prompt_tokens,
         single=single and samples == 1,
+        before=before,
         learned=params.learned_for(policy.learns, policy.name),
         tokens=[[] for _ in range(cache.batch)],
     )  # fmt: skip
@@ -201,19 +208,15 @@ def _begin(params: Params, prompt: Prompt, cache: KVCache | None, request: Reque
         decoding.state, first = run.first_token(request.sampler, request.stop_tokens, state, logits, layout=layout)
         decoding.take(np.asarray(first)[:, None])
     if session is not None:
+        known = texts or (rows if logits is not None else [row[:0] for row in rows])
 
         def prefilled(params: Params, policy: Policy) -> KVCache:
             quiet = dataclasses.replace(execution, progress=None)
-            drafts, *_ = _prefill(params, rows or [], policy, None, quiet, room=request.max_new_tokens)
+            drafts, *_ = _prefill(params, known, policy, None, quiet, room=request.max_new_tokens)
             return repeated(drafts, samples)
 
-        known = rows is not None and not went_on
-        session.begin(
-            Start(
-                params, rows, samples, decoding.state.cache.pending, expected, request.max_new_tokens,
-                prefilled if known else None,
-            )
-        )  # fmt: skip
+        pending = decoding.state.cache.pending
+        session.begin(Start(params, known, samples, pending, expected, request.max_new_tokens, prefilled))
     decoding.prefill_seconds = time.perf_counter() - started
     return decoding
 
@@ -232,7 +235,8 @@ def _prefill(
 ) -> tuple[KVCache, jax.Array, run.Expected]:
     """Run the rows, on top of the cache if there is one; the new cache and the logits `[B, V]` of the last tokens.
 
-    With `top` also the likeliest tokens after each token of the padded rows, as far as `limit` reaches.
+    With `top` also the likeliest tokens after each token of the padded rows, as far as `limit` reaches (EMPTY after
+    padding).
     """
     config, layout, batch = params.config, params.layout, len(rows)
     if top and policy.flow.going_on:
@@ -262,6 +266,9 @@ def _prefill(
         config=config, policy=policy, plan=shapes, layout=layout, implementation=execution.implementation,
         progress=execution.progress, top=top, limit=limit, scan_layers=execution.scan_layers, learned=learned,
     )  # fmt: skip
+    if top:
+        expected = jnp.where(positions[..., None] < 0, slots_of.EMPTY, expected[0]), expected[1]
+    texts = [np.zeros(0, np.int32)] * batch if cache is None else cache.texts()
     cache = KVCache(
         layers=layers,
         lengths=layout.put(lengths + np.array([len(row) for row in rows], np.int32)),
@@ -269,6 +276,7 @@ def _prefill(
         pending=layout.put(np.full(batch, -1, np.int32)),
         policy=policy,
         model=params.fingerprint,
+        tokens=None if texts is None else right_padded([np.append(*each) for each in zip(texts, rows, strict=True)]),
     )
     return cache, logits, expected
 

@@ -1,4 +1,4 @@
-"""Prompts of every form -> rows of token ids, and rows -> a left-padded batch."""
+"""Prompts of every form -> rows of token ids, and rows -> a padded batch."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -48,6 +48,14 @@ def left_padded(rows: list[np.ndarray], length: int, lengths: np.ndarray) -> tup
         tokens[index, length - len(row) :] = row
         positions[index, length - len(row) :] = lengths[index] + np.arange(len(row))
     return tokens, positions
+
+
+def right_padded(rows: list[np.ndarray]) -> np.ndarray:
+    """The rows as one int32 array `[B, N]`, -1 behind each."""
+    tokens = np.full((len(rows), max(map(len, rows))), EMPTY, np.int32)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = row
+    return tokens
 
 
 def _array_rows(array: np.ndarray, vocab_size: int) -> tuple[list[np.ndarray], bool]:

@@ -10,6 +10,7 @@ from jaxkv.errors import BadCheckpoint, BadValue
 from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.policy import Policy
 from jaxkv.sampling import Sampler
+from jaxkv.speculative.draft_model import DraftModel, SelfDraft
 from jaxkv.speculative.session import Speculative
 from jaxkv.store import KVCache
 from jaxkv.weights.params import Params
@@ -71,6 +72,8 @@ def checked_request(
         raise BadValue("neither prompt nor cache: expected a prompt, or a cache to go on from")
     if prompt is None and cache is not None and int(np.asarray(cache.pending).min()) < 0:
         raise BadValue("no prompt, and the cache holds no sampled token to go on from: give a prompt")
+    if cache is not None:
+        _check_text(cache, sampler, speculative)
     return Request(chosen, int(max_new_tokens), sampler, int(samples), seed, stop_tokens, stop, speculative)
 
 
@@ -92,6 +95,23 @@ def checked_policy(params: Params, policy: Policy | None, cache: KVCache | None)
             "to keep everything that follows"
         )
     return policy
+
+
+def _check_text(cache: KVCache, sampler: Sampler, speculative: Speculative | None) -> None:
+    """Raises `BadValue` where the cache's text is needed and not known, or cannot be what the cache has seen."""
+    if cache.tokens is None:
+        unknown = (
+            "the tokens in cache= are not known (its `tokens` is None): give the whole text as a prompt, or put it "
+            "there, int32 [B, N] with -1 behind each row, with dataclasses.replace(cache, tokens=...)"
+        )
+        if sampler.repetition_penalty is not None:
+            raise BadValue(f"repetition_penalty counts the whole text, but {unknown}")
+        if isinstance(speculative, DraftModel | SelfDraft):
+            raise BadValue(f"a draft model must read the whole text, but {unknown}; AASD() and PromptLookup() need not")
+        return
+    held, lengths = np.sum(cache.tokens >= 0, axis=1), np.asarray(cache.lengths)
+    if held.tolist() != lengths.tolist():
+        raise BadValue(f"the cache's `tokens` are {held.tolist()} per row: expected {lengths.tolist()}, as it has seen")
 
 
 def checked_pseudo(pseudo: np.ndarray, rows: int, policy: Policy, vocab_size: int) -> np.ndarray:

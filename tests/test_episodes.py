@@ -49,6 +49,7 @@ def test_the_question_picks_its_topic(tiny, memory, history):
         alone = jaxkv.prefill(params, history, policy=policy(), pseudo=history[None, start : start + SIZE])
         want = jaxkv.generate(params, question, cache=alone, max_new_tokens=6, stop_tokens=())
         assert out.tokens.tolist() == want.tokens.tolist()
+        assert out.cache.texts()[0].tolist() == [*history, *question, *out.tokens[0, :-1]]
         for mine, theirs in zip(out.cache.layers, want.cache.layers, strict=True):
             np.testing.assert_array_equal(np.asarray(mine.positions), np.asarray(theirs.positions))
 

@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxkv.cache import one_row
 from letters import Letters
 
 import jaxkv
-from jaxkv import cli
+from jaxkv import cli, run
 from jaxkv.errors import BadCheckpoint, BadValue, JaxkvError, MissingModel, UnknownName
+from jaxkv.evaluation.forced import follow
 from jaxkv.lowering import lower
 from jaxkv.prompts import rows_of
 from jaxkv.sampling import Sampler
@@ -160,6 +162,94 @@ def test_a_conversation_equals_one_long_prompt_under_the_full_cache(tiny):
     second = jaxkv.generate(params, ids(7, 1), cache=first.cache, max_new_tokens=6, stop_tokens=())
     whole = np.concatenate([ids(12), first.tokens[0], ids(7, 1)])
     assert second.tokens.tolist() == jaxkv.generate(params, whole, max_new_tokens=6, stop_tokens=()).tokens.tolist()
+
+
+def texts_of(cache):
+    """Each row's text; it must be as long as what the cache has seen, with -1 behind it."""
+    texts = cache.texts()
+    assert cache.tokens.dtype == np.int32 and [len(text) for text in texts] == cache.lengths.tolist()
+    for padded, text in zip(cache.tokens, texts, strict=True):
+        assert padded.tolist() == text.tolist() + [-1] * (len(padded) - len(text))
+    return [text.tolist() for text in texts]
+
+
+def test_a_cache_remembers_its_text(lettered, tmp_path):
+    """After a prefill, samples, going on alone, a prompt, branching, one row, a save, and a forced continuation."""
+    policy, rows = jaxkv.policy("h2o", budget=16, block=16), [ids(20), ids(9, 1)]
+    options = {"stop_tokens": (), "max_new_tokens": 5}
+    cache = jaxkv.prefill(lettered, rows, policy=policy)
+    said = [row.tolist() for row in rows]
+    assert texts_of(cache) == said
+    assert cache.nbytes == dataclasses.replace(cache, tokens=None).nbytes
+    forced, _ = follow(lettered, cache, np.array([[5, 6, 7], [8, -1, -1]]), logits=False)
+    assert texts_of(forced) == [[*said[0], 5, 6, 7], [*said[1], 8]]
+
+    both = jaxkv.generate(lettered, rows, policy=policy, samples=2, temperature=1.0, **options)
+    whole = [said[index // 2] + row.tolist() for index, row in enumerate(both.tokens)]
+    assert texts_of(both.cache) == [row[:-1] for row in whole]
+    jaxkv.save(both.cache, tmp_path / "cache")
+    restored = jaxkv.restore(tmp_path / "cache", lettered)
+    assert texts_of(restored) == texts_of(both.cache) and isinstance(restored.tokens, np.ndarray)
+    more = jaxkv.generate(lettered, cache=restored, **options)
+    whole = [row + new.tolist() for row, new in zip(whole, more.tokens, strict=True)]
+    assert texts_of(more.cache) == [row[:-1] for row in whole]
+
+    one = one_row(more.cache, 3)
+    assert texts_of(one) == [whole[3][:-1]]
+    asked = [ids(4, 5), ids(7, 6)]
+    branches = jaxkv.generate(lettered, asked, cache=one, **options)
+    ends = [asked[row].tolist() + branches.tokens[row].tolist() for row in range(2)]
+    assert texts_of(branches.cache) == [whole[3] + end[:-1] for end in ends]
+    assert texts_of(jaxkv.prefill(lettered, asked, cache=one)) == [whole[3] + row.tolist() for row in asked]
+
+    free = jaxkv.generate(lettered, ids(20), policy=policy, max_new_tokens=24, stop_tokens=())
+    stopped = jaxkv.generate(lettered, ids(20), policy=policy, max_new_tokens=24, stop_tokens=(), stop=free.text[7:9])
+    assert texts_of(stopped.cache) == [ids(20).tolist() + stopped.tokens[0, : stopped.lengths[0] - 1].tolist()]
+    unknown = jaxkv.generate(lettered, ids(3), cache=dataclasses.replace(one, tokens=None), **options)
+    assert unknown.cache.tokens is None
+
+
+def test_a_longer_text_compiles_nothing(tiny):
+    params, policy = tiny(FAMILY), jaxkv.policy("h2o", budget=16, block=16)
+    options = {"policy": policy, "max_new_tokens": 5, "stop_tokens": (), "repetition_penalty": 1.2}
+    first = jaxkv.generate(params, ids(33), **options)
+    jaxkv.generate(params, cache=first.cache, **options)
+    compiled = run.prefill._cache_size(), run.decode._cache_size()
+    second = jaxkv.generate(params, ids(41), **options)
+    jaxkv.generate(params, cache=second.cache, **options)
+    assert (run.prefill._cache_size(), run.decode._cache_size()) == compiled
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(second.cache))
+
+
+@pytest.mark.parametrize("name", ["full", "streaming-llm"])
+def test_repetition_penalty_counts_the_text_of_the_cache(tiny, name):
+    """A prompt in two halves, in one, and going on after some tokens: the same text."""
+    params = tiny(FAMILY)
+    policy = jaxkv.policy(name, **({} if name == "full" else {"budget": 24}), block=16)
+    options = {"policy": policy, "stop_tokens": (), "repetition_penalty": 1.8}
+    first, second = ids(32), ids(16, 1)
+    whole = jaxkv.generate(params, np.concatenate([first, second]), max_new_tokens=24, **options)
+    cache = jaxkv.prefill(params, first, policy=policy)
+    assert jaxkv.generate(params, second, cache=cache, max_new_tokens=24, **options).tokens.tolist() == (
+        whole.tokens.tolist()
+    )
+    begun = jaxkv.generate(params, second, cache=cache, max_new_tokens=9, **options)
+    ended = jaxkv.generate(params, cache=begun.cache, max_new_tokens=15, **options)
+    assert begun.tokens[0].tolist() + ended.tokens[0].tolist() == whole.tokens[0].tolist()
+
+    forgotten = dataclasses.replace(cache, tokens=np.repeat(second[:1], 32)[None])
+    other = jaxkv.generate(params, second, cache=forgotten, max_new_tokens=24, **options)
+    assert other.tokens.tolist() != whole.tokens.tolist(), "the text of the cache matters here"
+
+
+def test_a_text_that_is_needed_and_not_known_is_refused(tiny):
+    params = tiny(FAMILY)
+    cache = jaxkv.prefill(params, ids(20))
+    unknown = dataclasses.replace(cache, tokens=None)
+    with pytest.raises(BadValue, match="give the whole text as a prompt"):
+        jaxkv.generate(params, ids(3), cache=unknown, repetition_penalty=1.2)
+    with pytest.raises(BadValue, match=r"\[19\] per row: expected \[20\]"):
+        jaxkv.generate(params, ids(3), cache=dataclasses.replace(cache, tokens=cache.tokens[:, 1:]))
 
 
 def test_endless_text_in_a_bounded_cache(tiny):

@@ -87,6 +87,9 @@ def test_processes_together_give_what_one_gives(tmp_path, processes, devices, me
     params = jaxkv.load(FOLDER)
     for name in names:
         cache = jaxkv.restore(tmp_path / name, params)
+        assert [text.tolist() for text in cache.texts()] == [
+            prompt + row[:-1] for prompt, row in zip(PROMPTS, found[name], strict=True)
+        ]
         more = jaxkv.generate(params, cache=cache, max_new_tokens=5, stop_tokens=())
         assert [a + b for a, b in zip(found[name], more.tokens.tolist(), strict=True)] == alone(name, 17)
 

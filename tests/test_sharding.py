@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jaxkv.pool import by_head
 from letters import Letters
 from measured import calibrated, measured
 from small import CORE, SMALL
@@ -21,7 +22,6 @@ from jaxkv import cli
 from jaxkv.errors import BadValue, UnknownName
 from jaxkv.lowering import held_by_one, lower
 from jaxkv.policies import catalogue
-from jaxkv.pool import by_head
 from jaxkv.sharding import Layout, on_host
 from jaxkv.sharding.attention import prefill_attend_mass
 from jaxkv.sharding.mesh import parsed
@@ -260,8 +260,10 @@ def test_a_cache_goes_on_on_another_mesh(goldens, tmp_path, name):
         out = jaxkv.generate(params, cache=restored, **going)
         assert out.tokens.tolist() == whole.tokens.tolist(), place
         assert_same_cache(out.cache, whole.cache)
+        assert np.array_equal(out.cache.tokens, whole.cache.tokens)
         moved = jaxkv.generate(params, cache=first.cache, **going)
         assert moved.tokens.tolist() == whole.tokens.tolist(), place
+        assert np.array_equal(moved.cache.tokens, whole.cache.tokens)
 
 
 POOLED = {"allocate": {"kind": "adaptive", "safeguard": 0.2}}  # without moves of borders, which move entries

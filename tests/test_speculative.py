@@ -32,6 +32,7 @@ from jaxkv.sharding.layout import ONE_DEVICE
 from jaxkv.speculative import AASD, Conditional, DraftModel, PromptLookup, SelfDraft, gate
 from jaxkv.speculative.attend import check, commit, tree_layer
 from jaxkv.speculative.context import begun, extended, match
+from jaxkv.speculative.method import Start
 from jaxkv.speculative.rounds import speculate
 from jaxkv.speculative.session import Session
 from jaxkv.speculative.tree import ABSENT, Shape, Tree, chain, lineage, placed, pruned, sees, walk
@@ -689,9 +690,63 @@ def test_what_cannot_be_is_refused(tiny, call, words):
         call(tiny(FAMILY))
 
 
+@pytest.mark.parametrize("drafter", ["aasd", "self", slow("lookup"), slow("noisy")])
+@pytest.mark.parametrize("name", [FLAGSHIP, slow("full"), slow("streaming-llm")])
+def test_drafts_from_a_cache_change_nothing_when_greedy(tiny, name, drafter):
+    """With a new prompt and without one, in two samples and in one: the text, the cache and what it remembers."""
+    params, chosen = tiny(FAMILY), policy(name)
+    known = {**DRAFTERS, "aasd": lambda _: WIDE, "lookup": lambda _: PromptLookup(fallback=False)}
+    begun = jaxkv.generate(params, BATCH, policy=chosen, max_new_tokens=30, stop_tokens=()).cache
+    for prompts, samples in ((None, 1), ([ids(4, 7), ids(9, 8), ids(2, 9)], 2)):
+        options = dict(cache=begun, max_new_tokens=40, stop_tokens=(), samples=samples)
+        plain = jaxkv.generate(params, prompts, **options)
+        fast = jaxkv.generate(params, prompts, speculative=known[drafter](params), **options)
+        assert fast.tokens.tolist() == plain.tokens.tolist()
+        assert_same_cache(plain.cache, fast.cache)
+        assert np.array_equal(plain.cache.tokens, fast.cache.tokens)
+        assert fast.stats.speculation.acceptance_length > 1
+
+
+@pytest.mark.parametrize("method", [PromptLookup(fallback=False), AASD(fallback=False)], ids=["lookup", "aasd"])
+def test_drafts_come_from_the_text_of_the_cache(tiny, method):
+    """A cache whose text holds what the model is about to say: every draft is right. Not known, it drafts little."""
+    params = tiny(FAMILY)
+    begun = jaxkv.generate(params, ids(40), max_new_tokens=8, stop_tokens=()).cache
+    options = {"max_new_tokens": 12, "stop_tokens": ()}
+    for prompt in (None, ids(5, 3)):
+        plain = jaxkv.generate(params, prompt, cache=begun, **options)
+        said = plain.cache.texts()[0]
+        seen = int(begun.lengths[0])
+        held = said[-min(seen, 24) :]  # the last words before the new text, the new text, and words that are never said
+        text = np.concatenate([np.full(seen - len(held), 250), held]).astype(np.int32)
+        told = [
+            jaxkv.generate(
+                params, prompt, cache=dataclasses.replace(begun, tokens=tokens), speculative=method, **options
+            )
+            for tokens in (text[None], None)
+        ]
+        assert all(out.tokens.tolist() == plain.tokens.tolist() for out in told)
+        known, unknown = (out.stats.speculation for out in told)
+        assert known.steps == 0 and known.acceptance_length > 5
+        assert unknown.tokens_per_pass < 2
+
+
+def test_siblings_stand_only_where_the_model_was_asked(tiny):
+    """Of a cache's text the distributions are not known: ABSENT before the tokens that were run now."""
+    params, cached, asked = tiny(FAMILY), ids(30), ids(6, 1)
+    cache = jaxkv.prefill(params, cached)
+    cache, _, expected = prefill_of(params, [asked], cache.policy, cache, Execution(), room=8, top=2, limit=100)
+    start = Start(params, cache.texts(), 2, jnp.array([4, 5]), expected, 8, lambda *_: cache)
+    text, _ = AASD().begin(start)
+    width = text.top.shape[1]
+    assert text.tokens[:, width - 36 : width].tolist() == [[*cached, *asked]] * 2
+    assert text.tokens[:, width].tolist() == [4, 5] and text.ends.tolist() == [width + 1] * 2
+    assert (np.asarray(text.top[:, : width - 6]) == ABSENT).all() and (np.asarray(text.top[:, width - 6 :]) >= 0).all()
+
+
 def test_a_draft_model_needs_the_text_and_the_vocabulary(tiny):
     params = tiny(FAMILY)
-    cache = jaxkv.prefill(params, ids(20))
+    cache = dataclasses.replace(jaxkv.prefill(params, ids(20)), tokens=None)
     with pytest.raises(BadValue, match="whole text"):
         jaxkv.generate(params, ids(3), cache=cache, speculative=SelfDraft(policy("h2o", 16)))
     with pytest.raises(BadValue, match="same vocabulary"):

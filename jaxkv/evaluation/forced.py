@@ -14,6 +14,7 @@ from jaxkv.errors import BadValue
 from jaxkv.generate import with_room
 from jaxkv.models import ModelConfig
 from jaxkv.policies.policy import Policy
+from jaxkv.prompts import right_padded
 from jaxkv.store import KVCache
 from jaxkv.weights.params import Params
 
@@ -31,12 +32,15 @@ def follow(
         raise BadValue(f"tokens of shape {tokens.shape} for a cache of {cache.batch} rows: expected [B, N], N >= 1")
     if int(np.asarray(cache.pending).max()) >= 0:
         raise BadValue("the cache waits for a token that it sampled: expected one straight from prefill")
-    cache = with_room(cache.policy, params.config, cache, tokens.shape[1])
-    policy = cache.policy
-    return followed(
+    texts, policy = cache.texts(), cache.policy
+    cache = with_room(policy, params.config, cache, tokens.shape[1])
+    cache, out = followed(
         params.weights, cache, jnp.asarray(tokens), config=params.config, policy=policy,
         implementation=implementation, logits=logits, learned=params.learned_for(policy.learns, policy.name),
     )  # fmt: skip
+    if texts is not None:
+        texts = right_padded([np.append(text, row[row >= 0]) for text, row in zip(texts, tokens, strict=True)])
+    return dataclasses.replace(cache, tokens=texts), out
 
 
 @functools.partial(jax.jit, static_argnames=("config", "policy", "implementation", "logits"), donate_argnames="cache")

@@ -154,7 +154,8 @@ class Layout:
         if self.mesh is None:
             if all(leaf.sharding.num_devices == 1 for leaf in jax.tree.leaves(cache)):
                 return cache
-            return jax.tree.map(lambda leaf: jnp.asarray(on_host(leaf)), cache)
+            here = jax.tree.map(lambda leaf: jnp.asarray(on_host(leaf)), cache)
+            return dataclasses.replace(here, tokens=cache.tokens)
         layers = tuple(layer.divisible(self.parts) for layer in cache.layers)
         small = {name: self.put(getattr(cache, name)) for name in ("lengths", "limits", "pending")}
         return dataclasses.replace(cache, layers=self.layers(layers), **small)

@@ -28,7 +28,7 @@ class Text:
     """Prompt and output of every row, and the tokens that the model held likeliest after each prompt token.
 
     Rows end their prompt in the same column; `ends [B]` counts the columns filled, `top` and `chance` reach over the
-    prompt's P columns (K = 0 where nobody asks).
+    prompt's P columns (K = 0 where nobody asks; ABSENT where the model's view is not known).
     """
 
     tokens: Int[Array, "B H"]
@@ -78,12 +78,14 @@ def match(text: Text, longest: int) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
 
 @dataclasses.dataclass(frozen=True)
 class PromptLookup:
-    """Draft what followed the last tokens where they stood before in prompt or output; no model and no tree.
+    """Draft what followed the last tokens where they stood before in the text; no model and no tree.
+
+    The text is that of the cache gone on from, the prompt and the output; the last `limit` tokens of what was there
+    before the output are searched.
 
     `depth` tokens are drafted after a match of `shortest` to `longest` tokens; the default is short for a CPU, where
-    every further token of a pass costs. `limit` prompt tokens are searched, the
-    last ones. `verify`: "exact", "conditional" or a `Conditional`; `fallback` goes over to plain steps while drafts
-    do not pay for the longer pass. Source: prompt lookup decoding (Saxena 2023).
+    every further token of a pass costs. `verify`: "exact", "conditional" or a `Conditional`; `fallback` goes over to
+    plain steps while drafts do not pay for the longer pass. Source: prompt lookup decoding (Saxena 2023).
     """
 
     depth: int = 5
@@ -142,20 +144,22 @@ class PromptLookup:
         return self
 
     def begin(self, start: Start) -> tuple[Text, None]:
-        """The text of the prompt and the first token; from a cache alone, of that token."""
+        """The text before the pending token, and that token."""
         room = -(-start.room // ROUND) * ROUND
-        if start.rows is None or start.expected is None:
-            shape = (start.pending.shape[0], 1, self.top)
-            nothing = jnp.full(shape, ABSENT, jnp.int32), jnp.zeros(shape, jnp.float32)
-            return begun(start.pending[:, None], *nothing, room), None
-        width = min(-(-max(map(len, start.rows)) // WIDE) * WIDE, self.limit)
-        tokens = np.full((len(start.rows), width), ABSENT, np.int32)
-        for index, row in enumerate(start.rows):
+        rows, longest = len(start.texts), max(map(len, start.texts))
+        width = min(-(-max(longest, 1) // WIDE) * WIDE, self.limit)
+        tokens = np.full((rows, width), ABSENT, np.int32)
+        for index, row in enumerate(start.texts):
             part = row[-width:]
             tokens[index, width - len(part) :] = part
-        fit = lambda x: jnp.pad(x[:, -width:], ((0, 0), (max(width - x.shape[1], 0), 0), (0, 0)))  # noqa: E731
-        top, chance = (jnp.repeat(fit(x), start.samples, axis=0) for x in start.expected)
-        text = begun(jnp.repeat(jnp.asarray(tokens), start.samples, axis=0), top, chance, room)
+        top, chance = jnp.full((rows, width, self.top), ABSENT, jnp.int32), jnp.zeros((rows, width, self.top))
+        if start.expected is not None:  # of the last tokens: a cache's own were not run now
+            ran = min(start.expected[0].shape[1], width)
+            top, chance = (
+                x.at[:, width - ran :].set(now[:, -ran:]) for x, now in zip((top, chance), start.expected, strict=True)
+            )
+        tokens, top, chance = (jnp.repeat(x, start.samples, axis=0) for x in (jnp.asarray(tokens), top, chance))
+        text = begun(tokens, top, chance, room)
         return extended(text, start.pending[:, None]), None
 
     def _tree(

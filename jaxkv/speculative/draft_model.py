@@ -172,7 +172,7 @@ class DraftModel:
         return ModelDrafter(self.depth, self.params.config, self.policy)
 
     def begin(self, start: Start) -> tuple[Drafts, Any]:
-        """The draft model's cache after the prompt, and its weights."""
+        """The draft model's cache after the text, and its weights."""
         return _begun(start, self.params, self.policy)
 
 
@@ -199,10 +199,10 @@ class SelfDraft:
         return ModelDrafter(self.depth, params.config, self.policy)
 
     def begin(self, start: Start) -> tuple[Drafts, Any]:
-        """The smaller cache after the prompt, and the weights."""
+        """The smaller cache after the text, and the weights."""
         return _begun(start, start.params, self.policy)
 
 
 def _begun(start: Start, params: Params, policy: Policy) -> tuple[Drafts, Any]:
-    cache = start.prefilled(params, policy)
+    cache = start.prefill(params, policy)
     return Drafts(cache.layers, cache.limits, jnp.bool_(True)), params.weights

@@ -6,7 +6,6 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from jaxkv.errors import BadValue
 from jaxkv.policies.policy import Policy
 from jaxkv.run import Expected
 from jaxkv.store import KVCache
@@ -15,22 +14,16 @@ from jaxkv.weights.params import Params
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """A call after its prompt: `rows` of token ids (None: it went on from a cache alone), each `samples` times; the
-    first tokens sampled; the likeliest tokens after each prompt token; and `room` for new ones.
+    """A call after its prompt: each row's text before its `pending` token, the cache's in front as far as it is known,
+    each `samples` times; the likeliest tokens after those that were run now, the text's last; and `room` for new ones.
 
-    `prefill(params, policy)` runs the rows through another model or policy, None where a cache was given.
+    `prefill(params, policy)` runs the texts through another model or policy.
     """
 
     params: Params
-    rows: list[np.ndarray] | None
+    texts: list[np.ndarray]
     samples: int
     pending: jax.Array
     expected: Expected | None
     room: int
-    prefill: Callable[[Params, Policy], KVCache] | None
-
-    def prefilled(self, params: Params, policy: Policy) -> KVCache:
-        """The cache that the prompt leaves there. Raises `BadValue` where the prompt went on from a cache."""
-        if self.prefill is None:
-            raise BadValue("a draft model must read the whole text, and the tokens in cache= are not known any more")
-        return self.prefill(params, policy)
+    prefill: Callable[[Params, Policy], KVCache]

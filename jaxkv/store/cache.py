@@ -1,17 +1,19 @@
 """The KV cache of a batch: a store per layer, and where each row stands in its text."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
 from jaxkv.errors import BadValue
 from jaxkv.store.line import held_by, line_of, opened
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(jax.tree_util.register_dataclass, drop_fields=("tokens",))
 @dataclasses.dataclass(frozen=True)
 class KVCache:
     """The bounded cache of a batch, and where each row stands in its text.
@@ -22,6 +24,9 @@ class KVCache:
     budget per layer; `pending [B]` is a token already sampled but not yet run through the model (-1: none).
     `policy` and `model` say under what the cache was made: another policy's statistics or another model's keys would
     be meaningless here.
+    `tokens [B, N]` is the text itself: the `lengths[b]` tokens that row b has seen, -1 behind them; None where nobody
+    knows. It stays on the host: no leaf of the tree, so no program is compiled for its length, and `jax.tree.map`
+    gives a cache without it. No size below counts it.
     """
 
     layers: tuple[Any, ...]
@@ -30,6 +35,7 @@ class KVCache:
     pending: Int[Array, "B"]
     policy: Any = dataclasses.field(default=None, metadata={"static": True})
     model: str = dataclasses.field(default="", metadata={"static": True})
+    tokens: Int[np.ndarray, "B N"] | None = None
 
     @property
     def batch(self) -> int:
@@ -51,6 +57,10 @@ class KVCache:
         """Every layer as `Slots` or a `Pool`."""
         return opened(self.layers)
 
+    def texts(self) -> list[np.ndarray] | None:
+        """Each row's text seen, int32 [lengths[b]]; None where it is not known."""
+        return None if self.tokens is None else [row[row >= 0] for row in self.tokens]
+
     def held(self) -> Int[Array, "L B Hk"]:
         """Entries held per layer, row and KV head."""
         return held_by(self.layers)
@@ -65,6 +75,7 @@ def one_row(cache: KVCache, index: int) -> KVCache:
         lengths=cache.lengths[row],
         limits=cache.limits[:, row],
         pending=cache.pending[row],
+        tokens=None if cache.tokens is None else cache.tokens[row],
     )
 
 
@@ -79,6 +90,7 @@ def repeated(cache: KVCache, times: int) -> KVCache:
         lengths=repeat(cache.lengths),
         limits=jnp.repeat(cache.limits, times, axis=1),
         pending=repeat(cache.pending),
+        tokens=None if cache.tokens is None else np.repeat(cache.tokens, times, axis=0),
     )
 
 
