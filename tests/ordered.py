@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxkv.pool import Pool
+from jaxkv.store import Pool
 
 
 def in_text_order(value, positions):

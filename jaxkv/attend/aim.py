@@ -50,7 +50,7 @@ def worth_at_decode(
         mass = jnp.zeros(positions.shape, jnp.float32)
     if phase.linear:
         stats = {name: store.scored(stat) for name, stat in store.stats.items()}
-        worth = priority(phase, stats, positions, mass, now, limits, inputs)
+        worth = priority(phase, stats, positions, mass, now, limits)
     else:
         wide = store.by_head()
         stats = {name: store.compared(stat) for name, stat in store.stats.items()}
