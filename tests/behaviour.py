@@ -118,8 +118,8 @@ def observed(params, rows, chosen) -> dict[str, np.ndarray]:
 
 
 def seen(first, out) -> dict[str, np.ndarray]:
-    """Of the cache after prefill and the generation: `tokens [B, STEPS + 1]`; the entries that each head holds after
-    prefill and after decoding, `counts [2, L * B * Hk]` and their positions `held`; `bytes [2]` of keys and values then.
+    """Of the cache after prefill and the generation: `tokens [B, STEPS + 1]`; and of both caches, the number of entries
+    that each head holds, `counts [2, L * B * Hk]`, their positions `held`, and `bytes [2]` of keys and values.
     """
     each = [held(first), held(out.cache)]
     return {
