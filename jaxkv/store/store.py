@@ -7,7 +7,7 @@ layers share the model's). What a policy computes of every slot it computes in t
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -88,22 +88,22 @@ class Store:
         held = sum(leaf.nbytes for leaf in jax.tree.leaves((self.entries.keys, self.entries.values)))
         return held + sum(state.kv_bytes for state in self.beside.values())
 
-    def replaced(self, **fields: Any) -> Self:
+    def replaced(self, **fields: Any) -> Any:
         """The store with other fields."""
         return dataclasses.replace(cast(Any, self), **fields)
 
-    def changed(self, **fields: Any) -> Self:
+    def changed(self, **fields: Any) -> Any:
         """The store with other `keys`, `values` (plain arrays), `positions` or `stats`."""
         for name, codec in (("keys", self.codecs.keys), ("values", self.codecs.values)):
             if name in fields:
                 fields[name] = codec.encode(fields[name])
         return self.replaced(entries=dataclasses.replace(self.entries, **fields))
 
-    def holding(self, entries: Entries, **fields: Any) -> Self:
+    def holding(self, entries: Entries, **fields: Any) -> Any:
         """The store with other entries, given plain."""
         return self.replaced(entries=self.encoded(entries), **fields)
 
-    def keeping(self, names: tuple[str, ...]) -> Self:
+    def keeping(self, names: tuple[str, ...]) -> Any:
         """The store with these statistics alone."""
         return self.replaced(entries=self.entries.keeping(names))
 
@@ -123,7 +123,7 @@ class Store:
         new, beside = absorb(self.beside, plain, chosen)
         return entries if new is plain else self.encoded(new), beside
 
-    def attended(self, result: Any, token: Token) -> Self:
+    def attended(self, result: Any, token: Token) -> Any:
         """The store after an attention pass that wrote the token into plain keys and values."""
         keys, values = (
             getattr(result, name)
@@ -137,7 +137,7 @@ class Store:
         entries = Entries(keys, values, result.positions, self.entries.stats)
         return self.replaced(entries=entries, next_slot=result.next_slot)
 
-    def with_token(self, token: Token) -> Self:
+    def with_token(self, token: Token) -> Any:
         """The store with the token in every head's next slot, without attending; rows that have finished stay."""
         active = token.position >= 0
         put = lambda x, new: self.put(x, new, active)  # noqa: E731
@@ -151,7 +151,7 @@ class Store:
         """`x`, an array over the slots, with `new [B, Hk, ...]` in every head's next slot, in rows that are active."""
         raise NotImplementedError
 
-    def aimed(self, slot: Int[Array, "B Hk"], rows: Bool[Array, "B"] | None = None) -> Self:
+    def aimed(self, slot: Int[Array, "B Hk"], rows: Bool[Array, "B"] | None = None) -> Any:
         """The store whose next tokens go to `slot`, in these rows."""
         chosen = slot if rows is None else jnp.where(rows[:, None], slot, self.next_slot)
         return self.replaced(next_slot=chosen)
