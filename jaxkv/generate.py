@@ -27,7 +27,7 @@ from jaxkv.sampling import Sampler, row_keys
 from jaxkv.sharding.layout import on_host
 from jaxkv.speculative.method import Start
 from jaxkv.speculative.session import Session, Speculative
-from jaxkv.store import KVCache
+from jaxkv.store import EMPTY, KVCache
 from jaxkv.store.cache import branched, grown, repeated
 from jaxkv.weights.params import Params
 
@@ -267,7 +267,7 @@ def _prefill(
         progress=execution.progress, top=top, limit=limit, scan_layers=execution.scan_layers, learned=learned,
     )  # fmt: skip
     if top:
-        expected = jnp.where(positions[..., None] < 0, slots_of.EMPTY, expected[0]), expected[1]
+        expected = jnp.where(positions[..., None] < 0, EMPTY, expected[0]), expected[1]
     texts = [np.zeros(0, np.int32)] * batch if cache is None else cache.texts()
     cache = KVCache(
         layers=layers,

@@ -98,9 +98,10 @@ def scored(monkeypatch):
     from ordered import in_text_order
 
     import jaxkv
-    from jaxkv import attend, run
+    from jaxkv import run
+    from jaxkv.attend import aim, prompt
 
-    priority, prefill = attend.priority, run.prefill
+    priority, prefill = prompt.priority, run.prefill
 
     def arrays_in(*args, **kwargs):  # compiling would have made them jax's
         return prefill(*jax.tree.map(jnp.asarray, args), **kwargs)
@@ -115,7 +116,8 @@ def scored(monkeypatch):
             return value
 
         with monkeypatch.context() as patched, jax.disable_jit():
-            patched.setattr(attend, "priority", recorded)
+            for module in (prompt, aim):
+                patched.setattr(module, "priority", recorded)
             patched.setattr(run, "prefill", arrays_in)
             cache = jaxkv.prefill(params, ids, policy=policy)
         assert len(worths) == params.config.num_layers

@@ -1,23 +1,22 @@
 """The rules of the cache's own operations, with generated cases."""
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxkv import cache as slots_of
+from jaxkv.store import entries as of_slots
+from jaxkv.store import slots as stores
+from jaxkv.store.slots import Slots
 from pallas_kernels.decode_attend_score.victim import victim
 
 
-def layer_with(positions: np.ndarray, seed: int = 0) -> slots_of.LayerCache:
+def layer_with(positions: np.ndarray, seed: int = 0) -> Slots:
     """A layer whose keys and values name their position, NaN in the empty slots."""
     batch, heads, slots = positions.shape
     content = np.where(positions < 0, np.nan, positions).astype(np.float32)
-    layer = slots_of.empty(batch, heads, slots, 2, jnp.float32, ("mark",))
-    return dataclasses.replace(
-        layer,
+    layer = stores.empty(batch, heads, slots, 2, jnp.float32, ("mark",))
+    return layer.changed(
         keys=jnp.asarray(np.stack([content, -content], axis=-1)),
         values=jnp.asarray(np.stack([content + 0.5, content], axis=-1)),
         positions=jnp.asarray(positions, jnp.int32),
@@ -59,7 +58,8 @@ def test_keep_is_a_stable_top_k_in_time_order(case, slots, limit):
     positions = sorted_between(positions)
     layer = layer_with(positions)
     limits = jnp.full(positions.shape[0], limit, jnp.int32)
-    kept = slots_of.keep(layer, jnp.asarray(scores), slots, limits)
+    chosen = of_slots.best_of_each(jnp.asarray(scores), layer.positions, jnp.minimum(limits, slots))
+    kept = layer.rebuilt(layer.by_head(), chosen, slots, limits, {})
     assert kept.slots == slots
     for b, h in np.ndindex(positions.shape[:2]):
         held = np.asarray(kept.positions[b, h])
@@ -78,7 +78,7 @@ ANY = st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0, 1.0, 1e
 def test_highest_is_exact_over_all_floats(scores, count):
     """Signs, zeros, subnormals and infinities: as a stable sort has it."""
     scores = np.array(scores, np.float32)
-    chosen = slots_of.highest(jnp.asarray(scores)[None, None], jnp.array([count], jnp.int32))[0, 0]
+    chosen = of_slots.highest(jnp.asarray(scores)[None, None], jnp.array([count], jnp.int32))[0, 0]
     expected = sorted(sorted(range(scores.size), key=lambda i: -scores[i])[:count])
     assert np.flatnonzero(np.asarray(chosen)).tolist() == expected
 
@@ -87,7 +87,7 @@ def test_highest_is_exact_over_all_floats(scores, count):
 @settings(max_examples=40, deadline=None)
 def test_in_time_order_moves_everything_along(case):
     positions, _ = case
-    ordered = slots_of.in_time_order(layer_with(positions))
+    ordered = layer_with(positions).in_time_order()
     held = np.asarray(ordered.positions)
     assert np.array_equal(held, np.sort(positions, axis=-1))
     assert np.array_equal(np.asarray(ordered.keys)[held >= 0], np.stack([held, -held], axis=-1)[held >= 0])
@@ -114,13 +114,13 @@ def test_victim_is_free_then_lowest_then_oldest(case, limit):
 @settings(max_examples=40, deadline=None)
 def test_ranks_count_the_entries_before(case):
     positions, _ = case
-    ranks = np.asarray(slots_of.ranks(jnp.asarray(positions, jnp.int32)))
+    ranks = np.asarray(of_slots.ranks(jnp.asarray(positions, jnp.int32)))
     for b, h in np.ndindex(positions.shape[:2]):
         held = positions[b, h]
         expected = [int(((held >= 0) & (held < p)).sum()) if p >= 0 else -1 for p in held]
         assert ranks[b, h].tolist() == expected
     ordered = jnp.asarray(sorted_between(positions), jnp.int32)
-    assert np.array_equal(slots_of.counted(ordered >= 0), slots_of.ranks(ordered))
+    assert np.array_equal(of_slots.counted(ordered >= 0), of_slots.ranks(ordered))
 
 
 @given(layers(), st.integers(0, 11))
@@ -130,11 +130,11 @@ def test_slots_filled_around_are_ranked_without_a_sort(case, start):
     packed = -np.sort(-np.where(positions < 0, 99, positions), axis=-1)[..., ::-1]  # oldest first, empty ones last
     filled = np.roll(np.where(packed == 99, -1, packed), start, axis=-1)
     filled = jnp.asarray(filled, jnp.int32)
-    assert np.array_equal(slots_of.around(filled), slots_of.ranks(filled))
+    assert np.array_equal(of_slots.around(filled), of_slots.ranks(filled))
 
 
 def test_resize_only_adds_empty_slots():
     positions = np.array([[[3, -1, 1]]])
-    layer = slots_of.resize(layer_with(positions), 5)
+    layer = layer_with(positions).resized(5)
     assert layer.positions.tolist() == [[[3, -1, 1, -1, -1]]]
-    assert slots_of.resize(layer, 2) is layer
+    assert layer.resized(2) is layer

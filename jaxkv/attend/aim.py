@@ -11,6 +11,9 @@ from jaxkv.policies.policy import Policy, priority
 from jaxkv.policies.score import ScoreInputs
 from jaxkv.store.entries import ranks
 
+NO_PROMPT: dict[str, Any] = dict.fromkeys(("queries", "query_positions", "query_places"))
+NO_KEYS: dict[str, Any] = dict.fromkeys(("keys", "values", "places"))  # a score linear in the mass looks at none
+
 
 def aimed(
     policy: Policy,
@@ -50,7 +53,8 @@ def worth_at_decode(
         mass = jnp.zeros(positions.shape, jnp.float32)
     if phase.linear:
         stats = {name: store.scored(stat) for name, stat in store.stats.items()}
-        worth = priority(phase, stats, positions, mass, now, limits)
+        seen = dataclasses.replace(inputs, **NO_PROMPT, **NO_KEYS)
+        worth = priority(phase, stats, positions, mass, now, limits, seen)
     else:
         wide = store.by_head()
         stats = {name: store.compared(stat) for name, stat in store.stats.items()}
@@ -70,6 +74,4 @@ def _entries_alone(policy: Policy, entries: Any, inputs: ScoreInputs) -> ScoreIn
     if policy.rope == "cache" and inputs.rotate is not None:
         places = ranks(entries.positions)
         keys = inputs.rotate(keys, places)
-    return dataclasses.replace(
-        inputs, keys=keys, values=entries.values, places=places, queries=None, query_positions=None, query_places=None
-    )
+    return dataclasses.replace(inputs, keys=keys, values=entries.values, places=places, **NO_PROMPT)
