@@ -17,6 +17,7 @@ from small import SMALL
 
 import jaxkv
 from jaxkv.policies import catalogue
+from jaxkv.policies.catalogue import named
 
 GOLDENS = Path(__file__).parent / "goldens"
 STORED = GOLDENS / "behaviour"
@@ -60,7 +61,7 @@ def loaded(model: str):
 def policy(model: str, name: str, block: int):
     """The named policy as it is recorded."""
     setting = SETTINGS[model]
-    size = {"budget": setting.budget} if catalogue()[name].evicts else {}
+    size = {"budget": setting.budget} if named(name).evicts else {}
     return jaxkv.policy(name, **{**size, "block": block, **setting.options.get(name, {})})
 
 

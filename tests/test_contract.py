@@ -16,16 +16,14 @@ from behaviour import CHUNK, STEPS
 from behaviour import generated as ran
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ordered import heads_of
+from ordered import changed, heads_of, pooled
 from small import CORE, SMALL
 
 import jaxkv
-from jaxkv import model_pool, run
-from jaxkv.attend_pool import guarded
-from jaxkv.cache import LayerCache
+from jaxkv import run
 from jaxkv.policies import catalogue
-from jaxkv.policies.across import Across
-from jaxkv.pool import Pool
+from jaxkv.policies.catalogue import named
+from jaxkv.store import Entries, Slots
 
 FAMILY = "llama3"
 VOCAB = 100
@@ -41,7 +39,7 @@ def chiefly(*names: str, bounded: bool = False):
 def policy(name: str, budget: int = 16, **options):
     """The named policy at test size."""
     options = {**SMALL.get(name, {}), **options}
-    return jaxkv.policy(name, budget=budget, **options) if catalogue()[name].evicts else jaxkv.policy(name, **options)
+    return jaxkv.policy(name, **({"budget": budget} if named(name).evicts else {}), **options)
 
 
 def ids(length: int, seed: int = 0) -> np.ndarray:
@@ -63,80 +61,40 @@ def entries(layer, row=0):
 
 def guard(chosen, limit):
     """Entries that each head keeps where heads compete; all of its budget where they don't."""
-    return int(guarded(chosen, jnp.array([limit]))[0]) if chosen.allocate.pooled else limit
+    return int(chosen.allocate.guard(jnp.array([limit]), chosen.phases)[0]) if chosen.allocate.pooled else limit
 
 
 def freed(chosen):
     """Entries per head that the last move of borders may have made room for."""
-    return getattr(chosen.allocate, "shift", 0) if getattr(chosen.allocate, "interval", 0) else 0
+    moves = chosen.allocate.moves(jnp.array([0]), jnp.array([0]))
+    return 0 if moves is None else -int(moves[0][0])
 
 
 def even(layer):
     """A pool whose heads got equally many slots as the layer that it would be without competition."""
-    if not isinstance(layer, Pool):
+    if not pooled(layer):
         return layer
     begin, slots = int(layer.offsets[0, 0]), int(layer.sizes[0, 0])
     assert (np.asarray(layer.sizes) == slots).all() and (np.asarray(layer.offsets)[:, 0] == begin).all()
     own = slice(begin, begin + layer.heads * slots)
     split = lambda x: x[:, own].reshape(x.shape[0], layer.heads, slots, *x.shape[2:])  # noqa: E731
-    each = {name: split(getattr(layer, name)) for name in ("keys", "values", "positions")}
-    return LayerCache(**each, next_slot=layer.next_slot, stats={})
+    entries = Entries(split(layer.keys), split(layer.values), split(layer.positions), {})
+    return Slots(entries, layer.next_slot)
 
 
 def poisoned(cache):
     """The cache with NaN in every empty slot."""
-    return dataclasses.replace(cache, layers=model_pool.changed(cache.layers, holed))
+    return dataclasses.replace(cache, layers=changed(cache.layers, holed))
 
 
 def holed(layer):
     """The layer with NaN in every empty slot."""
     hole = (layer.positions < 0)[..., None]
-    return dataclasses.replace(
-        layer,
+    return layer.changed(
         keys=jnp.where(hole, jnp.nan, layer.keys),
         values=jnp.where(hole, jnp.nan, layer.values),
         stats={k: jnp.where(hole[..., 0], jnp.nan, v) for k, v in layer.stats.items()},
     )
-
-
-def assert_rules(cache, chosen, row=0):
-    """Never over budget, no position twice, protected entries there, nothing from the future."""
-    seen = int(cache.lengths[row])
-    if isinstance(chosen.allocate, Across):
-        assert_shared(cache, chosen, row)
-    for index, layer in enumerate(cache.views):
-        limit = int(cache.limits[index][row])
-        over = chosen.decode.every if chosen.decode is not None and chosen.decode.every > 1 else 0
-        each = entries(layer, row)
-        if isinstance(layer, Pool) and not isinstance(chosen.allocate, Across):
-            total = sum(map(len, each))
-            assert chosen.decode is None or total <= layer.heads * (limit + over)
-            if seen >= limit:
-                reserved = chosen.prefill.reserved(np.int32(limit))
-                assert total >= layer.heads * (limit - reserved - freed(chosen))
-                assert min(map(len, each)) >= min(guard(chosen, limit), limit - reserved - freed(chosen))
-        for head, held in enumerate(each):
-            assert len(held) == len(set(held)) <= len(heads_of(layer, row)[head])
-            assert all(0 <= p < seen for p in held)
-            if chosen.decode is not None and not isinstance(layer, Pool):
-                assert len(held) <= limit + over
-                if seen >= limit:
-                    assert len(held) >= limit - chosen.prefill.reserved(np.int32(limit))
-            for phase in chosen.phases:
-                assert set(range(min(phase.protects.sinks, seen))) <= set(held)
-
-
-def assert_shared(cache, chosen, row):
-    """All layers together hold the budget, each no more than its ceiling, every head its safeguard."""
-    limit, seen = int(cache.limits[0][row]), int(cache.lengths[row])
-    views = [layer for layer in cache.views if isinstance(layer, Pool)]
-    held = np.array([[len(head) for head in entries(layer, row)] for layer in views])
-    reserved = int(chosen.prefill.reserved(np.int32(limit)))
-    if chosen.decode is not None:
-        assert held.sum() <= held.size * limit and held.mean(axis=1).max() <= chosen.allocate.most * limit
-    if seen >= limit:
-        assert held.sum() >= held.size * (limit - reserved)
-        assert held.min() >= min(guard(chosen, limit), limit - reserved)
 
 
 def reserved(chosen, limit):
@@ -146,7 +104,7 @@ def reserved(chosen, limit):
 
 def assert_filled(cache, chosen):
     """What a prompt longer than its budget leaves of its first row: all that it may, in time order."""
-    limits, across = np.asarray(cache.limits)[:, 0], isinstance(chosen.allocate, Across)
+    limits, across = np.asarray(cache.limits)[:, 0], chosen.allocate.divides
     limits = limits if chosen.evicts else np.full_like(limits, cache.lengths[0])
     assert not chosen.evicts or limits.mean() == 16
     limits, held = limits - reserved(chosen, limits), cache.held()[:, 0]
@@ -155,7 +113,7 @@ def assert_filled(cache, chosen):
         assert across or int(each.sum()) == kept * len(each), "every layer its own"
         for head in heads_of(layer):
             entries = head[head >= 0]
-            assert len(entries) == kept or isinstance(layer, Pool), "each head its own"
+            assert len(entries) == kept or pooled(layer), "each head its own"
             assert (np.diff(entries) > 0).all(), "kept entries are in time order"
             assert (head[: len(head) - len(entries)] < 0).all(), "behind the empty slots"
 
@@ -303,14 +261,14 @@ def test_rules_of_the_family(tiny, name):
     for row in range(len(prompts)):
         assert_rules(cache, chosen, row)
     for layer, limit in zip(cache.views, np.asarray(cache.limits)[:, 0], strict=True):
-        kept, pooled = int(min(limit, 45) - reserved(chosen, limit)), isinstance(layer, Pool)
+        kept, shared = int(min(limit, 45) - reserved(chosen, limit)), pooled(layer)
         new = 0 if chosen.decode is not None else steps
-        if pooled and not isinstance(chosen.allocate, Across):
+        if shared and not chosen.allocate.divides:
             assert int(layer.held()[0].sum()) >= (kept + new - freed(chosen)) * layer.heads
         for held, few in zip(entries(layer), entries(layer, 1), strict=True):
-            assert few == list(range(3 + steps)) and (pooled or len(held) >= kept)
+            assert few == list(range(3 + steps)) and (shared or len(held) >= kept)
             if chosen.decode is None:
-                assert (pooled or len(held) == kept + steps) and held[-steps:] == list(range(45, 45 + steps))
+                assert (shared or len(held) == kept + steps) and held[-steps:] == list(range(45, 45 + steps))
             else:
                 recents = int(chosen.decode.protects.recents(jnp.array([16]))[0])
                 assert set(range(45 + steps - recents, 45 + steps)) <= set(held)

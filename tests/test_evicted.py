@@ -254,7 +254,7 @@ def test_the_tier_holds_the_newest_of_what_came(rounds, seed):
 
 
 def test_a_second_tier_holds_what_the_first_has_lost(tiny):
-    """Both tiers together hold the newest of all that left; the tier costs 4 bits a channel, two numbers and no more."""
+    """Both tiers together hold the newest of all that left; the tier costs 4 bits a channel and two numbers."""
     params = tiny(FAMILY)
     plain = jaxkv.policy("h2o", budget=16, block=20)
     tiered = jaxkv.policy("h2o", budget=16, block=20, evicted=Demote(slots=8))
@@ -290,7 +290,7 @@ def test_what_is_demoted_is_attended_to(tiny):
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_any_policy_under_a_codec(tiny, bits):
-    """The slots hold codes: a share of the bytes; positions and tokens of 8 bits follow the plain ones nearly always."""
+    """The slots hold codes: a share of the bytes; what is held under 8 bits is what is held without."""
     params = tiny(FAMILY)
     coded = {"keys": {"kind": "int", "bits": bits}, "values": {"kind": "int", "bits": bits}}
     for name in ("h2o", "adakv-h2o", "global-h2o"):

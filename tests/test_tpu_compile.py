@@ -19,11 +19,11 @@ from jax.experimental import pallas as pl
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
+from jaxkv.cache import KVCache
 
 import jaxkv
 from jaxkv import cache as slots_of
 from jaxkv import run
-from jaxkv.cache import KVCache
 from jaxkv.configs import config_files
 from jaxkv.lowering import lower
 from jaxkv.models import ModelConfig, abstract_weights
