@@ -97,6 +97,46 @@ def holed(layer):
     )
 
 
+def assert_rules(cache, chosen, row=0):
+    """Never over budget, no position twice, protected entries there, nothing from the future."""
+    seen = int(cache.lengths[row])
+    if chosen.allocate.divides:
+        assert_shared(cache, chosen, row)
+    for index, layer in enumerate(cache.views):
+        limit = int(cache.limits[index][row])
+        over = chosen.decode.every if chosen.decode is not None and chosen.decode.every > 1 else 0
+        each = entries(layer, row)
+        if pooled(layer) and not chosen.allocate.divides:
+            total = sum(map(len, each))
+            assert chosen.decode is None or total <= layer.heads * (limit + over)
+            if seen >= limit:
+                reserved = chosen.prefill.reserved(np.int32(limit))
+                assert total >= layer.heads * (limit - reserved - freed(chosen))
+                assert min(map(len, each)) >= min(guard(chosen, limit), limit - reserved - freed(chosen))
+        for head, held in enumerate(each):
+            assert len(held) == len(set(held)) <= len(heads_of(layer, row)[head])
+            assert all(0 <= p < seen for p in held)
+            if chosen.decode is not None and not pooled(layer):
+                assert len(held) <= limit + over
+                if seen >= limit:
+                    assert len(held) >= limit - chosen.prefill.reserved(np.int32(limit))
+            for phase in chosen.phases:
+                assert set(range(min(phase.protects.sinks, seen))) <= set(held)
+
+
+def assert_shared(cache, chosen, row):
+    """All layers together hold the budget, each no more than its ceiling, every head its safeguard."""
+    limit, seen = int(cache.limits[0][row]), int(cache.lengths[row])
+    views = [layer for layer in cache.views if pooled(layer)]
+    held = np.array([[len(head) for head in entries(layer, row)] for layer in views])
+    reserved = int(chosen.prefill.reserved(np.int32(limit)))
+    if chosen.decode is not None:
+        assert held.sum() <= held.size * limit and held.mean(axis=1).max() <= chosen.allocate.most * limit
+    if seen >= limit:
+        assert held.sum() >= held.size * (limit - reserved)
+        assert held.min() >= min(guard(chosen, limit), limit - reserved)
+
+
 def reserved(chosen, limit):
     """Slots of the budget that the prompt leaves free."""
     return 0 if chosen.prefill is None else chosen.prefill.reserved(limit)
