@@ -103,6 +103,7 @@ class Decoding:
             decode_seconds=sum((spent for _, spent in self.chunk_seconds), 0.0),
             tokens_per_second=sum(count for count, _ in timed) / seconds if seconds else 0.0,
             cache_bytes=cache.nbytes,
+            read_bytes=sum(cache.read_bytes),
             seen=tuple(int(n) for n in np.asarray(cache.lengths)),
             kept=tuple(float(n) for n in held.mean(axis=(0, 2))),
             speculation=None if self.session is None else self.session.summary(),

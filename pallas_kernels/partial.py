@@ -65,6 +65,9 @@ def attend_few(
     "max") the mass `[B, Hk, S]` of the first query, reduced over the query heads of each KV head.
     """
     batch, heads, length, dim = query.shape
+    if not keys.shape[2]:
+        mass = None if group is None else jnp.zeros(keys.shape[:3], jnp.float32)
+        return Partial(jnp.zeros(query.shape, jnp.float32), jnp.full(query.shape[:3], -jnp.inf), mass)
     grouped = query.reshape(batch, keys.shape[1], -1, length, dim).astype(jnp.float32)
     logits = jnp.einsum("bhgtd,bhsd->bhgts", grouped, keys.astype(jnp.float32)) * scale
     logits = soft_cap(logits, softcap)

@@ -17,6 +17,7 @@ from small import SMALL
 
 import jaxkv
 from jaxkv.policies import catalogue
+from jaxkv.policies.catalogue import named
 
 GOLDENS = Path(__file__).parent / "goldens"
 STORED = GOLDENS / "behaviour"
@@ -60,7 +61,7 @@ def loaded(model: str):
 def policy(model: str, name: str, block: int):
     """The named policy as it is recorded."""
     setting = SETTINGS[model]
-    size = {"budget": setting.budget} if catalogue()[name].evicts else {}
+    size = {"budget": setting.budget} if named(name).evicts else {}
     return jaxkv.policy(name, **{**size, "block": block, **setting.options.get(name, {})})
 
 
@@ -118,8 +119,8 @@ def observed(params, rows, chosen) -> dict[str, np.ndarray]:
 
 
 def seen(first, out) -> dict[str, np.ndarray]:
-    """Of the cache after prefill and the generation: `tokens [B, STEPS + 1]`; the entries that each head holds after
-    prefill and after decoding, `counts [2, L * B * Hk]` and their positions `held`; `bytes [2]` of keys and values then.
+    """Of the cache after prefill and the generation: `tokens [B, STEPS + 1]`; and of both caches, the number of entries
+    that each head holds, `counts [2, L * B * Hk]`, their positions `held`, and `bytes [2]` of keys and values.
     """
     each = [held(first), held(out.cache)]
     return {

@@ -44,7 +44,9 @@ SMALL = {  # published windows are longer than the tiny prompts
     "pyramidkv": {"window": 6},
     "r-kv": {"window": 4, "decode_recent": 4, "every": 4},
     "razorattention": {"sinks": 2, "window": 4, "decode_recent": 4},
+    "quest": {"count": 16, "page": 4, "dense": 1},
     "scope": {"window": 3, "reserve": 0.5},
     "subgen": {"every": 4},
+    "tiered-h2o": {"slots": 8},
     "vatp": {"sinks": 2},
 }

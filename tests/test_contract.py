@@ -1,46 +1,45 @@
 """The cache rules of the design, for every registered policy.
 
 Heads that share a pool keep as many entries together as equal heads, and each at least its safeguard.
-By default the first policies run the whole suite (`CORE`), and one of each other way through the code the lean
-`test_rules_of_the_family`, which compiles twice (`LEAN`); the whole suite on every policy is marked slow.
+By default every policy of the catalogue runs the lean `test_rules_of_the_family`, which compiles twice. The others run
+on one policy of each way through the code that matters to them; on the rest they are marked slow.
 """
 
 import dataclasses
 
+import behaviour
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from behaviour import CHUNK, STEPS
+from behaviour import generated as ran
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ordered import heads_of
+from ordered import changed, heads_of, pooled
 from small import CORE, SMALL
 
 import jaxkv
-from jaxkv import model_pool, run
-from jaxkv.attend_pool import guarded
-from jaxkv.cache import LayerCache
+from jaxkv import run
 from jaxkv.policies import catalogue
-from jaxkv.policies.across import Across
-from jaxkv.pool import Pool
+from jaxkv.policies.catalogue import named
+from jaxkv.store import Entries, Slots
 
-LEAN = (
-    *("chunkkv-entropy", "compactor", "compresskv", "criticalkv", "expected-attention", "fastkv", "finch"),
-    *("kvcrush", "kvzip", "lacache", "lagkv", "laq", "lazyeviction", "q-filters", "r-kv", "scope", "treekv"),
-    *("adakv", "cake", "critical-adakv", "duo", "global-h2o", "razorattention"),
-)
-OTHERS = [name for name in sorted(catalogue()) if name not in CORE]
-REST = [pytest.param(name, marks=() if name in LEAN else pytest.mark.slow) for name in OTHERS]
-NAMES = [pytest.param(name, marks=() if name in CORE else pytest.mark.slow) for name in sorted(catalogue())]
-BOUNDED = [name for name in NAMES if catalogue()[name.values[0]].evicts]
 FAMILY = "llama3"
 VOCAB = 100
+
+
+def chiefly(*names: str, bounded: bool = False):
+    """Every policy, or every one that evicts, as `name`; all but the named ones only where slow tests run."""
+    found = [name for name, chosen in sorted(catalogue().items()) if chosen.evicts or not bounded]
+    marked = [pytest.param(name, marks=() if name in names else pytest.mark.slow) for name in found]
+    return pytest.mark.parametrize("name", marked)
 
 
 def policy(name: str, budget: int = 16, **options):
     """The named policy at test size."""
     options = {**SMALL.get(name, {}), **options}
-    return jaxkv.policy(name, budget=budget, **options) if catalogue()[name].evicts else jaxkv.policy(name, **options)
+    return jaxkv.policy(name, **({"budget": budget} if named(name).evicts else {}), **options)
 
 
 def ids(length: int, seed: int = 0) -> np.ndarray:
@@ -62,98 +61,69 @@ def entries(layer, row=0):
 
 def guard(chosen, limit):
     """Entries that each head keeps where heads compete; all of its budget where they don't."""
-    return int(guarded(chosen, jnp.array([limit]))[0]) if chosen.allocate.pooled else limit
+    return int(chosen.allocate.guard(jnp.array([limit]), chosen.phases)[0]) if chosen.allocate.pooled else limit
 
 
 def freed(chosen):
     """Entries per head that the last move of borders may have made room for."""
-    return getattr(chosen.allocate, "shift", 0) if getattr(chosen.allocate, "interval", 0) else 0
+    moves = chosen.allocate.moves(jnp.array([0]), jnp.array([0]))
+    return 0 if moves is None else -int(moves[0][0])
 
 
 def even(layer):
     """A pool whose heads got equally many slots as the layer that it would be without competition."""
-    if not isinstance(layer, Pool):
+    if not pooled(layer):
         return layer
     begin, slots = int(layer.offsets[0, 0]), int(layer.sizes[0, 0])
     assert (np.asarray(layer.sizes) == slots).all() and (np.asarray(layer.offsets)[:, 0] == begin).all()
     own = slice(begin, begin + layer.heads * slots)
     split = lambda x: x[:, own].reshape(x.shape[0], layer.heads, slots, *x.shape[2:])  # noqa: E731
-    each = {name: split(getattr(layer, name)) for name in ("keys", "values", "positions")}
-    return LayerCache(**each, next_slot=layer.next_slot, stats={})
+    entries = Entries(split(layer.keys), split(layer.values), split(layer.positions), {})
+    return Slots(entries, layer.next_slot)
 
 
 def poisoned(cache):
     """The cache with NaN in every empty slot."""
-    return dataclasses.replace(cache, layers=model_pool.changed(cache.layers, holed))
+    return dataclasses.replace(cache, layers=changed(cache.layers, holed))
 
 
 def holed(layer):
     """The layer with NaN in every empty slot."""
     hole = (layer.positions < 0)[..., None]
-    return dataclasses.replace(
-        layer,
+    return layer.changed(
         keys=jnp.where(hole, jnp.nan, layer.keys),
         values=jnp.where(hole, jnp.nan, layer.values),
         stats={k: jnp.where(hole[..., 0], jnp.nan, v) for k, v in layer.stats.items()},
     )
 
 
-def assert_rules(cache, chosen, row=0):
-    """Never over budget, no position twice, protected entries there, nothing from the future."""
-    seen = int(cache.lengths[row])
-    if isinstance(chosen.allocate, Across):
-        assert_shared(cache, chosen, row)
-    for index, layer in enumerate(cache.views):
-        limit = int(cache.limits[index][row])
-        over = chosen.decode.every if chosen.decode is not None and chosen.decode.every > 1 else 0
-        each = entries(layer, row)
-        if isinstance(layer, Pool) and not isinstance(chosen.allocate, Across):
-            total = sum(map(len, each))
-            assert chosen.decode is None or total <= layer.heads * (limit + over)
-            if seen >= limit:
-                reserved = chosen.prefill.reserved(np.int32(limit))
-                assert total >= layer.heads * (limit - reserved - freed(chosen))
-                assert min(map(len, each)) >= min(guard(chosen, limit), limit - reserved - freed(chosen))
-        for head, held in enumerate(each):
-            assert len(held) == len(set(held)) <= len(heads_of(layer, row)[head])
-            assert all(0 <= p < seen for p in held)
-            if chosen.decode is not None and not isinstance(layer, Pool):
-                assert len(held) <= limit + over
-                if seen >= limit:
-                    assert len(held) >= limit - chosen.prefill.reserved(np.int32(limit))
-            for phase in chosen.phases:
-                assert set(range(min(phase.protects.sinks, seen))) <= set(held)
+def reserved(chosen, limit):
+    """Slots of the budget that the prompt leaves free."""
+    return 0 if chosen.prefill is None else chosen.prefill.reserved(limit)
 
 
-def assert_shared(cache, chosen, row):
-    """All layers together hold the budget, each no more than its ceiling, every head its safeguard."""
-    limit, seen = int(cache.limits[0][row]), int(cache.lengths[row])
-    views = [layer for layer in cache.views if isinstance(layer, Pool)]
-    held = np.array([[len(head) for head in entries(layer, row)] for layer in views])
-    reserved = int(chosen.prefill.reserved(np.int32(limit)))
-    if chosen.decode is not None:
-        assert held.sum() <= held.size * limit and held.mean(axis=1).max() <= chosen.allocate.most * limit
-    if seen >= limit:
-        assert held.sum() >= held.size * (limit - reserved)
-        assert held.min() >= min(guard(chosen, limit), limit - reserved)
+def assert_filled(cache, chosen):
+    """What a prompt longer than its budget leaves of its first row: all that it may, in time order."""
+    limits, across = np.asarray(cache.limits)[:, 0], chosen.allocate.divides
+    limits = limits if chosen.evicts else np.full_like(limits, cache.lengths[0])
+    assert not chosen.evicts or limits.mean() == 16
+    limits, held = limits - reserved(chosen, limits), cache.held()[:, 0]
+    assert int(held.sum()) == held.shape[1] * limits.sum(), "the prompt fills its budget"
+    for layer, each, kept in zip(cache.views, held, limits.tolist(), strict=True):
+        assert across or int(each.sum()) == kept * len(each), "every layer its own"
+        for head in heads_of(layer):
+            entries = head[head >= 0]
+            assert len(entries) == kept or pooled(layer), "each head its own"
+            assert (np.diff(entries) > 0).all(), "kept entries are in time order"
+            assert (head[: len(head) - len(entries)] < 0).all(), "behind the empty slots"
 
 
-@pytest.mark.parametrize("name", BOUNDED)
-@pytest.mark.parametrize("block", [7, 2048])
+@chiefly("h2o", "dapq-longflow", "adakv-h2o", bounded=True)
+@pytest.mark.parametrize("block", [7, pytest.param(2048, marks=pytest.mark.slow)])
 def test_budget_holds_at_prefill_and_decode(tiny, name, block):
     params, chosen = tiny(FAMILY), policy(name, block=block)
     cache = jaxkv.prefill(params, ids(50), policy=chosen)
-    limits, across = np.asarray(cache.limits)[:, 0], isinstance(chosen.allocate, Across)
-    assert limits.mean() == 16
-    limits = limits - chosen.prefill.reserved(limits)
-    assert int(cache.held().sum()) == cache.held()[0].size * limits.sum(), "the prompt fills its budget"
-    for layer, kept in zip(cache.views, limits.tolist(), strict=True):
-        assert across or int(layer.held().sum()) == kept * layer.held().shape[1], "every layer its own"
-        for head in heads_of(layer):
-            held = head[head >= 0]
-            assert len(held) == kept or isinstance(layer, Pool), "each head its own"
-            assert (np.diff(held) > 0).all(), "kept entries are in time order"
-            assert (head[: len(head) - len(held)] < 0).all(), "behind the empty slots"
+    assert_filled(cache, chosen)
     assert_rules(cache, chosen)
     out = generated(params, ids(50), chosen, 40)
     assert_rules(out.cache, chosen)
@@ -167,7 +137,7 @@ def test_budget_holds_at_prefill_and_decode(tiny, name, block):
                 assert set(range(89 - count, 89)) <= set(held)
 
 
-@pytest.mark.parametrize("name", BOUNDED)
+@chiefly("streaming-llm", "snapkv", "dapq-longflow", "adakv-h2o", bounded=True)
 def test_enough_budget_is_the_full_cache(tiny, name):
     params, steps = tiny(FAMILY), 12
     prompt = ids(30)
@@ -188,7 +158,7 @@ def test_enough_budget_is_the_full_cache(tiny, name):
         np.testing.assert_allclose(np.where(held, mine.values, 0), np.where(held, theirs.values, 0), atol=2e-5)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@chiefly("streaming-llm", "dapq-longflow", "adakv-h2o")
 @pytest.mark.parametrize("size", [{"budget": 16}, pytest.param({"ratio": 0.5}, marks=pytest.mark.slow)], ids=str)
 def test_padding_and_batch_change_nothing(tiny, name, size):
     params = tiny(FAMILY)
@@ -209,7 +179,7 @@ def test_padding_and_batch_change_nothing(tiny, name, size):
             assert entries(mine, row) == entries(theirs, at)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@chiefly("dapq-longflow")
 def test_one_compilation_per_shape(tiny, name):
     params, chosen = tiny(FAMILY), policy(name)
     generated(params, [ids(40, 1), ids(33, 2)], chosen, 9)
@@ -218,7 +188,7 @@ def test_one_compilation_per_shape(tiny, name):
     assert (run.prefill._cache_size(), run.decode._cache_size()) == before
 
 
-@pytest.mark.parametrize("name", NAMES)
+@chiefly("full", "streaming-llm", "h2o", "adakv-h2o")
 def test_scan_equals_stepping_by_hand(tiny, name):
     params, chosen = tiny(FAMILY), policy(name)
     whole = generated(params, ids(40), chosen, 13)
@@ -239,7 +209,7 @@ def test_scan_equals_stepping_by_hand(tiny, name):
         assert entries(mine) == entries(theirs)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@chiefly("snapkv", "h2o", "adakv-h2o")
 def test_save_and_restore_equals_going_on(tiny, name, tmp_path):
     params, chosen = tiny(FAMILY), policy(name)
     out = generated(params, [ids(40), ids(12, 1)], chosen, 9)  # compiled by the test before; the steps below as well
@@ -253,7 +223,7 @@ def test_save_and_restore_equals_going_on(tiny, name, tmp_path):
         assert np.array_equal(np.asarray(a), np.asarray(b))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@chiefly("streaming-llm", "snapkv", "dapq-longflow", "adakv-h2o")
 def test_empty_slots_are_never_read(tiny, name):
     params, chosen = tiny(FAMILY), policy(name, budget=32)
     cache = generated(params, [ids(20), ids(9, 1)], chosen, 4).cache
@@ -266,45 +236,58 @@ def test_empty_slots_are_never_read(tiny, name):
             assert np.array_equal(np.asarray(a.positions), np.asarray(b.positions))
 
 
-@pytest.mark.parametrize("name", REST)
+@pytest.mark.parametrize("name", sorted(catalogue()))
 def test_rules_of_the_family(tiny, name):
-    """Budget, order, sinks and recents; rows that don't depend on their neighbours; empty slots that are never read."""
-    params, chosen = tiny(FAMILY), policy(name, block=20)
-    prompts = [ids(45, 1), ids(3, 2)]
-    out = generated(params, prompts, chosen, 9)
+    """Budget, order, sinks and recents; rows that don't depend on their neighbours; empty slots that are never read.
+
+    And what is recorded of the same prompts: the programs are compiled once for both.
+    """
+    params, chosen = tiny(FAMILY), behaviour.policy("tiny", name, 20)
+    seed, before = behaviour.record("tiny", name, 20) or (0, None)
+    prompts = behaviour.prompts("tiny", seed)
+    first, whole = jaxkv.prefill(params, prompts, policy=chosen, room=STEPS + 1), ran(params, prompts, chosen)
+    compiled = run.prefill._cache_size(), run.decode._cache_size()
+    for cache in (first, whole.cache):
+        for row in range(len(prompts)):
+            assert_rules(cache, chosen, row)
+    if before is not None:
+        behaviour.assert_same(behaviour.seen(first, whole), before)
+    assert_filled(first, chosen)
+
+    steps = STEPS if chosen.decode is None else CHUNK  # other slots for other numbers of tokens, where nothing goes
+    out = ran(params, prompts, chosen, steps)
     cache = out.cache
-    for row in range(2):
+    assert out.tokens.tolist() == whole.tokens[:, : steps + 1].tolist()
+    for row in range(len(prompts)):
         assert_rules(cache, chosen, row)
     for layer, limit in zip(cache.views, np.asarray(cache.limits)[:, 0], strict=True):
-        kept, pooled = int(limit - chosen.prefill.reserved(limit)), isinstance(layer, Pool)
-        new = 0 if chosen.decode is not None else 8
-        if pooled and not isinstance(chosen.allocate, Across):
+        kept, shared = int(min(limit, 45) - reserved(chosen, limit)), pooled(layer)
+        new = 0 if chosen.decode is not None else steps
+        if shared and not chosen.allocate.divides:
             assert int(layer.held()[0].sum()) >= (kept + new - freed(chosen)) * layer.heads
         for held, few in zip(entries(layer), entries(layer, 1), strict=True):
-            assert few == list(range(11)) and (pooled or len(held) >= kept)
+            assert few == list(range(3 + steps)) and (shared or len(held) >= kept)
             if chosen.decode is None:
-                assert (pooled or len(held) == kept + 8) and held[-8:] == list(range(45, 53))
+                assert (shared or len(held) == kept + steps) and held[-steps:] == list(range(45, 45 + steps))
             else:
                 recents = int(chosen.decode.protects.recents(jnp.array([16]))[0])
-                assert set(range(53 - recents, 53)) <= set(held)
+                assert set(range(45 + steps - recents, 45 + steps)) <= set(held)
 
-    compiled = run.prefill._cache_size(), run.decode._cache_size()
-    other = generated(params, [prompts[1], ids(45, 3)], chosen, 9)
+    other = ran(params, [prompts[1], prompts[2], behaviour.prompts("tiny", seed + 1)[0]], chosen, steps)
+    for mine, its in ((0, 1), (1, 2)):
+        assert other.tokens[mine].tolist() == out.tokens[its].tolist()
+        for ours, theirs in zip(other.cache.views, cache.views, strict=True):
+            assert entries(ours, mine) == entries(theirs, its)
     assert (run.prefill._cache_size(), run.decode._cache_size()) == compiled
-    assert other.tokens[0].tolist() == out.tokens[1].tolist()
-    for mine, theirs in zip(other.cache.views, cache.views, strict=True):
-        assert entries(mine) == entries(theirs, 1)
-
     if chosen.decode is None:
         return  # from here on it is the full cache's code
-    clean, dirty = (generated(params, None, None, 8, cache=each) for each in (cache, poisoned(cache)))
+    clean, dirty = (behaviour.generated(params, None, None, CHUNK, cache=each) for each in (cache, poisoned(cache)))
     assert clean.tokens.tolist() == dirty.tokens.tolist()
     for mine, theirs in zip(clean.cache.views, dirty.cache.views, strict=True):
         assert np.array_equal(np.asarray(mine.positions), np.asarray(theirs.positions))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OTHERS)
+@chiefly(bounded=True)
 def test_rules_hold_for_generated_cases_of_the_family(tiny, name):
     rng = np.random.default_rng(sorted(catalogue()).index(name))
     for budget, block in ((9, 8), (13, 20), (24, 20)):
@@ -322,7 +305,7 @@ def test_rules_hold_for_generated_cases_of_the_family(tiny, name):
     lengths=st.lists(st.integers(1, 44), min_size=2, max_size=2),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 def test_rules_hold_for_generated_cases(tiny, name, budget, block, lengths, seed):
     params, chosen = tiny(FAMILY), policy(name, budget=budget, block=block)
     prompts = [ids(length, seed + i) for i, length in enumerate(lengths)]

@@ -17,9 +17,8 @@ from jaxkv.attend.layer import LayerIn, LayerOut
 from jaxkv.attend.prompt import absorbed, room_of, rotated
 from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import rotate
-from jaxkv.policies.allocator import Allocate, Contest
+from jaxkv.policies.allocator import EACH_ITS_OWN, Allocate, Contest
 from jaxkv.policies.evicted import Evicted, Leaving
-from jaxkv.policies.layers import Uniform
 from jaxkv.policies.policy import Phase, Policy
 from jaxkv.policies.score import ScoreInputs
 from jaxkv.sharding.attention import RotateAtRead
@@ -49,7 +48,7 @@ def decode_layer(
     """
     query, key, value = (layout.lay("heads", x)[:, 0] for x in (query, key, value))  # [B, H, D]
     store, phase, limits, facts = given.cache, policy.decode, given.limits, given.facts
-    share = policy.allocate if spec.window is None else Uniform()
+    share = policy.allocate if spec.window is None else EACH_ITS_OWN
     active, now = position >= 0, position + 1
     rotation = functools.partial(rotated, spec)
     inputs = ScoreInputs(

@@ -16,10 +16,8 @@ from jaxkv.attend.aim import aimed
 from jaxkv.attend.layer import LayerIn, LayerOut, Notes
 from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import rotate
-from jaxkv.policies.across import WORTH
-from jaxkv.policies.allocator import Allocate, Choice, Contest
+from jaxkv.policies.allocator import EACH_ITS_OWN, WORTH, Allocate, Choice, Contest
 from jaxkv.policies.evicted import Leaving
-from jaxkv.policies.layers import Uniform
 from jaxkv.policies.needs import MASS, OUTPUT
 from jaxkv.policies.policy import Phase, Policy, priority
 from jaxkv.policies.score import Score, ScoreInputs
@@ -173,7 +171,7 @@ def _cut(
     """The store cut back to its slots, with the slot of the next token chosen; candidates, where layers share."""
     joined = joined.masked(alive(joined.positions, now, window))
     looked = policy.prefill is not None and given.ask.look
-    share = policy.allocate if window is None else Uniform()  # a sliding window is a budget of its own
+    share = policy.allocate if window is None else EACH_ITS_OWN
     choice = _choice(policy, share, joined, mass, now, given, inputs, looked, lead)
     kept = choice.kept.reshape(joined.positions.shape)
 

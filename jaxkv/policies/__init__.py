@@ -8,6 +8,7 @@ from jaxkv.policies.across import Lazy as Lazy
 from jaxkv.policies.across import Prefix as Prefix
 from jaxkv.policies.aggregate import Aggregate as Aggregate
 from jaxkv.policies.allocate import Adaptive as Adaptive
+from jaxkv.policies.allocator import Allocate as Allocate
 from jaxkv.policies.by_keys import Cur as Cur
 from jaxkv.policies.by_keys import KeyDiff as KeyDiff
 from jaxkv.policies.by_keys import LagKV as LagKV
@@ -31,8 +32,10 @@ from jaxkv.policies.cover import Cover as Cover
 from jaxkv.policies.curves import Curves as Curves
 from jaxkv.policies.evicted import Demote as Demote
 from jaxkv.policies.evicted import Drop as Drop
+from jaxkv.policies.evicted import Evicted as Evicted
 from jaxkv.policies.evicted import Merge as Merge
 from jaxkv.policies.evicted import Summarise as Summarise
+from jaxkv.policies.flow import Flow as Flow
 from jaxkv.policies.flow import Follow as Follow
 from jaxkv.policies.flow import Propagate as Propagate
 from jaxkv.policies.flow import Straight as Straight
@@ -64,6 +67,7 @@ from jaxkv.policies.policy import Phase as Phase
 from jaxkv.policies.policy import Policy as Policy
 from jaxkv.policies.read import All as All
 from jaxkv.policies.read import Pages as Pages
+from jaxkv.policies.read import Read as Read
 from jaxkv.policies.recurrence import Recurrence as Recurrence
 from jaxkv.policies.score import AccumulatedAttention as AccumulatedAttention
 from jaxkv.policies.score import Attention as Attention
@@ -77,3 +81,7 @@ from jaxkv.policies.score import Recency as Recency
 from jaxkv.policies.score import Score as Score
 from jaxkv.policies.score import ScoreInputs as ScoreInputs
 from jaxkv.policies.select import Select as Select
+from jaxkv.store.codecs import Codec as Codec
+from jaxkv.store.codecs import Codecs as Codecs
+from jaxkv.store.codecs import Int as Int
+from jaxkv.store.described import register_state as register_state

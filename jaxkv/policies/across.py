@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.errors import BadValue
-from jaxkv.policies.allocator import Choice, Contest, Division
+from jaxkv.policies.allocator import WORTH, Choice, Contest, Division
 from jaxkv.policies.by_queries import over_queries, window_attention
 from jaxkv.policies.measured import STEPS, poured
 from jaxkv.policies.needs import MASS, QUERIES
@@ -22,8 +22,6 @@ from jaxkv.policies.score import ScoreInputs
 from jaxkv.policies.shared import Shared, safeguarded
 from jaxkv.store.entries import highest
 from jaxkv.store.pool import best, compete
-
-WORTH = "worth"  # what the entries of a block were worth, until the layers have divided the budget
 
 
 @dataclasses.dataclass(frozen=True)

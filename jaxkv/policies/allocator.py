@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv.policies.score import Score, ScoreInputs
 from jaxkv.store.entries import best_of_each
 
+WORTH = "worth"  # the statistic of what a block's entries were worth, until the layers have divided their budget
 Learned = Mapping[str, Any]  # name -> array [L, ...], by `jaxkv calibrate`
 
 
@@ -123,3 +124,6 @@ class Allocate:
     def divide(self, division: Division) -> tuple[Any, ...] | None:
         """The stores of the layers that share, after a block; None where layers share nothing."""
         return None
+
+
+EACH_ITS_OWN = Allocate()  # for layers with a sliding window, which is a budget of its own

@@ -23,6 +23,7 @@ class Observer:
     window: int = 0
     extra: int = 0
     own_keys: bool = True
+    looks: ClassVar[bool] = True  # whether anybody does
     replays: ClassVar[bool] = False  # each block of the prompt is run again behind itself
     drafts: ClassVar[bool] = False  # the tokens that look come from a first pass
     draft_window: int = 0  # and that is SnapKV's, with this window
@@ -46,6 +47,7 @@ class NoQueries(Observer):
     """Nobody looks: for scores that need no attention (recency, key norm)."""
 
     kind: ClassVar[str] = "none"
+    looks: ClassVar[bool] = False
     window: ClassVar[int] = 0
     extra: ClassVar[int] = 0
 

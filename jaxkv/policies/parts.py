@@ -24,7 +24,7 @@ from jaxkv.store import codecs
 from jaxkv.store.codecs import Codec
 
 TRAITS = ("kind", "stats", "needs", "remembers", "linear", "signed", "aware", "together", "parts", "store", "state")
-TRAITS += ("moves", "plain", "straight", "replays", "drafts")
+TRAITS += ("moves", "plain", "straight", "replays", "drafts", "looks")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,7 +44,7 @@ class Phase:
     evicted: Evicted = Drop()
 
     def __post_init__(self):
-        if MASS in self.score.needs and isinstance(self.observe, NoQueries):
+        if MASS in self.score.needs and not self.observe.looks:
             raise BadValue(f"score {self.score.kind!r} needs attention: give the phase queries that look (observe=)")
         if self.reserve < 0 or (self.reserve > 1 and self.reserve != int(self.reserve)) or self.every < 1:
             raise BadValue(

@@ -32,6 +32,10 @@ class Read:
         """Entries per KV head that a step reads of so many slots."""
         return slots
 
+    def bytes(self, store: Any, layer: int) -> int:
+        """Bytes that a step reads of the store: of its slots, of what is beside them, of an index."""
+        return store.kv_bytes
+
     def indexed(self, store: Any) -> Any:
         """The store with its index made anew, after a cut or with new room."""
         return store
@@ -84,6 +88,13 @@ class Pages(Read):
 
     def entries(self, slots: int, layer: int) -> int:
         return slots if self.everything(layer) else min(self._pages(slots) * self.page, slots)
+
+    def bytes(self, store: Any, layer: int) -> int:
+        index = store.beside[self.state].kv_bytes
+        if self.everything(layer):
+            return store.kv_bytes - index
+        slots = store.kv_bytes - sum(state.kv_bytes for state in store.beside.values())
+        return slots * self.entries(store.slots, layer) // store.slots + store.kv_bytes - slots
 
     def _pages(self, slots: int) -> int:
         return min(self.count // self.page, -(-slots // self.page))

@@ -53,6 +53,11 @@ class KVCache:
         return sum(layer.kv_bytes for layer in self.layers)
 
     @property
+    def read_bytes(self) -> tuple[int, ...]:
+        """Bytes of keys and values that a decode step reads of each layer, of what is beside them, and of an index."""
+        return tuple(self.policy.read.bytes(layer, number) for number, layer in enumerate(self.layers))
+
+    @property
     def views(self) -> tuple[Any, ...]:
         """Every layer as `Slots` or a `Pool`."""
         return opened(self.layers)

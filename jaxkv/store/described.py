@@ -23,7 +23,7 @@ KNOWN: dict[str, type] = {
 }
 
 
-def known(cls: type) -> type:
+def register_state(cls: type) -> type:
     """Makes a frozen dataclass known, whose objects lie beside the slots of a saved store; usable as a decorator."""
     KNOWN[cls.__name__] = cls
     return cls

@@ -1,0 +1,373 @@
+"""What becomes of entries that leave: merged as D2O's release merges, demoted; codecs; reading by pages."""
+
+import collections
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ordered import heads_of
+
+import jaxkv
+from jaxkv.errors import BadValue
+from jaxkv.policies import Demote, Merge, Pages
+from jaxkv.policies.evicted import Leaving
+from jaxkv.store import tier
+from jaxkv.store.codecs import Codecs, Int
+from jaxkv.store.entries import Entries
+from jaxkv.store.pages import indexed
+from jaxkv.store.threshold import Threshold
+from pallas_kernels.masking import masked_softmax
+from pallas_kernels.partial import Partial, attend_few, merge
+
+FAMILY = "llama3"
+
+
+def ids(length, seed=0):
+    return np.random.default_rng(seed).integers(0, 100, length).astype(np.int32)
+
+
+# ---- partial attention is a monoid
+
+
+@given(sizes=st.lists(st.integers(0, 5), min_size=2, max_size=4), seed=st.integers(0, 999))
+@settings(max_examples=20, deadline=None)
+def test_merged_parts_are_the_whole(sizes, seed):
+    """In any order and grouping; a part without keys changes nothing, and no keys at all give 0."""
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    query, keys, values = normal(2, 4, 3, 8), normal(2, 2, sum(sizes), 8), normal(2, 2, sum(sizes), 8)
+    seen = lambda count: jnp.ones((2, 1, 3, count), bool)  # noqa: E731
+    whole = attend_few(query, keys, values, seen(sum(sizes)), scale=0.7)
+    ends = np.cumsum([0, *sizes])
+    parts = [
+        attend_few(query, keys[:, :, a:b], values[:, :, a:b], seen(b - a), scale=0.7)
+        for a, b in itertools.pairwise(ends)
+    ]
+    for got in (merge(*parts), merge(*parts[::-1]), merge(parts[0], merge(*parts[1:]))):
+        np.testing.assert_allclose(got.output, whole.output, atol=2e-6)
+        np.testing.assert_allclose(got.lse, whole.lse, atol=2e-6)
+    nothing = Partial(jnp.ones_like(whole.output), jnp.full_like(whole.lse, -jnp.inf))
+    assert np.array_equal(np.asarray(merge(whole, nothing).output), np.asarray(whole.output)), "bit for bit"
+
+
+def test_an_entry_that_stands_for_n_counts_n_times():
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    query, keys, values = normal(1, 2, 1, 4), normal(1, 1, 3, 4), normal(1, 1, 3, 4)
+    got = attend_few(query, keys, values, jnp.ones((1, 1, 1, 3), bool), jnp.array([[[1.0, 4.0, 2.0]]]), scale=1.0)
+    times = np.repeat(np.arange(3), [1, 4, 2])
+    want = attend_few(query, keys[:, :, times], values[:, :, times], jnp.ones((1, 1, 1, 7), bool), scale=1.0)
+    np.testing.assert_allclose(got.output, want.output, atol=1e-6)
+    np.testing.assert_allclose(got.lse, want.lse, atol=1e-6)
+
+
+# ---- merging, against the release of D2O
+
+
+def entries_of(keys, values, positions):
+    as_row = lambda x, kind: jnp.asarray(np.asarray(x)[None], kind)  # noqa: E731
+    return Entries(as_row(keys, jnp.float32), as_row(values, jnp.float32), as_row(positions, jnp.int32), {})
+
+
+def cuts(goldens, case):
+    """Of each cut of the release: alpha and beta, what it cut, with the new token behind it, and what it left."""
+    golden, cache = (
+        np.load(goldens / "policies" / "d2o.npz"),
+        collections.namedtuple("Cache", "keys values positions tau"),
+    )
+    keys, values = (golden[f"{case}/{name}"] / 16 for name in "kv")
+    group = golden[f"{case}/q"].shape[1] // keys.shape[1]
+    keys, values = keys.repeat(group, 1), values.repeat(group, 1)
+    for layer in (2, 3):
+        k, v, name = keys[layer], values[layer - 2], f"{case}/layer{layer}"
+        left = [cache(*(golden[f"{name}/{x}"][n] for x in ("keys", "values", "positions", "tau"))) for n in range(13)]
+        start = k.shape[1] - len(left)
+        at = np.repeat(np.arange(start + 1)[None], len(k), 0)
+        before = cache(k[:, : start + 1], v[:, : start + 1], at, golden.get(f"{name}/tau_before"))
+        for number, after in enumerate(left, start + 1):
+            yield golden[f"{case}/average"], before, after
+            if number < k.shape[1]:
+                behind = lambda old, new, n=number: np.concatenate([old, new[:, n : n + 1]], axis=1)  # noqa: E731
+                at = np.pad(after.positions, ((0, 0), (0, 1)), constant_values=number)
+                before = cache(behind(after.keys, k), behind(after.values, v), at, after.tau)
+
+
+@pytest.mark.parametrize("case", ["two", "two-again", "four", "grouped"])
+def test_merging_equals_the_release(goldens, case):
+    """Cut after cut: merged keys and values, and the threshold. Which entries leave is given, as the release chose."""
+    number = 0
+    for (alpha, beta), before, after in cuts(goldens, case):
+        heads = len(before.positions)
+        stays = np.stack([np.isin(before.positions[h], after.positions[h]) for h in range(heads)])
+        entries = entries_of(before.keys, before.values, before.positions)
+        begun = before.tau is not None
+        state = Threshold(jnp.array([before.tau or 0.0], jnp.float32), jnp.array([begun]))
+        part = Merge(alpha=float(alpha), beta=float(beta))
+        stay, gone = (entries.masked(jnp.asarray(x[None])) for x in (stays, ~stays))
+        new, state = part.absorb(state, stay, gone, Leaving())
+        for name in ("keys", "values"):
+            got = np.asarray(getattr(new, name))[0][stays].reshape(heads, -1, before.keys.shape[-1])
+            np.testing.assert_allclose(got, getattr(after, name), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(state.tau[0], after.tau, rtol=1e-5)
+        number += 1
+    assert number == 26
+
+
+def test_rows_merge_apart_and_nothing_changes_where_nothing_leaves():
+    rng, part = np.random.default_rng(1), Merge()
+    keys, values = rng.standard_normal((2, 3, 2, 9, 4)).astype(np.float32)
+    at = np.broadcast_to(np.arange(9, dtype=np.int32), (3, 2, 9))
+    gone = rng.random((3, 2, 9)) < 0.4
+    gone[1] = False
+    entries = Entries(jnp.asarray(keys), jnp.asarray(values), jnp.asarray(at), {})
+    begin = part.begin(3, 2, 4, jnp.float32)
+    split = lambda e, g: (e.masked(jnp.asarray(~g)), e.masked(jnp.asarray(g)))  # noqa: E731
+    new, state = part.absorb(begin, *split(entries, gone), Leaving())
+    assert np.array_equal(np.asarray(new.keys)[1], keys[1]) and state.begun.tolist() == [True, False, True]
+    for row in (0, 2):
+        alone = jax.tree.map(lambda x, row=row: x[row : row + 1], entries)
+        one, tau = part.absorb(part.begin(1, 2, 4, jnp.float32), *split(alone, gone[row : row + 1]), Leaving())
+        np.testing.assert_allclose(one.keys[0], new.keys[row], atol=1e-6)
+        np.testing.assert_allclose(tau.tau[0], state.tau[row], atol=1e-6)
+
+
+def test_a_search_in_parts_is_the_whole_search(monkeypatch):
+    from jaxkv.policies import evicted
+
+    rng = np.random.default_rng(2)
+    keys = jnp.asarray(rng.standard_normal((1, 2, 70, 8)), jnp.float32)
+    at = jnp.broadcast_to(jnp.arange(70, dtype=jnp.int32), (1, 2, 70))
+    entries = Entries(keys, keys, at, {})
+    stay = jnp.asarray(rng.random((1, 2, 70)) < 0.3)
+    whole = evicted.nearest(entries.masked(~stay), entries.masked(stay))
+    monkeypatch.setattr(evicted, "SEARCHED", 16)
+    for a, b in zip(whole, evicted.nearest(entries.masked(~stay), entries.masked(stay)), strict=True):
+        gone = ~np.asarray(stay)
+        np.testing.assert_allclose(np.asarray(a)[gone], np.asarray(b)[gone], atol=1e-6)
+    unit = np.asarray(keys / jnp.linalg.norm(keys, axis=-1, keepdims=True))
+    alike = np.where(np.asarray(stay)[:, :, None], np.einsum("bhsd,bhtd->bhst", unit, unit), -2)
+    assert (np.asarray(whole[1])[gone] == alike.argmax(-1)[gone]).all()
+
+
+@pytest.mark.parametrize("every", [1, 4], ids=["overwritten", "cut"])
+def test_merging_while_decoding_moves_what_stays(tiny, every):
+    """With room for everything nothing merges; under a budget the entries held are those of dropping, changed."""
+    params = tiny(FAMILY)
+    options = {"policy": None, "max_new_tokens": 12, "stop_tokens": ()}
+    base = jaxkv.policy("h2o", budget=16, block=20, every=every)
+    merging = jaxkv.policy("h2o", budget=16, block=20, every=every, evicted=Merge())
+    first = [jaxkv.prefill(params, [ids(45, 1), ids(3, 2)], policy=p).layers[0] for p in (base, merging)]
+    assert [heads_of(first[0])[h].tolist() for h in range(2)] == [heads_of(first[1])[h].tolist() for h in range(2)]
+    held = np.asarray(first[0].positions)[..., None] >= 0
+    assert not np.allclose(np.where(held, first[0].values, 0)[0], np.where(held, first[1].values, 0)[0])
+    np.testing.assert_array_equal(np.where(held, first[0].keys, 0)[1], np.where(held, first[1].keys, 0)[1])
+    out = jaxkv.generate(params, [ids(45, 1), ids(3, 2)], **{**options, "policy": merging})
+    assert out.cache.layers[0].beside["threshold"].begun.tolist() == [True, False]
+    wide = [dataclasses.replace(p, budget=80) for p in (base, merging)]
+    one, two = (jaxkv.generate(params, ids(45, 1), **{**options, "policy": p}) for p in wide)
+    assert one.tokens.tolist() == two.tokens.tolist()
+
+
+def test_heads_that_share_merge_at_cuts_only():
+    with pytest.raises(BadValue, match="every= above 1"):
+        jaxkv.policy("adakv-h2o", budget=64, evicted={"kind": "merge"})
+
+
+# ---- codecs and the second tier
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_codes_are_as_near_as_their_step(bits, dtype):
+    rng = np.random.default_rng(bits)
+    x = jnp.asarray(rng.standard_normal((2, 3, 5, 16)) * 7, dtype)
+    codec = Int(bits)
+    code = codec.encode(x)
+    back = codec.decode(code)
+    assert back.dtype == x.dtype and code.codes.dtype == jnp.uint8 and code.codes.shape[-1] == 16 * bits // 8
+    step = np.asarray(code.scale, np.float32)[..., None]
+    slack = 0 if dtype == "float32" else 2.0**-7 * np.abs(np.asarray(x, np.float32)).max()
+    assert (np.abs(np.asarray(back, np.float32) - np.asarray(x, np.float32)) <= step * 0.5001 + slack + 1e-6).all()
+    again = codec.encode(back)
+    if dtype == "float32":
+        assert np.array_equal(np.asarray(again.codes), np.asarray(code.codes)), "what was coded codes to itself"
+    flat = codec.decode(codec.encode(jnp.full((1, 4), 3.25, dtype)))
+    assert np.asarray(flat, np.float32).tolist() == [[3.25] * 4]
+
+
+def test_what_cannot_be_coded_is_refused():
+    with pytest.raises(BadValue, match="bits=5"):
+        Int(5)
+    with pytest.raises(BadValue, match="7 channels"):
+        Codecs(Int(4)).check(7)
+    with pytest.raises(BadValue, match="slots=0"):
+        Demote(slots=0)
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=6, max_size=6), min_size=1, max_size=4), st.integers(0, 99))
+@settings(max_examples=15, deadline=None)
+def test_the_tier_holds_the_newest_of_what_came(rounds, seed):
+    """At cuts of many and overwrites of one; codes never change again, and their attention is that of the decoded."""
+    rng, slots = np.random.default_rng(seed), 4
+    codec = Int(8)
+    held = tier.empty(1, 1, slots, 8, jnp.dtype("float32"), Codecs(codec, codec))
+    came, first = {}, 0
+    for mask in rounds:
+        keys = rng.standard_normal((1, 1, 6, 8)).astype(np.float32)
+        at = np.where(np.array(mask), first + np.arange(6), -1)[None, None].astype(np.int32)
+        came |= {int(p): keys[0, 0, i] for i, p in enumerate(at[0, 0]) if p >= 0}
+        held = held.with_many(Entries(jnp.asarray(keys), jnp.asarray(-keys), jnp.asarray(at), {}))
+        one = rng.standard_normal((1, 1, 1, 8)).astype(np.float32)
+        came[first + 6] = one[0, 0, 0]
+        held = held.with_one(Entries(jnp.asarray(one), jnp.asarray(-one), jnp.full((1, 1, 1), first + 6), {}))
+        none = Entries(jnp.asarray(one), jnp.asarray(one), jnp.full((1, 1, 1), -1), {})
+        assert all(
+            np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (held, held.with_one(none))), strict=True)
+        )
+        first += 7
+        newest = sorted(came)[-slots:]
+        positions = np.asarray(held.entries.positions)[0, 0]
+        assert sorted(p for p in positions.tolist() if p >= 0) == newest
+        decoded = np.asarray(codec.decode(held.entries.keys))[0, 0]
+        for place, position in enumerate(positions.tolist()):
+            if position >= 0:
+                np.testing.assert_allclose(
+                    decoded[place], codec.decode(codec.encode(jnp.asarray(came[position]))), rtol=1e-6
+                )
+    query = jnp.asarray(rng.standard_normal((1, 2, 1, 8)), jnp.float32)
+    part = held.attend(query, jnp.full((1, 1), first), scale=0.5, softcap=None)
+    there = positions >= 0
+    logits = np.where(there, np.asarray(query)[0, :, 0] @ decoded.T * 0.5, -np.inf)
+    weights, lse = masked_softmax(jnp.asarray(logits), jnp.asarray(np.broadcast_to(there, logits.shape)))
+    np.testing.assert_allclose(part.lse[0, :, 0], lse, atol=1e-5)
+    values = np.asarray(codec.decode(held.entries.values))[0, 0]
+    np.testing.assert_allclose(
+        part.output[0, :, 0], np.asarray(weights) @ np.where(there[:, None], values, 0), atol=1e-5
+    )
+    padding = held.attend(query, jnp.full((1, 1), -1), scale=0.5, softcap=None)
+    assert np.isneginf(np.asarray(padding.lse)).all()
+
+
+def test_a_second_tier_holds_what_the_first_has_lost(tiny):
+    """Both tiers together hold the newest of all that left; the tier costs 4 bits a channel and two numbers."""
+    params = tiny(FAMILY)
+    plain = jaxkv.policy("h2o", budget=16, block=20)
+    tiered = jaxkv.policy("h2o", budget=16, block=20, evicted=Demote(slots=8))
+    rows = [ids(45, 1), ids(3, 2)]
+    one, two = (jaxkv.prefill(params, rows, policy=p) for p in (plain, tiered))
+    config = params.config
+    per_slot = config.head_dim // 2 + 2 * 4
+    pairs = config.num_layers * config.num_kv_heads * len(rows)
+    assert two.kv_bytes - one.kv_bytes == 2 * 8 * per_slot * pairs
+    out = jaxkv.generate(params, rows, policy=tiered, max_new_tokens=30, stop_tokens=())
+    for cache, seen in ((two, (45, 3)), (out.cache, (74, 32))):
+        layer = cache.layers[0]
+        for row, tokens in enumerate(seen):
+            for head in range(config.num_kv_heads):
+                held = {int(p) for p in heads_of(layer, row)[head] if p >= 0}
+                beside = {int(p) for p in np.asarray(layer.beside["tier"].entries.positions)[row, head] if p >= 0}
+                left = sorted(set(range(tokens)) - held)
+                assert beside == set(left[-8:]), (row, head)
+
+
+def test_what_is_demoted_is_attended_to(tiny):
+    """A tier as large as the text, at 8 bits: nearly the full cache's next-token logits, where dropping is far off."""
+    params, prompt = tiny(FAMILY), ids(60, 3)
+    score = lambda policy: np.asarray(  # noqa: E731
+        jaxkv.generate(params, prompt, policy=policy, max_new_tokens=2, stop_tokens=()).cache.layers[-1].values
+    )[0, :, -1]
+    want = score(None)
+    far = score(jaxkv.policy("streaming-llm", budget=12, rope="text", block=20))
+    near = score(jaxkv.policy("streaming-llm", budget=12, rope="text", block=20, evicted=Demote(slots=64, bits=8)))
+    newest = lambda x: x  # noqa: E731
+    assert np.abs(newest(near) - want).max() < 0.2 * np.abs(newest(far) - want).max()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_any_policy_under_a_codec(tiny, bits):
+    """The slots hold codes: a share of the bytes; what is held under 8 bits is what is held without."""
+    params = tiny(FAMILY)
+    coded = {"keys": {"kind": "int", "bits": bits}, "values": {"kind": "int", "bits": bits}}
+    for name in ("h2o", "adakv-h2o", "global-h2o"):
+        plain = jaxkv.policy(name, budget=16, block=20)
+        small = jaxkv.policy(name, budget=16, block=20, store=coded)
+        outs = [
+            jaxkv.generate(params, [ids(45, 1), ids(3, 2)], policy=p, max_new_tokens=9, stop_tokens=())
+            for p in (plain, small)
+        ]
+        dim = params.config.head_dim
+        assert outs[1].cache.kv_bytes / outs[0].cache.kv_bytes == (dim * bits / 8 + 8) / (4 * dim)
+        assert np.asarray(outs[0].cache.held()).tolist() == np.asarray(outs[1].cache.held()).tolist() or bits == 4
+        first = [jaxkv.prefill(params, ids(30, 4), policy=p).views[0] for p in (plain, small)]
+        both = [np.asarray(layer.by_head().keys)[np.asarray(layer.by_head().positions) >= 0] for layer in first]
+        if both[0].shape == both[1].shape:
+            assert np.abs(both[0] - both[1]).max() < 12 * 2.0**-bits
+
+
+# ---- reading pages
+
+
+def test_no_key_of_a_page_beats_its_bound():
+    rng = np.random.default_rng(5)
+    keys = rng.standard_normal((2, 2, 21, 8)).astype(np.float32)
+    positions = np.where(rng.random((2, 2, 21)) < 0.8, np.arange(21), -1).astype(np.int32)
+    positions[0, 0, 8:12] = -1  # an empty page
+    keys[positions < 0] = np.nan
+    index = indexed(jnp.asarray(keys), jnp.asarray(positions), 4)
+    query = rng.standard_normal((2, 4, 8)).astype(np.float32)
+    bound = np.asarray(index.score(jnp.asarray(query)))
+    assert bound.shape == (2, 2, 6) and np.isneginf(bound[0, 0, 2])
+    logits = np.einsum("bhgd,bhsd->bhgs", query.reshape(2, 2, 2, 8), np.nan_to_num(keys))
+    logits = np.where(positions[:, :, None] >= 0, logits, -np.inf).max(axis=2)
+    logits = np.pad(logits, ((0, 0), (0, 0), (0, 3)), constant_values=-np.inf).reshape(2, 2, 6, 4).max(-1)
+    assert (bound >= logits - 1e-5).all()
+    new = rng.standard_normal((2, 2, 8)).astype(np.float32) * 9
+    slot = np.array([[9, 20], [3, 0]], np.int32)
+    after = index.with_token(jnp.asarray(slot), jnp.asarray(new), jnp.array([True, False]))
+    keys[0, 0, 9], keys[0, 1, 20] = new[0]
+    positions[0, 0, 9], positions[0, 1, 20] = 21, 21
+    want = indexed(jnp.asarray(keys), jnp.asarray(positions), 4)
+    assert (np.asarray(after.low)[0] <= np.asarray(want.low)[0]).all(), "an overwrite only widens"
+    assert np.array_equal(np.asarray(after.low)[1], np.asarray(index.low)[1]), "a row that has finished stays"
+
+
+def test_reading_every_page_is_reading_everything(tiny):
+    params, rows = tiny(FAMILY), [ids(45, 1), ids(3, 2)]
+    options = {"max_new_tokens": 12, "stop_tokens": ()}
+    full = jaxkv.generate(params, rows, **options)
+    paged = jaxkv.generate(params, rows, policy=jaxkv.policy("quest", count=512, page=4, dense=0), **options)
+    assert paged.tokens.tolist() == full.tokens.tolist()
+    for mine, theirs in zip(paged.cache.layers, full.cache.layers, strict=True):
+        held = np.asarray(theirs.positions)[..., None] >= 0
+        np.testing.assert_allclose(np.where(held, mine.values, 0), np.where(held, theirs.values, 0), atol=1e-4)
+
+
+def test_few_pages_are_read(tiny):
+    """What is in no chosen page is not read: NaN there changes nothing. The bytes read are the index and the pages."""
+    params = tiny(FAMILY)
+    policy = jaxkv.policy("quest", count=12, page=4, dense=1)
+    cache = jaxkv.prefill(params, ids(45, 1), policy=policy, room=10)
+    kinds = [policy.read.everything(layer) for layer in range(params.config.num_layers)]
+    assert kinds[:2] == [True, False]
+    held, config = cache.layers[1], params.config
+    per_entry, pairs = 2 * config.head_dim * 4, config.num_kv_heads
+    pages = held.beside["pages"].low.shape[2]
+    read = cache.read_bytes[1]
+    assert read == pairs * (12 * per_entry + pages * per_entry) < cache.read_bytes[0] == held.slots * per_entry * pairs
+    out = jaxkv.generate(params, ids(1, 9), cache=cache, max_new_tokens=4, stop_tokens=())
+    assert out.stats.read_bytes == sum(out.cache.read_bytes)
+
+
+def test_reading_few_of_a_bounded_cache(tiny):
+    """What is kept and what is read are two budgets: H2O keeps 32 and reads 8 of them; others get no mass."""
+    params = tiny(FAMILY)
+    policy = jaxkv.policy("h2o", budget=32, block=20, read=Pages(count=8, page=4, dense=0))
+    out = jaxkv.generate(params, [ids(60, 1), ids(3, 2)], policy=policy, max_new_tokens=20, stop_tokens=())
+    assert np.asarray(out.cache.held()).max() <= 32
+    with pytest.raises(BadValue, match="reads pages"):
+        jaxkv.policy("adakv-h2o", budget=32, read=Pages())

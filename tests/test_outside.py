@@ -1,0 +1,84 @@
+"""Parts written outside the package keep the contract as the package's own do, with no file of it touched."""
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import behaviour
+import numpy as np
+import outside_parts
+import pytest
+import test_contract as contract
+
+import jaxkv
+from jaxkv import cli
+from jaxkv.policies import Codec
+from jaxkv.policies.parts import PARTS
+
+H2O = """
+[prefill]
+observe = {{ kind = "all-queries" }}
+score = {{ kind = {score} }}
+aggregate = {{ queries = "sum", group = "mean" }}
+select = {{ sinks = 2, recent = 4 }}
+evicted = {{ kind = {evicted} }}
+[decode]
+observe = {{ kind = "current-query" }}
+score = {{ kind = {score} }}
+select = {{ sinks = 2, recent = 4 }}
+evicted = {{ kind = {evicted} }}
+"""
+KINDS = {"score": '"accumulated-attention"', "evicted": '"drop"'}
+POLICIES = {  # a policy for each part
+    "score": H2O.format(**{**KINDS, "score": '"balance"'}),
+    "evicted": H2O.format(**{**KINDS, "evicted": '"fold", share = 0.2'}),
+    "allocate": 'allocate = { kind = "seesaw", swing = 3 }\n' + H2O.format(**KINDS),
+    "codec": 'store = { keys = { kind = "half" }, values = { kind = "half" } }\n' + H2O.format(**KINDS),
+}
+
+
+@pytest.fixture(params=POLICIES)
+def file(request, tmp_path):
+    """The TOML file of a policy with one outside part."""
+    path = tmp_path / f"{request.param}.toml"
+    path.write_text(POLICIES[request.param], encoding="utf-8")
+    return str(path)
+
+
+def test_outside_parts_keep_the_contract(tiny, file, tmp_path):
+    contract.test_rules_of_the_family(tiny, file)
+    contract.test_save_and_restore_equals_going_on(tiny, file, tmp_path)
+    contract.test_scan_equals_stepping_by_hand(tiny, file)
+    contract.test_empty_slots_are_never_read(tiny, file)
+
+
+def test_each_part_is_short_and_says_what_it_is():
+    source = Path(outside_parts.__file__).read_text(encoding="utf-8")
+    parts = re.split(r"\n\n\n(?=@register)", source)[1:]
+    assert len(parts) == 5 and all(part.count("\n") <= 60 for part in parts)
+    kinds = {"score": "balance", "evicted": "fold", "allocate": "seesaw", "keys": "half"}
+    assert all(PARTS[name].parts[kind].__module__ == "outside_parts" for name, kind in kinds.items())
+    assert issubclass(PARTS["values"].parts["half"], Codec)
+
+
+def test_what_the_parts_do(tiny, tmp_path):
+    """The layers' budgets, the bytes of the codes, the entries folded; each from its file."""
+    params, made = tiny(contract.FAMILY), {}
+    for name, text in POLICIES.items():
+        path = tmp_path / f"{name}.toml"
+        path.write_text(text, encoding="utf-8")
+        made[name] = jaxkv.prefill(params, behaviour.prompts("tiny", 0), policy=jaxkv.policy(path, budget=16))
+    limits = np.asarray(made["allocate"].limits)[:, 0]
+    assert limits.tolist() == [13 + 6 * (layer % 2) for layer in range(len(limits))]
+    assert made["codec"].kv_bytes * 2 == made["score"].kv_bytes
+    assert np.asarray(made["evicted"].layers[0].beside["folded"].count).tolist() == [[29, 29], [0, 0], [14, 14]]
+    assert tomllib.loads(POLICIES["evicted"])["prefill"]["evicted"]["share"] == 0.2
+
+
+def test_the_command_line_takes_them(tmp_path, capsys):
+    path = tmp_path / "mine.toml"
+    path.write_text(POLICIES["evicted"], encoding="utf-8")
+    cli.main(["policies", str(path), "--parts", str(Path(outside_parts.__file__)), "--json"])
+    assert '"fold"' in capsys.readouterr().out
+    assert sys.modules["outside_parts"] is outside_parts
