@@ -21,14 +21,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxkv.cache import EMPTY, KVCache, LayerCache
 from jaxtyping import Array, Float, Int
 
 import jaxkv
 from benchmarks.report import write
-from jaxkv import cache as slots_of
 from jaxkv import run
-from jaxkv.attend import LayerState, prefill_layer
+from jaxkv.attend import Ask, Facts, LayerIn, prefill_layer
 from jaxkv.errors import BadValue
 from jaxkv.evaluation import asking, settings, summary
 from jaxkv.evaluation.example import Example
@@ -41,11 +39,12 @@ from jaxkv.models.rope import rotate
 from jaxkv.plan import plan
 from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.needs import HIDDEN, OUTPUT
-from jaxkv.policies.observe import Lookahead, PseudoQueries, Replay
 from jaxkv.policies.policy import Policy
 from jaxkv.prompts import left_padded
 from jaxkv.sampling import Sampler
 from jaxkv.sharding.layout import ONE_DEVICE
+from jaxkv.store import EMPTY, Entries, KVCache, Slots
+from jaxkv.store import slots as stores
 from jaxkv.weights.params import Params
 from pallas_kernels.prefill_attend.api import prefill_attend
 
@@ -91,26 +90,22 @@ def nothing(config: ModelConfig, dtype: Any) -> list[Seen]:
 def cut(
     seen: Seen, behind: Seen, positions: Int[Array, "1 T"], limits: Int[Array, "1"], layer: Int[Array, ""],
     out, learned, *, policy: Policy, spec: AttentionSpec, slots: int, wide: int,
-) -> LayerCache:  # fmt: skip
+) -> Slots:  # fmt: skip
     """What the policy keeps of one layer, `behind` looking too, in `slots` slots, then in `wide` with empty ones."""
     query, key, value = (jnp.concatenate(pair, axis=1) for pair in zip(seen, behind, strict=True))
     now, extra = positions[:, -1] + 1, behind[0].shape[1]
     places = jnp.concatenate([positions, now[:, None] + jnp.arange(extra)], axis=1)
-    empty = slots_of.empty(1, spec.num_kv_heads, 0, spec.head_dim, key.dtype, policy.stats)
-    state = LayerState(empty, slots, limits, policy.prefill is not None, extra, layer, out, learned)
-    _, state = prefill_layer(policy, places, now, ONE_DEVICE, None, spec, query, key, value, state)
-    kept = state.cache
+    empty = stores.empty(1, spec.num_kv_heads, 0, spec.head_dim, key.dtype, policy.stats)
+    given = LayerIn(empty, limits, Facts(layer, out, learned), Ask(slots, policy.prefill is not None, extra))
+    kept = prefill_layer(policy, places, now, ONE_DEVICE, None, spec, query, key, value, given)[1].cache
     keys = kept.keys
     if policy.rope == "cache":  # kept unturned: decoding here turns by the text
         keys = rotate(keys, kept.positions, spec.rope)
     front = ((0, 0), (0, 0), (wide - kept.slots, 0), (0, 0))
-    return LayerCache(
-        jnp.pad(keys, front),
-        jnp.pad(kept.values, front),
-        jnp.pad(kept.positions, front[:3], constant_values=EMPTY),
-        jnp.zeros_like(kept.next_slot),
-        {},
+    entries = Entries(
+        jnp.pad(keys, front), jnp.pad(kept.values, front), jnp.pad(kept.positions, front[:3], constant_values=EMPTY), {}
     )
+    return Slots(entries, jnp.zeros_like(kept.next_slot))
 
 
 def in_one_block(policy: Policy, tokens: int) -> Policy:
@@ -123,10 +118,14 @@ def measurable(policy: Policy, tokens: int) -> str:
     """Why what a policy keeps of a prompt can't be told from one prefill, or nothing."""
     if policy.allocate.pooled:
         return "its heads share a pool"
-    if policy.prefill is not None and isinstance(policy.prefill.observe, Replay):
+    if policy.prefill is not None and policy.prefill.observe.replays:
         return "it replays the prompt"
-    if policy.propagate is not None or policy.reuse > 1:
+    if not policy.flow.straight:
         return "its layers depend on each other"
+    if policy.prefill is not None and policy.prefill.evicted.state:
+        return "it does more with what leaves than drop it"
+    if not policy.store.plain:
+        return "its keys and values are coded"
     if HIDDEN in policy.needs:
         return "it needs the sizes of hidden states"
     return f"it runs blocks of {policy.block} tokens" if tokens > policy.block else ""
@@ -160,15 +159,15 @@ class Prompt:
             )[1]  # fmt: skip
         return self.looks[known]
 
-    def kept(self, policy: Policy, wide: int) -> list[LayerCache]:
+    def kept(self, policy: Policy, wide: int) -> list[Slots]:
         """Each layer's cache under the policy, in `wide` slots."""
         config = self.params.config
         observe = policy.prefill.observe if policy.prefill else None
         behind = nothing(config, self.params.dtype)
-        if isinstance(observe, PseudoQueries):
-            behind = self.behind(observe.tokens(self.ids, config.vocab_size))
-        elif isinstance(observe, Lookahead):
-            behind = self.behind(self.ahead(policy, observe))
+        if observe is not None and observe.drafts:
+            behind = self.behind(self.ahead(policy, observe.extra))
+        elif observe is not None and observe.extra:
+            behind = self.behind(observe.behind(self.ids, config.vocab_size, None))
         learned = self.params.learned_for(policy.learns, policy.name)
         shapes, limits = plan(policy, config, None, np.array([len(self.ids)]), 0, learned=learned)
         model = run.model_of(config, self.params.weights) if OUTPUT in policy.needs else None
@@ -181,13 +180,13 @@ class Prompt:
             for i in range(config.num_layers)
         ]  # fmt: skip
 
-    def ahead(self, policy: Policy, observe: Lookahead) -> np.ndarray:
-        """The tokens that a lookahead policy's own first pass goes on with."""
+    def ahead(self, policy: Policy, count: int) -> np.ndarray:
+        """The `count` tokens that a lookahead policy's own first pass goes on with."""
         assert policy.budget is not None
-        kept = self.kept(first_pass(policy, observe), policy.budget + observe.count)
-        return self.answers([kept], observe.count - 1)[0]
+        kept = self.kept(first_pass(policy), policy.budget + count)
+        return self.answers([kept], count - 1)[0]
 
-    def answers(self, caches: Sequence[list[LayerCache]], steps: int) -> np.ndarray:
+    def answers(self, caches: Sequence[list[Slots]], steps: int) -> np.ndarray:
         """The first token and `steps` more from each of the caches, int32 `[R, steps + 1]`."""
         rows = len(caches)
         layers = [jax.tree.map(lambda *x: jnp.concatenate(x), *each) for each in zip(*caches, strict=True)]

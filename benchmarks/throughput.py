@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import jaxkv
 from benchmarks.report import table, write
 from jaxkv import run
-from jaxkv.cache import KVCache, LayerCache
 from jaxkv.models import ModelConfig, abstract_weights
 from jaxkv.sampling import Sampler
+from jaxkv.store import Entries, KVCache, Slots
 from jaxkv.weights.params import Params
 from jaxkv.weights.source import named
 
@@ -57,19 +57,19 @@ def late_state(
     config = params.config
     held = slots if policy.evicts else slots - steps
 
-    def layer(index: int) -> LayerCache:
+    def layer(index: int) -> Slots:
         spec = config.attention_spec(index)
         shape = (batch, spec.num_kv_heads, slots)
         draw = lambda number: jax.random.normal(jax.random.key(number), (*shape, spec.head_dim), params.dtype)  # noqa: E731
         place = jnp.arange(slots, dtype=jnp.int32)
         place = jnp.where(place < held, place + (length - held), -1)
-        return LayerCache(
+        entries = Entries(
             keys=draw(2 * index),
             values=draw(2 * index + 1),
             positions=jnp.broadcast_to(place, shape),
-            next_slot=jnp.full(shape[:2], held % slots, jnp.int32),
             stats={name: jnp.ones(shape, jnp.float32) for name in policy.stats},
         )
+        return Slots(entries, jnp.full(shape[:2], held % slots, jnp.int32))
 
     layers = jax.jit(lambda: tuple(layer(index) for index in range(config.num_layers)))()
     budget = slots if policy.evicts else jnp.iinfo(jnp.int32).max

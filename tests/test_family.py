@@ -14,7 +14,6 @@ import pytest
 from ordered import heads_of
 
 import jaxkv
-from jaxkv import cache as slots_of
 from jaxkv.errors import BadValue
 from jaxkv.models import ModelConfig
 from jaxkv.models.rope import rotate
@@ -26,13 +25,13 @@ from jaxkv.policies import (
     Cover,
     Crush,
     Distance,
+    Follow,
     Ladder,
     LagKV,
     Leverage,
     Maximum,
     Neighbours,
     NonCausal,
-    Propagate,
     Propagated,
     Random,
     Recurrence,
@@ -49,6 +48,7 @@ from jaxkv.policies.order import BIG
 from jaxkv.policies.policy import from_dict, to_dict
 from jaxkv.policies.score import Entering, KeyNorm, Recency, ScoreInputs
 from jaxkv.policies.scores import KINDS
+from jaxkv.store import entries as of_slots
 from pallas_kernels.prefill_attend_mass.reference import prefill_attend_mass
 
 RTOL = 1e-4
@@ -620,7 +620,7 @@ def test_lookahead_tokens_are_the_drafts(tiny, monkeypatch):
 def _weights(params, ids):
     """Every layer's attention weights `[1, Hk, G, T, S]` in a prefill that keeps everything."""
     found = []
-    attend = jaxkv.attend.prefill_attend
+    attend = jaxkv.attend.prompt.prefill_attend
 
     def recorded(layout, query, keys, values, at, key_positions, **options):
         query_by_group = query.reshape(1, keys.shape[1], -1, *query.shape[2:])
@@ -632,7 +632,7 @@ def _weights(params, ids):
         found.append(weights)
         return attend(layout, query, keys, values, at, key_positions, **options)
 
-    with mock.patch.object(jaxkv.attend, "prefill_attend", recorded), jax.disable_jit():
+    with mock.patch.object(jaxkv.attend.prompt, "prefill_attend", recorded), jax.disable_jit():
         jaxkv.prefill(params, ids, policy=jaxkv.policy("full"))
     pad = found[0].shape[-1] - len(ids)
     return [weights[..., pad:, pad:] for weights in found]
@@ -666,7 +666,7 @@ def test_a_look_once_and_layers_that_share_it(tiny):
 def test_layers_that_share_stay_together(tiny):
     """Over blocks, turns and rows of other lengths."""
     params, prompts = tiny("llama2"), [_ids(41), _ids(19, 1)]
-    policy = jaxkv.policy("snapkv", budget=10, window=4, reuse=2, block=16)
+    policy = jaxkv.policy("snapkv", budget=10, window=4, flow={"kind": "follow", "reuse": 2}, block=16)
     cache = jaxkv.prefill(params, prompts, policy=policy)
     cache = jaxkv.generate(params, [_ids(7, 2), _ids(7, 3)], policy=policy, cache=cache, max_new_tokens=4).cache
     assert np.array_equal(cache.layers[1].positions, cache.layers[0].positions)
@@ -675,9 +675,9 @@ def test_layers_that_share_stay_together(tiny):
 
 def test_layers_that_cannot_share():
     policy = jaxkv.policy("mpcache", budget=10)
+    with pytest.raises(BadValue, match="reuse="):
+        Follow(reuse=0)
     for options in (
-        {"reuse": 0},
-        {"propagate": Propagate()},
         {"decode": policy.prefill},
         {"allocate": Adaptive()},
         {"prefill": None},
@@ -728,7 +728,7 @@ def test_where_cuts_come_at_intervals_slots_stand_in_time_order_around(tiny):
     for _ in range(4):
         out = jaxkv.generate(params, cache=out.cache, max_new_tokens=7, stop_tokens=())
         for layer in out.cache.layers:
-            assert np.array_equal(slots_of.around(layer.positions), slots_of.ranks(layer.positions))
+            assert np.array_equal(of_slots.around(layer.positions), of_slots.ranks(layer.positions))
 
 
 def test_the_policies_of_the_docs():

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxkv.cache import one_row
 from letters import Letters
 
 import jaxkv
@@ -20,6 +19,7 @@ from jaxkv.evaluation.forced import follow
 from jaxkv.lowering import lower
 from jaxkv.prompts import rows_of
 from jaxkv.sampling import Sampler
+from jaxkv.store.cache import one_row
 
 FAMILY = "llama3"
 

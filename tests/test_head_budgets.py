@@ -13,7 +13,6 @@ from ordered import heads_of
 from watched import watched
 
 import jaxkv
-from jaxkv.attend_pool import guarded
 from jaxkv.errors import BadValue
 from jaxkv.policies import Attention, CurrentQuery, Curves, Divided, KeyDiff, Phase, Proportional, Select, catalogue
 from jaxkv.policies.curves import best_split, scaled
@@ -178,9 +177,9 @@ def test_a_head_that_retrieves_nothing_keeps_its_base():
 @pytest.mark.parametrize("heads, count", [(1, 1), (2, 1), (3, 2), (8, 4)])
 def test_how_many_heads_are_local(heads, count):
     scores = jnp.asarray(np.random.default_rng(heads).permutation(heads), jnp.float32)
-    local = np.asarray(Divided(retrieval=0.5).local(scores))
+    local = np.asarray(Divided(retrieval=0.5).local({"retrieval": scores}, heads))
     assert (~local).sum() == count and (heads == count or scores[local].max() < scores[~local].min())
-    assert not np.asarray(Divided(retrieval=1.0).local(scores)).any()
+    assert not np.asarray(Divided(retrieval=1.0).local({"retrieval": scores}, heads)).any()
 
 
 # ---- curves
@@ -275,8 +274,7 @@ def test_the_window_of_a_local_head_slides(tiny, name, score):
     share, sinks = policy.allocate, policy.decode.protects.sinks
     floor = 8 if name == "duo" else 9 + 5  # sinks, recents and one entry; sinks, recents and half of the others
     for index, layer in enumerate(out.cache.layers):
-        scores = share.scores(jnp.asarray(params.learned["retrieval"])[index], layer.heads)
-        local = np.asarray(share.local(scores))
+        local = np.asarray(share.local({"retrieval": jnp.asarray(params.learned["retrieval"])[index]}, layer.heads))
         for row, tokens in enumerate((60, 33)):
             held = heads_of(layer, row)
             assert [len(each) for each in held] == divided_budgets(local, 20, floor, tokens).tolist()
@@ -291,7 +289,7 @@ def test_cuts_every_few_tokens_keep_the_shares(tiny):
     decode = Phase(CurrentQuery(), Attention(), select=Select(recent=4), every=4)
     policy = dataclasses.replace(policy, decode=decode)
     out = jaxkv.generate(params, [ids(50), ids(6, 1)], policy=policy, max_new_tokens=31, stop_tokens=())
-    guard = guarded(policy, jnp.array([budget, budget], jnp.int32))
+    guard = policy.allocate.guard(jnp.array([budget, budget], jnp.int32), policy.phases)
     assert guard.tolist() == [4 + 2, 4 + 2]
     for index, layer in enumerate(out.cache.layers):
         assert layer.slots == budget + 4

@@ -12,16 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ordered import pooled
 
 import jaxkv
-from jaxkv import cache as slots_of
-from jaxkv import pool as pools
 from jaxkv import run as programs
-from jaxkv.cache import KVCache
 from jaxkv.configs import config_files
 from jaxkv.models import ModelConfig, abstract_weights
 from jaxkv.plan import Plan
 from jaxkv.sampling import Sampler
+from jaxkv.store import KVCache
+from jaxkv.store import empty as empty_store
+from jaxkv.store import slots as stores
 from pallas_kernels.decode_attend_score import reference
 from pallas_kernels.decode_attend_score.victim import Rule
 from pallas_kernels.prefill_attend import reference as attend_reference
@@ -431,17 +432,17 @@ def llama() -> ModelConfig:
     )
 
 
-def begun(config, policy, batch, slots) -> programs.DecodeState:
+def begun(config, policy, batch, size) -> programs.DecodeState:
     """The state of a decode loop over an empty cache, whose heads share pools where the policy's do."""
     rows = jnp.zeros(batch, jnp.int32)
-    layers = [
-        slots_of.empty(batch, spec.num_kv_heads, slots, spec.head_dim, jnp.bfloat16, policy.stats)
-        for spec in config.specs
-    ]
-    if policy.allocate.pooled:
-        none, total = jnp.zeros((batch, config.num_kv_heads * slots), bool), config.num_kv_heads * slots
-        layers = [pools.build(layer, none, total, rows + total) for layer in layers]
-    cache = KVCache(tuple(layers), rows, jnp.zeros((2, batch), jnp.int32), rows)
+
+    def layer(heads, dim):
+        none = stores.empty(batch, heads, size, dim, jnp.bfloat16, policy.stats).by_head()
+        store = empty_store(policy.allocate.store, batch, heads, dim, jnp.bfloat16, policy.stats, policy.store, {})
+        return store.rebuilt(none, none.filled, size, rows + heads * size, {})
+
+    layers = tuple(layer(spec.num_kv_heads, spec.head_dim) for spec in config.specs)
+    cache = KVCache(layers, rows, jnp.zeros((2, batch), jnp.int32), rows)
     return programs.DecodeState(cache, jnp.zeros(batch, bool), rows, None, jax.vmap(jax.random.key)(rows))
 
 
@@ -460,7 +461,7 @@ def test_decode_of_a_model_lowers_for_cuda(name):
     """One kernel a layer, whether its heads share a pool or not."""
     config, policy = llama(), jaxkv.policy(name, budget=512)
     state = begun(config, policy, 2, 512)
-    assert all(isinstance(layer, pools.Pool) == policy.allocate.pooled for layer in state.cache.layers)
+    assert all(pooled(layer) == policy.allocate.pooled for layer in state.cache.layers)
     text = lowered(programs.decode, config, policy, state, steps=4, sampler=Sampler(), stop=())
     assert calls(text, "mosaic_gpu") == 2
 

@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from ordered import heads_of
+from ordered import heads_of, in_line
 from small import SMALL
 from test_head_budgets import apportioned
 from watched import watched
 
 import jaxkv
-from jaxkv import model_pool
-from jaxkv.cache import opened
 from jaxkv.errors import BadValue
 from jaxkv.policies import Cake, Density, Global, Lazy, Prefix, Uniform, catalogue
 from jaxkv.policies.across import Across
+from jaxkv.store import Entries, Pool
+from jaxkv.store.line import Written, opened, placed, written
 
 FAMILY = "llama3"
 TOKENS, BUDGET = 70, 24
@@ -203,14 +203,16 @@ def test_a_view_is_the_layers_own():
     sizes = np.array([[3, 5, 1, 2, 4, 1], [1, 1, 6, 3, 2, 3]])
     total, reach = 16, 9
     borders = np.concatenate([np.zeros((batch, 1), int), sizes.cumsum(1)], axis=1)
-    line = jaxkv.pool.Pool(
+    entries = Entries(
         *(jnp.asarray(rng.normal(size=(batch, total, dim)), jnp.float32) for _ in range(2)),
-        jnp.asarray(rng.integers(0, 99, (batch, total)), jnp.int32), jnp.asarray(borders, jnp.int32),
-        jnp.asarray(borders[:, :-1] + rng.integers(0, sizes), jnp.int32),
+        jnp.asarray(rng.integers(0, 99, (batch, total)), jnp.int32),
         {"mark": jnp.asarray(rng.normal(size=(batch, total)), jnp.float32)},
-    )  # fmt: skip
-    shares = model_pool.shared(line, layers, reach)
-    views = opened(shares)
+    )
+    line = Pool(
+        entries, jnp.asarray(borders, jnp.int32), jnp.asarray(borders[:, :-1] + rng.integers(0, sizes), jnp.int32)
+    )
+    places = placed(line, [{}] * layers, reach)
+    views = opened(places)
     for number, view in enumerate(views):
         for row in range(batch):
             for head, positions in enumerate(heads_of(view, row)):
@@ -219,11 +221,11 @@ def test_a_view_is_the_layers_own():
         assert int((view.positions >= 0).sum()) == sizes[:, number * heads : (number + 1) * heads].sum()
 
     def step(view):
-        return dataclasses.replace(view, next_slot=view.offsets[:, :-1], stats={"mark": view.stats["mark"] + 1})
+        token = Written(*(jnp.full((batch, heads, dim), number) for number in (7.0, 8.0)))
+        return view.changed(stats={"mark": view.stats["mark"] + 1}).aimed(view.offsets[:, :-1]).replaced(new=token)
 
-    token = tuple(jnp.full((batch, heads, dim), number) for number in (7.0, 8.0))
     position = jnp.full((batch,), 100, jnp.int32)
-    after = model_pool.written(shares, tuple(map(step, views)), (token,) * layers, position)[0].line
+    after = written(places, tuple(map(step, views)), position)[0].line
     slot = np.zeros((batch, total), bool)
     np.put_along_axis(slot, np.asarray(line.next_slot), True, axis=1)
     inside = np.arange(total) < borders[:, -1:]
@@ -254,7 +256,7 @@ def test_sliding_layers_keep_their_windows(tiny):
     out, plain = (run(policy=jaxkv.policy(name, budget=16)) for name in ("global-h2o", "h2o"))
     full = [i for i, spec in enumerate(params.config.specs) if spec.window is None]
     for index, (mine, theirs) in enumerate(zip(out.cache.layers, plain.cache.layers, strict=True)):
-        assert isinstance(mine, model_pool.Share) == (index in full)
+        assert in_line(mine) == (index in full)
         assert index in full or mine.slots == theirs.slots
     assert int(np.asarray(out.cache.held())[full].sum()) == 16 * np.asarray(out.cache.held())[full].size
 

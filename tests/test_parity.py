@@ -8,10 +8,10 @@ import pytest
 from ordered import in_text_order
 
 import jaxkv
-from jaxkv.cache import EMPTY
 from jaxkv.models import ModelConfig
 from jaxkv.policies.observe import PseudoQueries
 from jaxkv.prompts import rows_of
+from jaxkv.store import EMPTY
 
 RTOL = 1e-4  # of scores
 CLEAR = 2e-5  # smallest margin at which rounding can't change what is kept; all tiny models' margins are above
@@ -193,8 +193,8 @@ def test_dapq(goldens, tiny, scored, monkeypatch, content, budget):
     params, ids, pseudo = tiny("llama2"), golden["ids"], golden[f"{content}/pseudo"]
     policy = jaxkv.policy("dapq", budget=budget, count=8, prefix=4, content=content, pool="none")
     if content == "random":
-        monkeypatch.setattr(PseudoQueries, "tokens", lambda self, prompt, vocab_size: pseudo)
-    np.testing.assert_array_equal(policy.prefill.observe.tokens(ids, params.config.vocab_size), pseudo)
+        monkeypatch.setattr(PseudoQueries, "behind", lambda self, prompt, vocab_size, encode: pseudo)
+    np.testing.assert_array_equal(policy.prefill.observe.behind(ids, params.config.vocab_size, None), pseudo)
     cache, worths = scored(params, ids, policy)
     compiled = jaxkv.prefill(params, ids, policy=policy)
     for layer, worth in enumerate(worths):

@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
-from jaxkv.cache import EMPTY, LayerCache
-from jaxkv.pool import Pool
-from ordered import heads_of
+from ordered import heads_of, pooled
 from small import SMALL
 
 import jaxkv
-from jaxkv import pool as pools
 from jaxkv.errors import BadValue
 from jaxkv.models import ModelConfig
 from jaxkv.policies import Adaptive, Aggregate, Attention, Pyramid, catalogue
 from jaxkv.policies.across import Across
+from jaxkv.store import EMPTY, Entries, Pool, Slots
+from jaxkv.store import pool as pools
+from jaxkv.store.entries import flattened, owners
 from pallas_kernels.decode_attend_score.reference import decode_attend_score
 from pallas_kernels.decode_attend_score.victim import Rule
 from pallas_kernels.ragged_decode import ragged_decode
@@ -91,7 +91,7 @@ def test_kept_as_in_kvpress(goldens, tiny, family, method, ratio):
         assert theirs.sum() == budget * len(theirs) == layer.total
         np.testing.assert_array_equal(ours, theirs, err_msg=f"{case} layer {index}")
     if family == "gemma3_text":  # sliding layers stay as they are
-        assert [isinstance(layer, Pool) for layer in cache.layers] == [i in layers for i in range(len(cache.layers))]
+        assert [pooled(layer) for layer in cache.layers] == [i in layers for i in range(len(cache.layers))]
 
 
 @pytest.mark.parametrize("ratio", ["0.3", "0.5", "0.75"])
@@ -138,17 +138,25 @@ def test_defensive_aggregation():
 
 SHAPES = ((1, 2, 5), (2, 3, 8))
 compete, best = (jax.jit(f, static_argnums=n) for f, n in ((pools.compete, 3), (pools.best, ())))
-build = jax.jit(pools.build, static_argnums=2)
 
 
-def layer_of(positions: np.ndarray) -> LayerCache:
+@functools.partial(jax.jit, static_argnums=2)
+def build(layer: Slots, kept, total: int, room) -> Pool:
+    """The kept ones of a layer's slots, flat, in a pool."""
+    entries = layer.by_head()
+    batch, heads, _ = entries.positions.shape
+    owner = owners(entries.positions).reshape(batch, -1)
+    return pools.arranged(flattened(entries), owner, kept, total, room, heads, {}, layer.codecs)
+
+
+def layer_of(positions: np.ndarray) -> Slots:
     """A layer whose keys and values name their position and head, NaN in the empty slots."""
     content = np.where(positions < 0, np.nan, positions + 100.0 * np.arange(positions.shape[1])[:, None])
     keys = jnp.asarray(np.stack([content, -content], axis=-1), jnp.float32)
-    return LayerCache(
-        keys, keys + 0.5, jnp.asarray(positions, jnp.int32), jnp.zeros(positions.shape[:2], jnp.int32),
-        {"mark": jnp.asarray(content, jnp.float32)},
+    entries = Entries(
+        keys, keys + 0.5, jnp.asarray(positions, jnp.int32), {"mark": jnp.asarray(content, jnp.float32)}
     )  # fmt: skip
+    return Slots(entries, jnp.zeros(positions.shape[:2], jnp.int32))
 
 
 @st.composite
@@ -200,7 +208,7 @@ def test_heads_compete_and_a_pool_is_built(case):
     positions, worth, each, guard = case
     batch, heads, slots = positions.shape
     layer = layer_of(positions)
-    flat, owner = pools.flattened(layer).positions, pools.owners(layer)
+    flat, owner = (x.reshape(batch, -1) for x in (layer.positions, owners(layer.positions)))
     value = jnp.asarray(worth.reshape(batch, -1))
     kept, safe = compete(value, flat, owner, heads, jnp.asarray(heads * each), jnp.asarray(guard))
     pool = build(layer, kept, heads * slots, jnp.asarray(heads * each))
@@ -221,12 +229,12 @@ def test_heads_compete_and_a_pool_is_built(case):
     again = np.asarray(best(value, flat, owner, pool.held()))
     if (guard == 0).all():
         np.testing.assert_array_equal(again, np.asarray(kept), err_msg="the same shares, the same entries")
-    wide = pools.rectangle(pool)
+    wide = pool.by_head()
     for row in range(batch):
         for mine, line in zip(np.asarray(wide.positions[row]), heads_of(pool, row), strict=True):
             np.testing.assert_array_equal(mine[: len(line)], line)
             assert (mine[len(line) :] == EMPTY).all()
-    back = pools.from_rectangle(pool, wide.positions.astype(jnp.float32))
+    back = pool.unscored(pool.uncompared(wide.positions.astype(jnp.float32)))
     mine = np.asarray(pool.owner) < heads
     np.testing.assert_array_equal(np.asarray(back)[mine], np.asarray(pool.positions)[mine])
 
@@ -243,15 +251,15 @@ def step(pool: Pool, key, now, each, shift, guard):
     at = (rows, pool.next_slot)
     put = lambda x, new: x.at[at].set(jnp.broadcast_to(new, x[at].shape))  # noqa: E731
     pair = jnp.stack([content, -content], axis=-1)
-    pool = dataclasses.replace(
-        pool, keys=put(pool.keys, pair), values=put(pool.values, pair + 0.5), positions=put(pool.positions, now),
+    pool = pool.changed(
+        keys=put(pool.keys, pair), values=put(pool.values, pair + 0.5), positions=put(pool.positions, now),
         stats={"mark": put(pool.stats["mark"], content)},
     )  # fmt: skip
     keep, room = heads * (each - shift), heads * each
     kept, _ = pools.compete(worth, pool.positions, pool.owner, heads, keep, jnp.minimum(guard, each - shift))
-    moved = pools.build(pool, kept, pool.total, room)
+    moved = pool.arranged(kept, room)
     pool = jax.tree.map(lambda a, b: jnp.where(now % 7 == 0, a, b), moved, pool)
-    return dataclasses.replace(pool, next_slot=lowest(worth, pool.positions, pool.offsets))
+    return pool.aimed(lowest(worth, pool.positions, pool.offsets))
 
 
 @given(st.integers(0, 2**16), st.sampled_from([1, 3]), st.sampled_from([1, 4]))
@@ -260,9 +268,9 @@ def test_borders_move_over_a_long_decode(seed, shift, guard):
     """Total constant, no slot lost or shared, the safeguard kept, over 200 tokens; and the borders do move."""
     heads, slots, each = 3, 8, np.array([8, 6])
     layer = layer_of(np.broadcast_to(np.arange(slots), (2, heads, slots)))
-    pool = build(layer, jnp.ones((2, heads * slots), bool) & (pools.flattened(layer).positions < 6), heads * slots,
+    pool = build(layer, jnp.ones((2, heads * slots), bool) & (flattened(layer.entries).positions < 6), heads * slots,
                  jnp.asarray(heads * each))  # fmt: skip
-    pool = dataclasses.replace(pool, next_slot=first_empty(pool.positions, pool.offsets))
+    pool = pool.aimed(first_empty(pool.positions, pool.offsets))
     borders = set()
     for now in range(slots, slots + 200):
         pool = step(pool, jax.random.key(seed * 1000 + now), jnp.int32(now), jnp.asarray(each), shift, guard)
@@ -280,8 +288,8 @@ def test_borders_move_over_a_long_decode(seed, shift, guard):
 def test_more_slots_for_every_head():
     positions = np.where(np.arange(5) < [[[3], [5]]], np.arange(5), EMPTY)
     layer = layer_of(positions)
-    pool = build(layer, pools.flattened(layer).positions >= 0, 10, jnp.array([10]))
-    wide = pools.widened(pool, 3)
+    pool = build(layer, flattened(layer.entries).positions >= 0, 10, jnp.array([10]))
+    wide = pool.widened(3)
     check_pool(wide, [16])
     for line, more in zip(heads_of(pool), heads_of(wide), strict=True):
         assert more[: len(line)].tolist() == line.tolist() and more[len(line) :].tolist() == [EMPTY] * 3
@@ -405,16 +413,16 @@ def test_a_line_is_read_where_it_lies(rule):
 )
 def test_bytes_are_the_budget(tiny, name):
     """Keys and values held over the full cache's: the fraction asked for, however the heads differ; a policy that
-    compensates for what it drops holds one more of each per head.
+    summarises what it drops holds one more of each per head.
     """
     params, tokens = tiny(FAMILY), 96
 
     full = jaxkv.prefill(params, ids(tokens)).kv_bytes
     policy = jaxkv.policy(name, ratio=0.75, **SMALL.get(name, {}))
     cache = jaxkv.prefill(params, ids(tokens), policy=policy)
-    rest = full // tokens if getattr(policy.allocate, "compensates", False) else 0
-    assert cache.kv_bytes == full // 4 + rest
-    assert all(isinstance(layer, Pool) for layer in cache.views)
+    more = full // tokens if policy.prefill.evicted.state == "summary" else 0
+    assert cache.kv_bytes == full // 4 + more
+    assert all(map(pooled, cache.views))
     held = np.asarray(cache.held())
     assert held.sum() == 24 * held[:, 0].size
     if name != "simlayerkv":  # no layer of a random model is lazy
@@ -442,7 +450,7 @@ def test_cuts_every_few_tokens_move_borders(tiny):
     policy = dataclasses.replace(jaxkv.policy("keydiff", budget=16, every=4), allocate=Adaptive(), rope="text")
     out = jaxkv.generate(params, [ids(50), ids(6, 1)], policy=policy, max_new_tokens=40, stop_tokens=())
     for layer in out.cache.layers:
-        assert isinstance(layer, Pool) and layer.slots == 20
+        assert pooled(layer) and layer.slots == 20
         held = np.asarray(layer.held()).sum(axis=1)
         assert (held >= 16 * layer.heads).all() and (held <= 20 * layer.heads).all()
         assert np.ptp(np.asarray(layer.held()), axis=1).max() > 0

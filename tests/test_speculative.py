@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jaxkv.cache import EMPTY, KVCache, LayerCache
 from letters import Letters
 from small import SMALL
 
 import jaxkv
-from jaxkv import cache as slots_of
 from jaxkv import cli
-from jaxkv.attend import LayerState, decode_layer
+from jaxkv.attend import LayerIn, decode_layer
 from jaxkv.errors import BadValue
 from jaxkv.evaluation import texts
 from jaxkv.generate import _prefill as prefill_of
@@ -37,6 +35,8 @@ from jaxkv.speculative.rounds import speculate
 from jaxkv.speculative.session import Session
 from jaxkv.speculative.tree import ABSENT, Shape, Tree, chain, lineage, placed, pruned, sees, walk
 from jaxkv.speculative.verify import follows
+from jaxkv.store import EMPTY, Entries, KVCache, Slots
+from jaxkv.store import slots as stores
 
 FAMILY = "llama3"
 SHOWN = ["full", "longflow", "streaming-llm", "streaming-llm/text", "dapq", "dapq-longflow"]
@@ -143,7 +143,7 @@ def logit_gap(params, chosen, prompt, mine, theirs, at) -> float:
     for token in shared[:-1]:
         cache = jaxkv.generate(params, [token], cache=cache, max_new_tokens=1, stop_tokens=()).cache
     row = jnp.array([shared[-1]], jnp.int32)
-    states = [LayerState(layer, layer.slots, cache.limits[i]) for i, layer in enumerate(cache.layers)]
+    states = [LayerIn(layer, cache.limits[i]) for i, layer in enumerate(cache.layers)]
     model = model_of(params.config, params.weights)
 
     def attend(*given):
@@ -249,14 +249,13 @@ def programs(chosen, spec, shape):
 
     @jax.jit
     def step(layer, limits, position, *given):
-        state = LayerState(layer, layer.slots, limits)
-        context, state = decode_layer(chosen, position, ONE_DEVICE, None, spec, *given, state)
-        return context[:, 0], state.cache
+        context, after = decode_layer(chosen, position, ONE_DEVICE, None, spec, *given, LayerIn(layer, limits))
+        return context[:, 0], after.cache
 
     @jax.jit
     def whole(layer, limits, first, tree, *given):
         spot = placed(shape, tree, first)
-        context, branches = tree_layer(chosen, spot, spec, *given, LayerState(layer, layer.slots, limits))
+        context, branches = tree_layer(chosen, spot, spec, *given, LayerIn(layer, limits))
         return context, spot, branches
 
     return step, whole, jax.jit(commit)
@@ -269,7 +268,7 @@ def assert_paths_come_one_by_one(chosen, spec, shape, tree, seed):
     step, whole, written = programs(chosen, spec, shape)
     slots = chosen.budget if chosen.decode else spec.window or 48  # without eviction room for all that is added
     limits = jnp.asarray(rng.integers(min(10, slots), slots + 1, ROWS).astype(np.int32))
-    layer, lengths = slots_of.empty(ROWS, 2, slots, 8, jnp.float32, chosen.stats), rng.integers(0, 41, ROWS)
+    layer, lengths = stores.empty(ROWS, 2, slots, 8, jnp.float32, chosen.stats), rng.integers(0, 41, ROWS)
     for at in range(int(lengths.max())):
         position = jnp.asarray(np.where(at < lengths, at, EMPTY).astype(np.int32))
         layer = step(layer, limits, position, *drawn(rng, ROWS, 1))[1]
@@ -278,7 +277,7 @@ def assert_paths_come_one_by_one(chosen, spec, shape, tree, seed):
     context, spot, branches = whole(layer, limits, first, tree, *given)
     positions, parents = np.asarray(spot.positions), np.asarray(tree.parents)
 
-    steps: list[LayerCache] = []
+    steps: list[Slots] = []
     for node in range(shape.nodes):
         before = _each_after(steps, parents[:, node]) if node else layer
         alone, after = step(before, limits, positions[:, node], *(x[:, node : node + 1] for x in given))
@@ -290,13 +289,13 @@ def assert_paths_come_one_by_one(chosen, spec, shape, tree, seed):
         assert_same_layer(after, taken, there | (rows == ROWS - 1))
 
 
-def _each_after(steps: list[LayerCache], node: np.ndarray) -> LayerCache:
+def _each_after(steps: list[Slots], node: np.ndarray) -> Slots:
     """Each row's layer as it was after its node."""
     rows = np.arange(len(node))
     pick = lambda of: jnp.asarray(np.stack([np.asarray(of(one)) for one in steps])[node, rows])  # noqa: E731
-    names = ("keys", "values", "positions", "next_slot")
-    parts = {name: pick(lambda one, name=name: getattr(one, name)) for name in names}
-    return LayerCache(**parts, stats={name: pick(lambda one, name=name: one.stats[name]) for name in steps[0].stats})
+    parts = {name: pick(lambda one, name=name: getattr(one, name)) for name in ("keys", "values", "positions")}
+    stats = {name: pick(lambda one, name=name: one.stats[name]) for name in steps[0].stats}
+    return Slots(Entries(**parts, stats=stats), pick(lambda one: one.next_slot))
 
 
 def assert_same_layer(plain, fast, rows):

@@ -22,7 +22,6 @@ from jax.sharding import SingleDeviceSharding
 from jaxkv.cache import KVCache
 
 import jaxkv
-from jaxkv import cache as slots_of
 from jaxkv import run
 from jaxkv.configs import config_files
 from jaxkv.lowering import lower
@@ -30,6 +29,8 @@ from jaxkv.models import ModelConfig, abstract_weights
 from jaxkv.plan import Plan
 from jaxkv.sampling import Sampler
 from jaxkv.sharding import Layout
+from jaxkv.store import KVCache
+from jaxkv.store import slots as stores
 from pallas_kernels.decode_attend_score.tpu import decode_attend_score
 from pallas_kernels.decode_attend_score.victim import Rule
 from pallas_kernels.prefill_attend.tpu import prefill_attend
@@ -253,7 +254,7 @@ def test_decode_step_copies_no_cache(name, family):
     def start() -> list:
         rows = jnp.zeros(BATCH, jnp.int32)
         empty = tuple(
-            slots_of.empty(BATCH, spec.num_kv_heads, SLOTS, spec.head_dim, jnp.bfloat16, policy.stats)
+            stores.empty(BATCH, spec.num_kv_heads, SLOTS, spec.head_dim, jnp.bfloat16, policy.stats)
             for spec in config.specs
         )
         cache = KVCache(empty, rows, jnp.zeros((layers, BATCH), jnp.int32), rows)

@@ -9,7 +9,7 @@ from watched import watched
 
 import jaxkv
 from jaxkv.errors import BadValue
-from jaxkv.policies import Propagate
+from jaxkv.policies import Propagate, Straight
 from jaxkv.speculative import AASD, PromptLookup
 
 FAMILY = "llama2"  # three layers
@@ -60,7 +60,7 @@ def test_deeper_layers_see_the_chosen_tokens_alone(tiny):
 def test_all_tokens_going_on_is_no_propagation(tiny):
     params, tokens = tiny(FAMILY), np.random.default_rng(4).integers(3, 100, 60)
     policy = jaxkv.policy("fastkv", budget=12, window=4, keep=1.0, after=1)
-    plain = dataclasses.replace(policy, propagate=None)
+    plain = dataclasses.replace(policy, flow=Straight())
     one, two = (jaxkv.generate(params, tokens, policy=p, max_new_tokens=12, stop_tokens=()) for p in (policy, plain))
     assert one.tokens.tolist() == two.tokens.tolist()
     for mine, theirs in zip(one.cache.layers, two.cache.layers, strict=True):
@@ -74,7 +74,7 @@ def test_refusals(tiny):
     with pytest.raises(BadValue, match="kernel"):
         Propagate(kernel=4)
     with pytest.raises(BadValue, match="without replay"):
-        dataclasses.replace(jaxkv.policy("kvzip", budget=12), propagate=Propagate())
+        dataclasses.replace(jaxkv.policy("kvzip", budget=12), flow=Propagate())
     policy, tokens = jaxkv.policy("fastkv", budget=12, window=4), np.arange(3, 63)
     with pytest.raises(BadValue, match="PromptLookup"):
         jaxkv.generate(tiny(FAMILY), tokens, policy=policy, speculative=AASD())

@@ -1,4 +1,4 @@
-"""The compensation token of local heads, against plain NumPy: the mean of what they dropped, weighted by its number."""
+"""Summaries of what left, against plain NumPy: RazorAttention's compensation token, a mean weighted by its number."""
 
 import dataclasses
 
@@ -9,15 +9,16 @@ import pytest
 from ordered import heads_of
 
 import jaxkv
-from jaxkv import cache as caches
-from jaxkv import rest as rests
-from jaxkv.attend import LayerState, decode_layer, prefill_layer
+from jaxkv.attend import Ask, Facts, LayerIn, decode_layer, prefill_layer
 from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import Rope, rotate
 from jaxkv.policies import catalogue
 from jaxkv.sharding import ONE_DEVICE
+from jaxkv.store import empty as empty_store
+from jaxkv.store import summary as summaries
+from jaxkv.store.summary import Summary
+from pallas_kernels.partial import Partial, merge
 from pallas_kernels.prefill_attend import api as attend_api
-from pallas_kernels.rest import with_rest
 
 FAMILY = "smollm2"  # three KV heads of three query heads each
 SMALL = {"sinks": 2, "window": 4, "decode_recent": 4}
@@ -32,13 +33,13 @@ def capped(logits, cap):
     return logits if cap is None else cap * np.tanh(logits / cap)
 
 
-# ---- the pair in the softmax
+# ---- a summary in the softmax
 
 
 @pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("queries", [(), (5,)], ids=["decode", "prefill"])
-def test_a_pair_counts_as_often_as_it_stands_for(dtype, cap, queries):
+def test_a_summary_counts_as_often_as_it_stands_for(dtype, cap, queries):
     """As a softmax in which it stands n times, however large its logit; and nothing changes where n is 0."""
     rng = np.random.default_rng(0)
     batch, heads, group, dim, slots = 2, 3, 2, 8, 6
@@ -62,20 +63,27 @@ def test_a_pair_counts_as_often_as_it_stands_for(dtype, cap, queries):
         all_values = np.concatenate([values[b, h], np.repeat(mean_value[b, h][None], n, axis=0)])
         want[at] = weights @ all_values / weights.sum()
     given = jnp.asarray(output, dtype)
-    pair = tuple(jnp.asarray(x, jnp.float32) for x in (mean_key, mean_value, count))
-    got = with_rest(given, jnp.asarray(lse, jnp.float32), jnp.asarray(query, dtype), pair, scale=0.5, softcap=cap)
+    summary = Summary(*(jnp.asarray(x, jnp.float32) for x in (mean_key, mean_value, count)))
+
+    def joined(lse, position):
+        looks = jnp.asarray(query, dtype) if queries else jnp.asarray(query, dtype)[:, :, None]
+        at = jnp.full((batch, looks.shape[2]), position, jnp.int32)
+        part = summary.attend(looks, at, scale=0.5, softcap=cap)
+        return merge(Partial(given, jnp.asarray(lse, jnp.float32)), part if queries else part.now()).output
+
+    got = joined(lse, 700)
     assert got.dtype == given.dtype
     np.testing.assert_allclose(np.asarray(got, np.float64), want, atol=10 * EXACT[dtype])
     none = np.repeat(count == 0, group, axis=1)
     assert np.array_equal(np.asarray(got)[none], np.asarray(given)[none]), "bit for bit"
     assert not np.allclose(np.asarray(got, np.float64)[~none], output[~none], atol=0.05)
-    unseen = with_rest(given, jnp.full(lse.shape, -jnp.inf), jnp.asarray(query, dtype), pair, scale=0.5, softcap=cap)
-    assert np.array_equal(np.asarray(unseen), np.asarray(given)), "padding"
+    assert not np.asarray(joined(np.full(lse.shape, -np.inf), -1)).any(), "padding, which sees nothing"
+    assert np.array_equal(np.asarray(joined(lse, -1)), np.asarray(given)), "nor does it see the summary"
 
 
 @pytest.mark.parametrize("cap", [None, 5.0])
 def test_prefill_attends_to_it_as_to_so_many_keys(cap):
-    """Several tiles of queries; padding stays 0. Kernels that know no rest say so, and the reference takes over."""
+    """Several tiles of queries; padding stays 0. Kernels without a log-sum-exp say so, and the reference takes over."""
     rng = np.random.default_rng(1)
     batch, heads, group, dim, length, old = 2, 2, 2, 8, 300, 20
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
@@ -89,8 +97,14 @@ def test_prefill_attends_to_it_as_to_so_many_keys(cap):
     key_at = np.concatenate([np.tile(np.arange(30, 50), (batch, 1)), at], axis=1)
     key_at = jnp.asarray(np.repeat(key_at[:, None], heads, axis=1), jnp.int32)
     options = {"scale": 0.4, "softcap": cap, "own_keys_last": True}
-    pair = mean_key, mean_value, jnp.asarray(times, jnp.float32)
-    got = attend_api.prefill_attend(query, keys, values, jnp.asarray(at), key_at, rest=pair, **options)
+    both = (query, keys, values, jnp.asarray(at), key_at)
+
+    def joined(count):
+        summary = Summary(mean_key, mean_value, jnp.asarray(count, jnp.float32))
+        slots = Partial(*attend_api.prefill_attend(*both, with_lse=True, **options))
+        return merge(slots, summary.attend(query, jnp.asarray(at), scale=0.4, softcap=cap)).output
+
+    got = joined(times)
     more = int(times.max())
     here = np.arange(more) < times[..., None]
     front = lambda one, x: jnp.concatenate([jnp.repeat(one[:, :, None], more, axis=2), x], axis=2)  # noqa: E731
@@ -100,20 +114,19 @@ def test_prefill_attends_to_it_as_to_so_many_keys(cap):
     )
     np.testing.assert_allclose(got, want, atol=2e-6)
     assert (np.asarray(got)[0, :, :30] == 0).all()
-    without = attend_api.prefill_attend(query, keys, values, jnp.asarray(at), key_at, **options)
-    nothing = mean_key, mean_value, jnp.zeros_like(pair[2])
-    same = attend_api.prefill_attend(query, keys, values, jnp.asarray(at), key_at, rest=nothing, **options)
+    without = attend_api.prefill_attend(*both, **options)
+    same = joined(np.zeros_like(times))
     assert np.array_equal(np.asarray(same), np.asarray(without)) and not np.allclose(got, without, atol=0.05)
     for name in ("tpu", "gpu"):
-        with pytest.raises(NotImplementedError, match="rest"):
-            attend_api.IMPLEMENTATIONS[name](query, keys, values, jnp.asarray(at), key_at, rest=pair, **options)
+        with pytest.raises(NotImplementedError, match="log-sum-exp"):
+            attend_api.IMPLEMENTATIONS[name](*both, with_lse=True, **options)
 
 
 def test_the_mean_of_many_parts():
     """In parts of any size, some empty; what stays and what lies in empty slots is not read."""
     rng = np.random.default_rng(2)
-    rest, sums, count = rests.empty(2, 3, 4), np.zeros((2, 2, 3, 4)), np.zeros((2, 3))
-    add = jax.jit(rests.added)
+    summary, sums, count = summaries.empty(2, 3, 4), np.zeros((2, 2, 3, 4)), np.zeros((2, 3))
+    add = jax.jit(Summary.added)
     for size, share in ((5, 0.5), (64, 0.9), (1, 1.0), (7, 0.0), (40, 0.2)):
         both = 100 + rng.standard_normal((2, 2, 3, size, 4))
         dropped = rng.random((2, 3, size)) < share
@@ -121,14 +134,14 @@ def test_the_mean_of_many_parts():
         sums += np.where(dropped[..., None], both, 0).sum(axis=3)
         count += dropped.sum(axis=-1)
         keys, values = jnp.asarray(np.where(dropped[..., None], both, np.nan), jnp.float32)
-        before, rest = rest, add(rest, keys, values, jnp.asarray(dropped))
+        before, summary = summary, add(summary, keys, values, jnp.asarray(dropped))
         still = ~dropped.any(axis=-1)
-        for old, new in zip(before.arrays, rest.arrays, strict=True):
+        for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(summary), strict=True):
             assert np.array_equal(np.asarray(old)[still], np.asarray(new)[still])
-    np.testing.assert_array_equal(rest.count, count)
+    np.testing.assert_array_equal(summary.count, count)
     means = sums / np.maximum(count, 1)[..., None]
-    np.testing.assert_allclose(np.stack([rest.keys, rest.values]), means, rtol=1e-6)
-    assert count[0, 2] == 0 and (np.asarray(rest.keys)[0, 2] == 0).all()
+    np.testing.assert_allclose(np.stack([summary.keys, summary.values]), means, rtol=1e-6)
+    assert count[0, 2] == 0 and (np.asarray(summary.keys)[0, 2] == 0).all()
 
 
 # ---- the paper's rule in NumPy, on one layer
@@ -164,7 +177,7 @@ def test_local_heads_attend_by_the_papers_rule(sizes):
     at[1, 40 + ends :] = -1
     policy = jaxkv.policy("razorattention", budget=12, retrieval=0.34, **SMALL)
     learned = {"retrieval": jnp.asarray(rng.random(heads * group), jnp.float32)}
-    local = np.asarray(policy.allocate.local(policy.allocate.scores(learned["retrieval"], heads)))
+    local = np.asarray(policy.allocate.local(learned, heads))
     assert local.sum() == 2
     turned = [np.asarray(rotate(jnp.asarray(x), jnp.asarray(at)[:, :, None], SPEC.rope)) for x in (query, key)]
 
@@ -179,36 +192,40 @@ def test_local_heads_attend_by_the_papers_rule(sizes):
             want = razor(q, k, v, *before[row][of], position, local[of])
             np.testing.assert_allclose(output[row, token, head], want, atol=2e-5, err_msg=f"{row} {position} {head}")
 
-    def held_by(state, seen):
+    def held_by(layer, seen):
         """Per row and head the positions held, and how many tokens the row has seen."""
-        rows = [(heads_of(state.cache, row), int(seen[row])) for row in range(2)]
+        rows = [(heads_of(layer, row), int(seen[row])) for row in range(2)]
         return [[(line[line >= 0].tolist(), count) for line in lines] for lines, count in rows]
 
-    layer = caches.empty(2, heads, 0, dim, jnp.float32, policy.stats)
-    state = LayerState(layer, 12, jnp.full((2,), 12, jnp.int32), learned=learned)
+    beside = policy.beside(2, heads, dim, jnp.float32)
+    layer = empty_store(policy.allocate.store, 2, heads, dim, jnp.float32, policy.stats, policy.store, beside)
+    limits, facts = jnp.full((2,), 12, jnp.int32), Facts(learned=learned)
     call = (ONE_DEVICE, None, SPEC)
     before, start = [[([], 0)] * heads] * 2, 0
     for size in sizes:
         tokens = slice(start, start + size)
         now = jnp.asarray(np.maximum(at[:, tokens][:, -1] + 1, 0))
         args = (jnp.asarray(x[:, tokens]) for x in (query, key, value))
-        output, state = prefill_layer(policy, jnp.asarray(at[:, tokens]), now, *call, *args, state)
+        given = LayerIn(layer, limits, facts, Ask(slots=12))
+        output, left = prefill_layer(policy, jnp.asarray(at[:, tokens]), now, *call, *args, given)
         check(np.asarray(output), before, tokens)
-        before = held_by(state, now)
+        layer = left.cache
+        before = held_by(layer, now)
         start += size
     assert sum(len(held) for held, _ in before[0]) == 12 * heads
     step = jax.jit(lambda position, *args: decode_layer(policy, position, *call, *args))
     for token in range(40, total):
         tokens, position = slice(token, token + 1), jnp.asarray(at[:, token])
-        old = state.cache
-        output, state = step(position, *(jnp.asarray(x[:, tokens]) for x in (query, key, value)), state)
-        after = held_by(state, at[:, token] + 1)
+        old, args = layer, (jnp.asarray(x[:, tokens]) for x in (query, key, value))
+        output, left = step(position, *args, LayerIn(layer, limits, facts))
+        layer = left.cache
+        after = held_by(layer, at[:, token] + 1)
         check(np.asarray(output), after, tokens)
         for row, head in np.ndindex(2, heads):
             held, seen = after[row][head]
             assert not (local[head] and seen) or sorted(held) == [0, 1, *range(seen + 2 - len(held), seen)]
         if at[1, token] < 0:
-            for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(state.cache), strict=True):
+            for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(layer), strict=True):
                 assert np.array_equal(np.asarray(a)[1], np.asarray(b)[1]), "a row that has finished stays as it is"
 
 
@@ -226,25 +243,26 @@ def dropped_means(params, tokens, held, local):
     return [np.stack(each) for each in zip(*means, strict=True)]
 
 
-def assert_rest(params, cache, rows):
-    """The rest of the first layer is the mean of all that its local heads no longer hold; of every layer the count."""
+def assert_summed(params, cache, rows):
+    """The summary of the first layer is the mean of all that its local heads no longer hold; of every layer the count."""
     share = cache.policy.allocate if cache.policy.evicts else catalogue()["razorattention"].allocate
     for index, layer in enumerate(cache.layers):
-        local = share.local(share.scores(jnp.asarray(params.learned["retrieval"])[index], layer.heads))
+        local = share.local({"retrieval": jnp.asarray(params.learned["retrieval"])[index]}, layer.heads)
         gone = np.asarray(cache.lengths)[:, None] - np.asarray(layer.held())
-        np.testing.assert_array_equal(layer.rest.count, np.where(local, gone, 0))
+        np.testing.assert_array_equal(layer.beside["summary"].count, np.where(local, gone, 0))
     layer = cache.layers[0]
-    local = np.asarray(share.local(share.scores(jnp.asarray(params.learned["retrieval"])[0], layer.heads)))
+    summary = layer.beside["summary"]
+    local = np.asarray(share.local({"retrieval": jnp.asarray(params.learned["retrieval"])[0]}, layer.heads))
     for row, tokens in enumerate(rows):
         assert len(tokens) == int(cache.lengths[row])
         wanted = dropped_means(params, tokens, heads_of(layer, row), local)
-        for mine, want in zip(layer.rest.arrays, wanted, strict=True):
+        for mine, want in zip((summary.keys, summary.values, summary.count), wanted, strict=True):
             np.testing.assert_allclose(np.asarray(mine)[row], want, atol=2e-5)
-    assert (np.asarray(layer.rest.count)[:, local] > 0).any()
+    assert (np.asarray(summary.count)[:, local] > 0).any()
 
 
 @pytest.mark.parametrize("every", [1, pytest.param(4, marks=pytest.mark.slow)], ids=["overwritten", "cut"])
-def test_the_rest_is_all_that_was_dropped(tiny, tmp_path, every):
+def test_the_summary_is_of_all_that_was_dropped(tiny, tmp_path, every):
     """After a prompt in blocks and decode, after a save, more text, and text under "full", which drops nothing."""
     params = tiny(FAMILY)
     policy = jaxkv.policy("razorattention", budget=16, block=20, **SMALL)
@@ -252,7 +270,7 @@ def test_the_rest_is_all_that_was_dropped(tiny, tmp_path, every):
     rows, options = [ids(50), ids(9, 1)], {"stop_tokens": (), "max_new_tokens": 14}
     out = jaxkv.generate(params, rows, policy=policy, **options)
     rows = [np.append(row, new).astype(np.int32) for row, new in zip(rows, out.tokens, strict=True)]
-    assert_rest(params, out.cache, [row[:-1] for row in rows])  # the last token has not run yet
+    assert_summed(params, out.cache, [row[:-1] for row in rows])  # the last token has not run yet
     jaxkv.save(out.cache, tmp_path / "cache")
     restored = jaxkv.restore(tmp_path / "cache", params)
     for a, b in zip(jax.tree.leaves(out.cache), jax.tree.leaves(restored), strict=True):
@@ -261,18 +279,19 @@ def test_the_rest_is_all_that_was_dropped(tiny, tmp_path, every):
     for after in (policy, catalogue()["full"]):
         on = jaxkv.generate(params, more, cache=restored, policy=after, **options)
         both = zip(rows, more, on.tokens, strict=True)
-        assert_rest(params, on.cache, [np.concatenate([a, b, c[:-1]]).astype(np.int32) for a, b, c in both])
+        assert_summed(params, on.cache, [np.concatenate([a, b, c[:-1]]).astype(np.int32) for a, b, c in both])
 
 
-def test_only_what_compensates_has_a_rest(tiny):
+def test_only_what_summarises_has_a_summary(tiny):
     """Elsewhere the cache's tree is what it was; and the token costs one key and value in float32 per head."""
     params = tiny(FAMILY)
     policy = jaxkv.policy("razorattention", budget=16, **SMALL)
     cache = jaxkv.prefill(params, ids(60), policy=policy)
-    plain = jaxkv.prefill(params, ids(60), policy=jaxkv.policy("razorattention", budget=16, compensates=False, **SMALL))
+    dropping = jaxkv.policy("razorattention", budget=16, evicted={"kind": "drop"}, **SMALL)
+    plain = jaxkv.prefill(params, ids(60), policy=dropping)
     duo = jaxkv.prefill(params, ids(60), policy=jaxkv.policy("duo", budget=16, sinks=2, recent=4))
-    assert all(layer.rest is None for other in (plain, duo) for layer in other.layers)
+    assert not any(layer.beside for other in (plain, duo) for layer in other.layers)
     pairs = params.config.num_layers * params.config.num_kv_heads
     assert cache.kv_bytes - plain.kv_bytes == 4 * pairs * 2 * params.config.head_dim
     assert cache.nbytes - plain.nbytes == 4 * pairs * (2 * params.config.head_dim + 1)
-    assert not jaxkv.policy("duo", budget=999).allocate.compensates
+    assert not any(phase.evicted.state for phase in jaxkv.policy("duo", budget=999).phases)
