@@ -14,7 +14,7 @@ from jaxkv.policies.policy import from_dict, to_dict
 from jaxkv.sharding.hosts import together
 from jaxkv.sharding.layout import ONE_DEVICE, Layout
 from jaxkv.store import KVCache
-from jaxkv.store.described import arrays_of, described, rebuilt
+from jaxkv.store.described import arrays_in, arrays_of, described, rebuilt
 
 FORMAT = 2
 
@@ -99,9 +99,8 @@ def _template(facts: dict[str, Any], layout: Layout) -> dict[str, Any]:
         place = layout.sharding(shape, axes or (None,) * len(shape))
         return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=place)
 
-    def layer(fact: dict[str, Any]) -> Any:
-        store = rebuilt(fact, None)
-        return arrays_of(layout.each(store, lambda leaf, *axes: array(leaf.shape, leaf.dtype, axes)))
+    def layer(fact: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
+        return [array(each["shape"], each["dtype"], layout.axes(each["dims"])) for each in arrays_in(fact)]
 
     batch = facts["batch"]
     text = facts.get("text")

@@ -125,6 +125,11 @@ class Layout:
         """The layer with all slots on every device along them, inside a compiled program."""
         return self.each(layer, self.constrain, whole=True)
 
+    @staticmethod
+    def axes(dims: Sequence[str | None]) -> tuple[Names, ...]:
+        """What divides the dimensions of a store's array, by the names of what they count."""
+        return tuple(STORE[dim] for dim in dims)
+
     def by_head(self, entries: Any) -> Any:
         """Entries `[B, Hk, S, ...]` with all slots on every device along them, inside a compiled program."""
         return jax.tree.map(lambda x: self.constrain(x, *self.slot_axes(x.ndim, slots=None)), entries)

@@ -29,37 +29,53 @@ def register_state(cls: type) -> type:
     return cls
 
 
-def described(x: Any) -> Any:
-    """What a store consists of, as JSON has it: an array is its shape and dtype."""
+def described(store: Any) -> dict[str, Any]:
+    """What a store consists of, as JSON has it: an array is its shape, its dtype and what its dimensions count."""
+    dims: dict[int, tuple[str | None, ...]] = {}
+
+    def seen(leaf: Any, *names: str | None) -> Any:
+        dims[id(leaf)] = names
+        return leaf
+
+    store.each(seen)
+    return _described(store, dims)
+
+
+def _described(x: Any, dims: dict[int, tuple[str | None, ...]]) -> dict[str, Any]:
     if dataclasses.is_dataclass(x):
-        fields = {field.name: described(getattr(x, field.name)) for field in dataclasses.fields(x)}
+        fields = {field.name: _described(getattr(x, field.name), dims) for field in dataclasses.fields(x)}
         return {"is": type(x).__name__, "fields": fields}
     if isinstance(x, dict):
-        return {"is": "dict", "fields": {name: described(each) for name, each in x.items()}}
+        return {"is": "dict", "fields": {name: _described(each, dims) for name, each in x.items()}}
     if isinstance(x, jax.Array | np.ndarray):
-        return {"is": "array", "shape": list(x.shape), "dtype": str(x.dtype)}
+        return {"is": "array", "shape": list(x.shape), "dtype": str(x.dtype), "dims": list(dims[id(x)])}
     return {"is": "value", "value": x}
 
 
 def arrays_of(x: Any) -> list[Any]:
     """The arrays of a store, its fields by name."""
-    if dataclasses.is_dataclass(x) and not isinstance(x, jax.ShapeDtypeStruct):
+    if dataclasses.is_dataclass(x):
         x = {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
     if isinstance(x, dict):
         return [leaf for name in sorted(x) for leaf in arrays_of(x[name])]
-    return [x] if isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct) else []
+    return [x] if isinstance(x, jax.Array | np.ndarray) else []
 
 
-def rebuilt(fact: dict[str, Any], arrays: list[Any] | None) -> Any:
-    """The store of a description and its arrays; without arrays, of their shapes. Raises `BadCheckpoint` for what is
-    not known here."""
-    left = None if arrays is None else iter(arrays)
+def arrays_in(fact: dict[str, Any]) -> list[dict[str, Any]]:
+    """The arrays of a description, in the order of `arrays_of`."""
+    if fact["is"] == "array":
+        return [fact]
+    return [leaf for name in sorted(fact.get("fields", {})) for leaf in arrays_in(fact["fields"][name])]
+
+
+def rebuilt(fact: dict[str, Any], arrays: list[Any]) -> Any:
+    """The store of a description and its arrays. Raises `BadCheckpoint` for what is not known here."""
+    left = iter(arrays)
 
     def build(fact: dict[str, Any]) -> Any:
         kind = fact["is"]
         if kind == "array":
-            shape = jax.ShapeDtypeStruct(tuple(fact["shape"]), np.dtype(fact["dtype"]))
-            return shape if left is None else next(left)
+            return next(left)
         if kind == "value":
             return fact["value"]
         fields = {name: build(fact["fields"][name]) for name in sorted(fact["fields"])}
