@@ -99,9 +99,21 @@ def _template(facts: dict[str, Any], layout: Layout) -> dict[str, Any]:
         place = layout.sharding(shape, axes or (None,) * len(shape))
         return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=place)
 
-    def layer(fact: dict[str, Any]) -> Any:
-        store = rebuilt(fact, None)
-        return arrays_of(layout.each(store, lambda leaf, *axes: array(leaf.shape, leaf.dtype, axes)))
+    def layer(fact: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
+        found: list[jax.ShapeDtypeStruct] = []
+
+        def traced() -> None:  # a store is made of arrays, here of none that take memory
+            store, axes = rebuilt(fact, None), {}
+
+            def noted(leaf: Any, *names: Any) -> Any:
+                axes[id(leaf)] = names
+                return leaf
+
+            layout.each(store, noted)
+            found.extend(array(leaf.shape, leaf.dtype, axes[id(leaf)]) for leaf in arrays_of(store))
+
+        jax.eval_shape(traced)
+        return found
 
     batch = facts["batch"]
     text = facts.get("text")

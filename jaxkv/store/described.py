@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.errors import BadCheckpoint
@@ -43,23 +44,22 @@ def described(x: Any) -> Any:
 
 def arrays_of(x: Any) -> list[Any]:
     """The arrays of a store, its fields by name."""
-    if dataclasses.is_dataclass(x) and not isinstance(x, jax.ShapeDtypeStruct):
+    if dataclasses.is_dataclass(x):
         x = {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
     if isinstance(x, dict):
         return [leaf for name in sorted(x) for leaf in arrays_of(x[name])]
-    return [x] if isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct) else []
+    return [x] if isinstance(x, jax.Array | np.ndarray) else []
 
 
 def rebuilt(fact: dict[str, Any], arrays: list[Any] | None) -> Any:
-    """The store of a description and its arrays; without arrays, of their shapes. Raises `BadCheckpoint` for what is
-    not known here."""
+    """The store of a description and its arrays; without arrays, of zeros. Raises `BadCheckpoint` for what is not
+    known here."""
     left = None if arrays is None else iter(arrays)
 
     def build(fact: dict[str, Any]) -> Any:
         kind = fact["is"]
         if kind == "array":
-            shape = jax.ShapeDtypeStruct(tuple(fact["shape"]), np.dtype(fact["dtype"]))
-            return shape if left is None else next(left)
+            return jnp.zeros(fact["shape"], fact["dtype"]) if left is None else next(left)
         if kind == "value":
             return fact["value"]
         fields = {name: build(fact["fields"][name]) for name in sorted(fact["fields"])}
