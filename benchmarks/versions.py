@@ -86,7 +86,9 @@ def main() -> None:
     if options.other is None:
         parser.error("--other: expected the folder of another checkout")
     given = [(f"--{name.replace('_', '-')}", str(getattr(options, name))) for name in ("model", "budget", "tokens")]
-    given += [(f"--{name.replace('_', '-')}", str(getattr(options, name))) for name in ("new_tokens", "batch", "layers")]
+    given += [
+        (f"--{name.replace('_', '-')}", str(getattr(options, name))) for name in ("new_tokens", "batch", "layers")
+    ]
     arguments = [word for pair in given for word in pair]
     versions = [Version(path, arguments) for path in (Path(__file__).resolve().parent.parent, options.other.resolve())]
     results = []
