@@ -45,9 +45,9 @@ from jaxkv.policies import (
 )
 from jaxkv.policies.needs import HIDDEN, MASS, OUTPUT
 from jaxkv.policies.order import BIG
+from jaxkv.policies.parts import PARTS
 from jaxkv.policies.policy import from_dict, to_dict
 from jaxkv.policies.score import Entering, KeyNorm, Recency, ScoreInputs
-from jaxkv.policies.scores import KINDS
 from jaxkv.store import entries as of_slots
 from pallas_kernels.prefill_attend_mass.reference import prefill_attend_mass
 
@@ -734,11 +734,16 @@ def test_where_cuts_come_at_intervals_slots_stand_in_time_order_around(tiny):
 def test_the_policies_of_the_docs():
     """What docs/policies.md shows can be made, and every kind that there is stands in it."""
     text = (Path(__file__).parent.parent / "docs" / "policies.md").read_text(encoding="utf-8")
-    code = re.search(r"```python\n(.*?)```", text, re.S)
+    blocks = [code for code in re.findall(r"```python\n(.*?)```", text, re.S) if "register" not in code]
     table = re.search(r"```toml\n(.*?)```", text, re.S)
     made = {}
-    exec(code[1], made)
+    for code in blocks:
+        exec(code, made)
+    assert made["few"].read.count == 256 and made["coded"].store.values.bits == 4
+    assert made["policy"].decode.evicted.slots == 512
     assert from_dict({"name": "x", **tomllib.loads(table[1])}).prefill == made["stages"]
     assert made["either"].decode.linear and not made["either"].prefill.linear
-    for kind in (*KINDS, *observe.KINDS):
+    for kind in {
+        kind for kinds in PARTS.values() for kind in kinds.parts if kinds.parts[kind].__module__[:5] == "jaxkv"
+    }:
         assert f"`{kind}`" in text, kind

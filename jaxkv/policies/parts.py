@@ -22,6 +22,7 @@ from jaxkv.policies.read import Read
 from jaxkv.policies.score import Score
 from jaxkv.store import codecs
 from jaxkv.store.codecs import Codec
+from jaxkv.store.described import register_state
 
 TRAITS = ("kind", "stats", "needs", "remembers", "linear", "signed", "aware", "together", "parts", "store", "state")
 TRAITS += ("moves", "plain", "straight", "replays", "drafts", "looks")
@@ -102,6 +103,8 @@ def register[Part: type](part: Part) -> Part:
         _check_observer(part, where)
     for kinds in mine:
         kinds.parts[kind] = part
+    if issubclass(part, Codec):
+        register_state(part)  # a saved store names its codecs
     return part
 
 
