@@ -200,6 +200,11 @@ def test_codes_are_as_near_as_their_step(bits, dtype):
     assert np.asarray(flat, np.float32).tolist() == [[3.25] * 4]
 
 
+def test_what_has_left_has_no_place_in_the_cache():
+    with pytest.raises(BadValue, match="rope='text'"):
+        jaxkv.policy("streaming-llm", budget=64, evicted=Demote())
+
+
 def test_what_cannot_be_coded_is_refused():
     with pytest.raises(BadValue, match="bits=5"):
         Int(5)

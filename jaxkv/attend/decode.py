@@ -169,17 +169,19 @@ def _evicted(
         return absorbed(rule, beside, entries, stay, Leaving(share.local(learned, store.heads)))
 
     takes = absorb if rule is not None and rule.state else dropped
-    cut = functools.partial(store.recut, worth=worth, choose=choose, absorb=takes, room=room, now=now, window=window)
+
+    def cut(store: Any, due: Bool[Array, "B"], each: Int[Array, "B"]) -> Any:
+        return store.recut(due, worth, choose, takes, each=each, room=room, now=now, window=window)
+
     if phase.every > 1:
-        return cut(due=active & store.full(limits, phase.every, now, window), each=limits)
+        return cut(store, active & store.full(limits, phase.every, now, window), limits)
     if not phase.linear:
         store = store.aimed(store.lowest(worth(store), limits, now, window), active)
-        cut = functools.partial(store.recut, *cut.args, **cut.keywords)
     moves = share.moves(limits, now)
     if moves is None:
         return store
     each, due = moves
-    return cut(due=active & store.packed_full() & due, each=jnp.maximum(each, guard))
+    return cut(store, active & store.packed_full() & due, jnp.maximum(each, guard))
 
 
 def _by_place(spec: AttentionSpec, phase: Phase | None, slots: int) -> RotateAtRead:

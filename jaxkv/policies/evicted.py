@@ -36,6 +36,7 @@ class Evicted:
     kind: ClassVar[str]
     state: ClassVar[str] = ""  # the name under which its state lies beside the slots; "" for none
     moves: ClassVar[bool] = False  # whether survivors change
+    attended: ClassVar[bool] = False  # whether its state is attended to
     needs: ClassVar[frozenset[str]] = frozenset()
 
     def begin(self, batch: int, heads: int, head_dim: int, dtype: Any) -> Any:
@@ -72,6 +73,7 @@ class Summarise(Evicted):
     local_only: bool = False
     kind: ClassVar[str] = "summarise"
     state: ClassVar[str] = "summary"
+    attended: ClassVar[bool] = True
 
     def begin(self, batch: int, heads: int, head_dim: int, dtype: Any) -> summary.Summary:
         return summary.empty(batch, heads, head_dim)
@@ -94,6 +96,7 @@ class Demote(Evicted):
     bits: int = 4
     kind: ClassVar[str] = "demote"
     state: ClassVar[str] = "tier"
+    attended: ClassVar[bool] = True
 
     def __post_init__(self):
         if isinstance(self.slots, bool) or self.slots < 1:

@@ -25,7 +25,7 @@ from jaxkv.store.codecs import Codec
 from jaxkv.store.described import register_state
 
 TRAITS = ("kind", "stats", "needs", "remembers", "linear", "signed", "aware", "together", "parts", "store", "state")
-TRAITS += ("moves", "plain", "straight", "replays", "drafts", "looks")
+TRAITS += ("moves", "attended", "plain", "straight", "replays", "drafts", "looks")
 
 
 @dataclasses.dataclass(frozen=True)
