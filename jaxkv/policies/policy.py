@@ -130,8 +130,8 @@ class Policy:
                 raise BadValue(f"evicted {rules[rule.state]} at prefill and {rule} at decode keep the same state")
         if self.rope != "text" and any(rule.attended for rule in rules.values()):
             raise BadValue(
-                f"policy {self.name!r} attends to what has left (evicted kind {next(iter(rules.values())).kind!r}), which "
-                "has no place in the cache: expected rope='text'"
+                f"policy {self.name!r} attends to what has left (evicted kind {next(iter(rules.values())).kind!r}), "
+                "which has no place in the cache: expected rope='text'"
             )
         for part in (self.allocate, self.flow, self.read):
             part.check(self)

@@ -60,7 +60,8 @@ class Pages(Read):
 
     A page's bound is sum_d max(q_d min k_d, q_d max k_d) over its keys, the best of the query heads of a KV head; the
     page of the new token is always read. The first `dense` layers read everything. At a step the index and `count`
-    entries are read. Source: Quest (arXiv 2406.10774); that a KV head's queries choose together is its kernels' form.
+    entries (one page at least) are read. Source: Quest (arXiv 2406.10774); that a KV head's queries choose together is
+    its kernels' form.
     """
 
     count: int = 1024
@@ -70,10 +71,10 @@ class Pages(Read):
     state: ClassVar[str] = "pages"
 
     def __post_init__(self):
-        if self.page < 1 or self.count < self.page or self.dense < 0:
+        if self.page < 1 or self.count < 1 or self.dense < 0:
             raise BadValue(
                 f"count={self.count}, page={self.page}, dense={self.dense}: expected pages of at least 1 slot, at "
-                "least one page to read, and a number of layers"
+                "least 1 entry to read, and a number of layers"
             )
 
     def check(self, policy: Any) -> None:
@@ -97,7 +98,7 @@ class Pages(Read):
         return slots * self.entries(store.slots, layer) // store.slots + store.kv_bytes - slots
 
     def _pages(self, slots: int) -> int:
-        return min(self.count // self.page, -(-slots // self.page))
+        return min(max(self.count // self.page, 1), -(-slots // self.page))
 
     def indexed(self, store: Any) -> Any:
         index = indexed(store.keys, store.positions, self.page)

@@ -95,7 +95,7 @@ class Int(Codec):
     def decode(self, code: IntCode) -> Float[Array, "*slots D"]:
         codes = code.codes
         if self.bits == 4:
-            codes = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
+            codes = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
         low, scale = (x.astype(jnp.float32)[..., None] for x in (code.low, code.scale))
         return (low + scale * codes.astype(jnp.float32)).astype(code.scale.dtype)
 
