@@ -242,7 +242,7 @@ def test_the_tier_holds_the_newest_of_what_came(rounds, seed):
         for place, position in enumerate(positions.tolist()):
             if position >= 0:
                 np.testing.assert_allclose(
-                    decoded[place], codec.decode(codec.encode(jnp.asarray(came[position]))), rtol=1e-6
+                    decoded[place], codec.decode(codec.encode(jnp.asarray(came[position]))), atol=1e-5
                 )
     query = jnp.asarray(rng.standard_normal((1, 2, 1, 8)), jnp.float32)
     part = held.attend(query, jnp.full((1, 1), first), scale=0.5, softcap=None)
@@ -308,10 +308,12 @@ def test_any_policy_under_a_codec(tiny, bits):
         dim = params.config.head_dim
         assert outs[1].cache.kv_bytes / outs[0].cache.kv_bytes == (dim * bits / 8 + 8) / (4 * dim)
         assert np.asarray(outs[0].cache.held()).tolist() == np.asarray(outs[1].cache.held()).tolist() or bits == 4
-        first = [jaxkv.prefill(params, ids(30, 4), policy=p).views[0] for p in (plain, small)]
-        both = [np.asarray(layer.by_head().keys)[np.asarray(layer.by_head().positions) >= 0] for layer in first]
-        if both[0].shape == both[1].shape:
-            assert np.abs(both[0] - both[1]).max() < 12 * 2.0**-bits
+        first = [jaxkv.prefill(params, ids(30, 4), policy=p).views[0].by_head() for p in (plain, small)]
+        same = (np.asarray(first[0].positions) == np.asarray(first[1].positions)) & (
+            np.asarray(first[0].positions) >= 0
+        )
+        both = [np.asarray(entries.keys)[same] for entries in first]
+        assert same.sum() > 10 and np.abs(both[0] - both[1]).max() < 12 * 2.0**-bits
 
 
 # ---- reading pages
