@@ -19,7 +19,6 @@ from jax.experimental import pallas as pl
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
-from jaxkv.cache import KVCache
 
 import jaxkv
 from jaxkv import run
