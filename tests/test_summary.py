@@ -244,7 +244,7 @@ def dropped_means(params, tokens, held, local):
 
 
 def assert_summed(params, cache, rows):
-    """The summary of the first layer is the mean of all that its local heads hold no longer; of every layer the count."""
+    """The first layer's summary is the mean of all that its local heads no longer hold; of every layer the count."""
     share = cache.policy.allocate if cache.policy.evicts else catalogue()["razorattention"].allocate
     for index, layer in enumerate(cache.layers):
         local = share.local({"retrieval": jnp.asarray(params.learned["retrieval"])[index]}, layer.heads)
