@@ -679,11 +679,12 @@ def test_layers_that_cannot_share():
         Follow(reuse=0)
     for options in (
         {"decode": policy.prefill},
-        {"allocate": Adaptive()},
         {"prefill": None},
     ):
         with pytest.raises(BadValue, match="reuse="):
             dataclasses.replace(policy, **options)
+    with pytest.raises(BadValue, match="reuse="):
+        dataclasses.replace(jaxkv.policy("adakv", budget=10, window=4), flow=Follow())
     with pytest.raises(BadValue, match="share="):
         observe.LastShare(1.5)
 
