@@ -34,8 +34,9 @@ import numpy as np
 from jax import lax
 
 from benchmarks.report import table, write
+from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
 from pallas_kernels.decode_attend_score import decode_attend_score
-from pallas_kernels.decode_attend_score.victim import Rule, alive, linear, over_heads, protected, victim
+from pallas_kernels.decode_attend_score.victim import alive, linear, over_heads, protected, victim
 from pallas_kernels.ragged_decode import ragged_decode
 
 RULE = Rule("sum")
@@ -73,10 +74,16 @@ def fused(state: dict[str, Any], implementation: str | None = None) -> dict[str,
 
 def _operation(state: dict[str, Any], implementation: str | None):
     limits = jnp.full_like(state["position"], state["keys"].shape[2])
+    judge = Judge(limits, jnp.zeros_like(limits), state["weight"], rule=RULE)
     return decode_attend_score(
-        *(state[name] for name in ("query", "key", "value", "position", "slot", "keys", "values", "positions")),
-        limits, jnp.zeros_like(limits), state["weight"], scale=_scale(state), rule=RULE, implementation=implementation,
+        _bundle(Token, state), _bundle(Held, state), state["slot"], judge, scale=_scale(state),
+        implementation=implementation,
     )  # fmt: skip
+
+
+def _bundle(kind: type, state: dict[str, Any]) -> Any:
+    """The state's arrays, as the operations take them."""
+    return kind(**{name: state[name] for name in kind._fields if name in state})
 
 
 def unscored(state: dict[str, Any]) -> dict[str, Any]:
@@ -164,10 +171,11 @@ def pool_of(state: dict[str, Any], uneven: bool) -> dict[str, Any]:
 
 def pooled(state: dict[str, Any], implementation: str | None = None) -> dict[str, Any]:
     """The operation on a pool: write, attend, score, choose."""
-    names = "query", "key", "value", "position", "slot", "keys", "values", "positions", "offsets"
+    limits = jnp.full_like(state["position"], state["keys"].shape[1])
+    judge = Judge(limits, jnp.zeros_like(limits), state["weight"], rule=Rule("each"))
     result = ragged_decode(
-        *(state[name] for name in names), jnp.zeros_like(state["position"]), state["weight"], scale=_scale(state),
-        rule=Rule("each"), implementation=implementation,
+        _bundle(Token, state), _bundle(Segments, state), state["slot"], judge, scale=_scale(state),
+        implementation=implementation,
     )  # fmt: skip
     return state | {
         "query": result.output, "keys": result.keys, "values": result.values, "positions": result.positions,

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.arguments import Held, Judge, Rule, Token
 from pallas_kernels.decode_attend_score import api as decode_api
-from pallas_kernels.decode_attend_score.victim import Rule
 from pallas_kernels.prefill_attend import api as attend_api
 from pallas_kernels.prefill_attend_mass import api as mass_api
 
@@ -122,11 +122,13 @@ def test_decode_attend_score_chooses_the_next_slot(how, name, dtype, slots):
     if name == "ties":
         biases = np.zeros((batch, kv_heads, slots), np.float32)
     limit = int(slots * share)
+    factors = [x if isinstance(x, float) else jnp.asarray(x) for x in (weights, biases)]
     got = decode_api.decode_attend_score(
-        query[:, :, 0], key, value, jnp.asarray(position), jnp.asarray(slot), keys, values,
-        jnp.asarray(positions, jnp.int32), jnp.full(batch, limit, jnp.int32), jnp.full(batch, recent, jnp.int32),
-        *(x if isinstance(x, float) else jnp.asarray(x) for x in (weights, biases)),
-        scale=dim**-0.5, window=window, group="sum", rule=rule, **how,
+        Token(query[:, :, 0], key, value, jnp.asarray(position)),
+        Held(keys, values, jnp.asarray(positions, jnp.int32)),
+        jnp.asarray(slot),
+        Judge(jnp.full(batch, limit, jnp.int32), jnp.full(batch, recent, jnp.int32), *factors, rule),
+        scale=dim**-0.5, window=window, **how,
     )  # fmt: skip
     for b in range(batch):
         if position[b] < 0:
@@ -155,11 +157,15 @@ def test_decode_attend_score(how, dtype, heads, slots):
     position = np.array([slots * 2, -1, slots * 2 + 5], np.int32)  # the second row has finished, the last was empty
     slot = rng.integers(0, slots, (batch, kv_heads)).astype(np.int32)
     scale = dim**-0.5
-    options = dict(scale=scale, window=window, softcap=cap, group=reduce, **how)
-    call = jax.jit(lambda *arrays: decode_api.decode_attend_score(*arrays, **options))
-    arrays = (query[:, :, 0], key, value, jnp.asarray(position), jnp.asarray(slot), keys, values,
-              jnp.asarray(positions, jnp.int32), *jnp.full((2, batch), slots, jnp.int32))  # fmt: skip
-    got = call(*arrays)
+    options = dict(scale=scale, window=window, softcap=cap, **how)
+    call = jax.jit(lambda *bundles: decode_api.decode_attend_score(*bundles, **options))
+    bundles = (
+        Token(query[:, :, 0], key, value, jnp.asarray(position)),
+        Held(keys, values, jnp.asarray(positions, jnp.int32)),
+        jnp.asarray(slot),
+        Judge(*jnp.full((2, batch), slots, jnp.int32), group=reduce),
+    )
+    got = call(*bundles)
 
     for b, h in np.ndindex(batch, kv_heads):
         k, v, p = (np.array(x[b, h], np.float64) for x in (keys, values, positions))
@@ -179,7 +185,7 @@ def test_decode_attend_score(how, dtype, heads, slots):
         np.testing.assert_allclose(np.asarray(got.lse[b, heads], np.float64), lse[:, 0], atol=1e-4, rtol=1e-4)
         np.testing.assert_allclose(np.asarray(got.mass[b, h], np.float64), expected, atol=1e-4)
     assert got.mass.dtype == jnp.float32
-    again = call(*arrays)
+    again = call(*bundles)
     assert all(np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True) for a, b in zip(got, again, strict=True))
 
 
@@ -199,11 +205,13 @@ def test_decode_attend_score_over_many_blocks(how, heads, rule):
     position = np.array([slots, slots + 3], np.int32)
     slot = np.array([[600], [300]], np.int32).repeat(kv_heads, axis=1)
     held = np.array([513, slots])
+    hollowed = (jnp.nan_to_num(x) * hollow for x in (keys, values))
     got = decode_api.decode_attend_score(
-        query[:, :, 0], key, value, jnp.asarray(position), jnp.asarray(slot), jnp.nan_to_num(keys) * hollow,
-        jnp.nan_to_num(values) * hollow, jnp.asarray(positions, jnp.int32), jnp.asarray(held, jnp.int32),
-        jnp.full(batch, 2, jnp.int32), weight, 0.0,
-        scale=dim**-0.5, group="mean", rule=Rule(over), **how,
+        Token(query[:, :, 0], key, value, jnp.asarray(position)),
+        Held(*hollowed, jnp.asarray(positions, jnp.int32)),
+        jnp.asarray(slot),
+        Judge(jnp.asarray(held, jnp.int32), jnp.full(batch, 2, jnp.int32), weight, 0.0, Rule(over), "mean"),
+        scale=dim**-0.5, **how,
     )  # fmt: skip
     for b, h in np.ndindex(batch, kv_heads):
         k, v, p = (np.array(x[b, h], np.float64) for x in (keys, values, positions))

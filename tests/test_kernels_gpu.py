@@ -23,8 +23,8 @@ from jaxkv.sampling import Sampler
 from jaxkv.store import KVCache
 from jaxkv.store import empty as empty_store
 from jaxkv.store import slots as stores
+from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
 from pallas_kernels.decode_attend_score import reference
-from pallas_kernels.decode_attend_score.victim import Rule
 from pallas_kernels.prefill_attend import reference as attend_reference
 from pallas_kernels.prefill_attend_mass import reference as mass_reference
 from pallas_kernels.ragged_decode import api as ragged_api
@@ -66,27 +66,28 @@ def inputs(batch, kv_heads, group, slots, dim, dtype="bfloat16", rule="longflow"
     parts = [
         jnp.asarray(rng.random(held.shape), jnp.float32) if part else float(i == 0) for i, part in enumerate(parts)
     ]
-    arrays = (
-        draw(batch, kv_heads * group, dim), draw(batch, kv_heads, dim), draw(batch, kv_heads, dim),
-        jnp.asarray(position, jnp.int32), jnp.asarray(rng.integers(0, slots, (batch, kv_heads)), jnp.int32),
-        draw(batch, kv_heads, slots, dim) * hollow, draw(batch, kv_heads, slots, dim) * hollow,
-        jnp.asarray(held, jnp.int32), jnp.full(batch, int(slots * share), jnp.int32),
-        jnp.full(batch, recents, jnp.int32), *parts,
-    )  # fmt: skip
-    return arrays, {"scale": dim**-0.5, "rule": chosen}
+    news = draw(batch, kv_heads * group, dim), draw(batch, kv_heads, dim), draw(batch, kv_heads, dim)
+    slot = jnp.asarray(rng.integers(0, slots, (batch, kv_heads)), jnp.int32)
+    cache = draw(batch, kv_heads, slots, dim) * hollow, draw(batch, kv_heads, slots, dim) * hollow
+    bundles = (
+        Token(*news, jnp.asarray(position, jnp.int32)),
+        Held(*cache, jnp.asarray(held, jnp.int32)),
+        slot,
+        Judge(jnp.full(batch, int(slots * share), jnp.int32), jnp.full(batch, recents, jnp.int32), *parts, chosen),
+    )
+    return bundles, dim**-0.5
 
 
 def native_or_not(races=True):
     return {} if NATIVE else {"interpret": plgpu.InterpretGPUParams(detect_races=races)}
 
 
-def run(implementation, arrays, **options):
-    arrays, factors = arrays[:10], arrays[10:]
+def run(implementation, bundles, **options):
     if implementation is gpu:
         # Where heads do not begin at a multiple of 8, what lies beside a head is read and thrown away, written or not.
-        races = arrays[5].shape[2] % 8 == 0
+        races = bundles[1].keys.shape[2] % 8 == 0
         options |= native_or_not(races)
-    return jax.jit(lambda *args: implementation.decode_attend_score(*args, *factors, **options))(*arrays)
+    return jax.jit(functools.partial(implementation.decode_attend_score, **options))(*bundles)
 
 
 def check(got, want):
@@ -109,42 +110,40 @@ CASES = {  # G, C, D, dtype, rule, more
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_reference(name):
     group, slots, dim, dtype, rule, more = CASES[name]
-    arrays, options = inputs(2, 2, group, slots, dim, dtype, rule)
-    check(run(gpu, arrays, **options, **more), run(reference, arrays, **options, **more))
+    (*bundles, judge), scale = inputs(2, 2, group, slots, dim, dtype, rule)
+    more = {"scale": scale} | more
+    bundles = *bundles, judge._replace(group=more.pop("group", "sum"))
+    check(run(gpu, bundles, **more), run(reference, bundles, **more))
 
 
 def test_splits_where_one_sees_nothing():
     """A head's slots on several programs, all the held ones on the first."""
-    arrays, options = inputs(1, 1, 4, 600, 128)
+    (token, _, _, judge), scale = inputs(1, 1, 4, 600, 128)
     plan = gpu._plan(1, 600, 128, 4, jnp.bfloat16, 1.0, None, None, True)
     assert plan.splits > 1
-    arrays = list(arrays)
-    arrays[5:8] = inputs(2, 1, 4, 600, 128)[0][5:8]
-    first = plan.each * plan.block
-    arrays[5:8] = [x[:1] for x in arrays[5:8]]
-    hollow = (jnp.arange(600) >= first)[None, None]
-    arrays[5:7] = [jnp.where(hollow[..., None], jnp.bfloat16(jnp.nan), x) for x in arrays[5:7]]
-    arrays[7] = jnp.where(hollow, -1, arrays[7])
-    arrays[4] = jnp.zeros((1, 1), jnp.int32)
-    arrays[3] = jnp.full(1, 1300, jnp.int32)
-    one = run(gpu, arrays, **options)
-    check(one, run(reference, arrays, **options))
-    again = run(gpu, arrays, **options)
+    *cache, positions = (x[:1] for x in inputs(2, 1, 4, 600, 128)[0][1])
+    hollow = (jnp.arange(600) >= plan.each * plan.block)[None, None]
+    held = Held(
+        *(jnp.where(hollow[..., None], jnp.bfloat16(jnp.nan), x) for x in cache), jnp.where(hollow, -1, positions)
+    )
+    token = token._replace(position=jnp.full(1, 1300, jnp.int32))
+    bundles = token, held, jnp.zeros((1, 1), jnp.int32), judge
+    one = run(gpu, bundles, scale=scale)
+    check(one, run(reference, bundles, scale=scale))
+    again = run(gpu, bundles, scale=scale)
     for ours, theirs in zip(one, again, strict=True):
         np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
 
 
 def test_ties_go_to_the_older_token():
     """Equal keys get equal mass to the last bit, wherever their slots lie, so the oldest of them goes."""
-    arrays, options = inputs(1, 1, 4, 152, 64)
-    arrays = list(arrays)
-    arrays[5] = jnp.ones_like(arrays[5])
-    arrays[6] = jnp.ones_like(arrays[6])
-    arrays[1] = jnp.ones_like(arrays[1])
-    arrays[7] = jnp.asarray(np.random.default_rng(3).permutation(152)[None, None], jnp.int32)
-    arrays[3], arrays[4] = jnp.full(1, 152, jnp.int32), jnp.full((1, 1), 7, jnp.int32)
-    arrays[8], arrays[10:] = jnp.full(1, 152, jnp.int32), (1.0, 0.0)
-    got = run(gpu, arrays, **options)
+    (token, held, _, judge), scale = inputs(1, 1, 4, 152, 64)
+    full = jnp.full(1, 152, jnp.int32)
+    token = token._replace(key=jnp.ones_like(token.key), position=full)
+    positions = jnp.asarray(np.random.default_rng(3).permutation(152)[None, None], jnp.int32)
+    held = Held(jnp.ones_like(held.keys), jnp.ones_like(held.values), positions)
+    judge = judge._replace(limits=full, weight=1.0, bias=0.0)
+    got = run(gpu, (token, held, jnp.full((1, 1), 7, jnp.int32), judge), scale=scale)
     assert len(np.unique(np.asarray(got.mass))) == 1
     assert int(got.positions[0, 0, got.next_slot[0, 0]]) == int(np.min(np.asarray(got.positions)))
 
@@ -153,10 +152,9 @@ def test_ties_go_to_the_older_token():
 @pytest.mark.parametrize(("dim", "group"), [(64, 4), (80, 1), (96, 7), (128, 16), (256, 16)])
 def test_lowers_for_cuda(dim, group, slots):
     """As far as a machine without a GPU goes: layouts are inferred and the kernel's module is built and verified."""
-    arrays, options = inputs(2, 4, group, slots, dim)
-    arrays, factors = arrays[:10], arrays[10:]
-    step = functools.partial(gpu.decode_attend_score, **options, window=500, softcap=30.0)
-    traced = jax.jit(lambda *args: step(*args, *factors), donate_argnums=(5, 6, 7)).trace(*arrays)
+    bundles, scale = inputs(2, 4, group, slots, dim)
+    step = functools.partial(gpu.decode_attend_score, scale=scale, window=500, softcap=30.0)
+    traced = jax.jit(step, donate_argnums=1).trace(*bundles)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     call = next(line for line in text.splitlines() if "@mosaic_gpu" in line)
     for output, operand in ((3, 6), (4, 7)):  # K and V go in and out as the same buffers
@@ -186,15 +184,15 @@ def test_every_block_is_read_once(rows, slots):
 )
 def test_refuses_what_it_cannot_do(said, change):
     shape = {"batch": 1, "kv_heads": 1, "group": 2, "slots": 64, "dim": 64} | change
-    arrays, options = inputs(**shape)
+    bundles, scale = inputs(**shape)
     with pytest.raises(NotImplementedError, match=said):
-        run(gpu, arrays, **options)
+        run(gpu, bundles, scale=scale)
 
 
 def test_refuses_keys_turned_at_read_time():
-    arrays, options = inputs(1, 1, 1, 64, 64)
+    bundles, scale = inputs(1, 1, 1, 64, 64)
     with pytest.raises(NotImplementedError, match="rotate"):
-        run(gpu, arrays, **options, rotate=lambda q, k, p: (q, k))
+        run(gpu, bundles, scale=scale, rotate=lambda q, k, p: (q, k))
 
 
 RAGGED_RULES = {  # rule, is there a weight, is there a bias, recents
@@ -231,20 +229,21 @@ def pool(sizes, slots, group, dim, dtype="bfloat16", rule="longflow", begin=0, s
 
     floats = draw(batch, kv_heads * group, dim), draw(batch, kv_heads, dim), draw(batch, kv_heads, dim)
     cache = draw(batch, slots, dim) * hollow, draw(batch, slots, dim) * hollow
-    arrays = (
-        *(jnp.asarray(x, dtype) for x in floats), *(jnp.asarray(x, jnp.int32) for x in (position, slot)),
-        *(jnp.asarray(x, dtype) for x in cache),
-        *(jnp.asarray(x, jnp.int32) for x in (held, offsets, np.full(batch, recents))),
-        *(x if isinstance(x, float) else jnp.asarray(x, jnp.float32) for x in parts),
-    )  # fmt: skip
-    return arrays, {"scale": dim**-0.5, "rule": chosen}
+    whole = functools.partial(jnp.asarray, dtype=jnp.int32)
+    factors = (x if isinstance(x, float) else jnp.asarray(x, jnp.float32) for x in parts)
+    bundles = (
+        Token(*(jnp.asarray(x, dtype) for x in floats), whole(position)),
+        Segments(*(jnp.asarray(x, dtype) for x in cache), whole(held), whole(offsets)),
+        whole(slot),
+        Judge(whole(np.full(batch, slots)), whole(np.full(batch, recents)), *factors, chosen),
+    )
+    return bundles, dim**-0.5
 
 
-def ragged(implementation, arrays, **options):
-    arrays, factors = arrays[:10], arrays[10:]
+def ragged(implementation, bundles, **options):
     if implementation is ragged_gpu:
         options |= native_or_not()
-    return jax.jit(lambda *args: implementation.ragged_decode(*args, *factors, **options))(*arrays)
+    return jax.jit(functools.partial(implementation.ragged_decode, **options))(*bundles)
 
 
 RAGGED = {  # sizes per row, P, G, D, dtype, rule, more
@@ -265,19 +264,21 @@ RAGGED = {  # sizes per row, P, G, D, dtype, rule, more
 def test_ragged_equals_the_reference(name):
     *shape, more = RAGGED[name]
     more = dict(more)
-    arrays, options = pool(*shape, begin=more.pop("begin", 0))
-    check(ragged(ragged_gpu, arrays, **options, **more), ragged(ragged_reference, arrays, **options, **more))
+    (*bundles, judge), scale = pool(*shape, begin=more.pop("begin", 0))
+    more["scale"] = scale
+    bundles = *bundles, judge._replace(group=more.pop("group", "sum"))
+    check(ragged(ragged_gpu, bundles, **more), ragged(ragged_reference, bundles, **more))
 
 
 def test_ragged_ties_go_to_the_older_token():
     """Equal keys get equal mass to the last bit in whatever part of a head they lie."""
-    arrays, options = pool([[9, 520, 71]], 600, 4, 128)
-    arrays = list(arrays)
-    for cache in (1, 2, 5, 6):
-        arrays[cache] = jnp.ones_like(arrays[cache])
-    arrays[7] = jnp.asarray(np.random.default_rng(3).permutation(600)[None], jnp.int32)
-    arrays[3], arrays[10:] = jnp.full(1, 600, jnp.int32), (1.0, 0.0)
-    got = ragged(ragged_gpu, arrays, **options | {"rule": Rule("each")})
+    (token, held, slot, judge), scale = pool([[9, 520, 71]], 600, 4, 128)
+    ones = lambda bundle, *names: {name: jnp.ones_like(getattr(bundle, name)) for name in names}  # noqa: E731
+    token = token._replace(**ones(token, "key", "value"), position=jnp.full(1, 600, jnp.int32))
+    positions = jnp.asarray(np.random.default_rng(3).permutation(600)[None], jnp.int32)
+    held = held._replace(**ones(held, "keys", "values"), positions=positions)
+    judge = judge._replace(weight=1.0, bias=0.0, rule=Rule("each"))
+    got = ragged(ragged_gpu, (token, held, slot, judge), scale=scale)
     assert ragged_gpu.blocks_of.Decode.of(1, 600, 0, 128, 4, jnp.bfloat16, scale=1.0, softcap=None).splits > 1
     for begin, end, slot in zip((0, 9, 529), (9, 529, 600), got.next_slot[0], strict=True):
         assert len(np.unique(np.asarray(got.mass[0, begin:end]))) == 1
@@ -288,7 +289,7 @@ def test_ragged_ties_go_to_the_older_token():
 @pytest.mark.parametrize("sizes", [[150, 150, 150], [1, 448, 1], [447, 1, 2], [64, 128, 258], [5, 3, 120]])
 def test_ragged_reads_each_block_once(monkeypatch, sizes):
     """Blocks of K and V that somebody owns, whatever the borders; none behind the last one, none of finished rows."""
-    arrays, options = pool([sizes] * 3, 576, 4, 128)
+    bundles, scale = pool([sizes] * 3, 576, 4, 128)
     copy, fetched = plgpu.copy_gmem_to_smem, []
 
     def counted(source, *more):
@@ -298,7 +299,7 @@ def test_ragged_reads_each_block_once(monkeypatch, sizes):
         copy(source, *more)
 
     monkeypatch.setattr(plgpu, "copy_gmem_to_smem", counted)
-    jax.block_until_ready(ragged(ragged_gpu, arrays, **options))
+    jax.block_until_ready(ragged(ragged_gpu, bundles, scale=scale))
     jax.effects_barrier()
     assert sorted(fetched) == [(row, at) for row in (1, 2) for at in range(0, sum(sizes), 64) for _ in "kv"]
 
@@ -307,10 +308,13 @@ def test_ragged_reads_each_block_once(monkeypatch, sizes):
 @pytest.mark.parametrize(("dim", "group"), [(64, 4), (80, 1), (96, 7), (128, 8), (256, 16)])
 def test_ragged_lowers_for_cuda(dim, group, kv_heads):
     """By the operation's own choice of kernels; K and V go in and out as the same buffers."""
-    arrays, options = pool([[1000 // kv_heads] * kv_heads] * 2, 1000, group, dim)
-    arrays, factors = arrays[:10], arrays[10:]
-    step = functools.partial(ragged_api.ragged_decode, **options, softcap=30.0, implementation="gpu")
-    traced = jax.jit(lambda *args: step(*args, *factors), donate_argnums=(5, 6, 7)).trace(*arrays)
+    (token, held, *others), scale = pool([[1000 // kv_heads] * kv_heads] * 2, 1000, group, dim)
+    step = functools.partial(ragged_api.ragged_decode, scale=scale, softcap=30.0, implementation="gpu")
+
+    def apart(cache, offsets, token, *others):  # offsets go nowhere, and so are not donated
+        return step(token, Segments(*cache, offsets), *others)
+
+    traced = jax.jit(apart, donate_argnums=0).trace(held[:3], held.offsets, token, *others)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     call = next(line for line in text.splitlines() if "@mosaic_gpu" in line)
     for output, operand in ((3, 7), (4, 8)):
@@ -337,9 +341,9 @@ def test_ragged_runs_fill_the_chip(batch, slots):
     ],
 )
 def test_ragged_refuses_what_it_cannot_do(said, change):
-    arrays, options = pool(**{"sizes": [[20, 40]], "slots": 64, "group": 2, "dim": 64} | change)
+    bundles, scale = pool(**{"sizes": [[20, 40]], "slots": 64, "group": 2, "dim": 64} | change)
     with pytest.raises(NotImplementedError, match=said):
-        ragged(ragged_gpu, arrays, **options)
+        ragged(ragged_gpu, bundles, scale=scale)
 
 
 def prompt(heads, kv_heads, length, past, dim, dtype="bfloat16"):

@@ -22,8 +22,8 @@ from jaxkv.policies.across import Across
 from jaxkv.store import EMPTY, Entries, Pool, Slots
 from jaxkv.store import pool as pools
 from jaxkv.store.entries import flattened, owners
+from pallas_kernels.arguments import Held, Judge, Line, Rule, Segments, Token
 from pallas_kernels.decode_attend_score.reference import decode_attend_score
-from pallas_kernels.decode_attend_score.victim import Rule
 from pallas_kernels.ragged_decode import ragged_decode
 from pallas_kernels.ragged_decode.reference import first_empty, lowest
 
@@ -338,14 +338,13 @@ def test_ragged_decode_is_each_head_by_itself(how, shape, group, rule, dtype):
     values[positions < 0] = np.nan
     second = np.minimum(sizes - 1, 1)
     position, slot, recents = np.array([many, many]), offsets[:, :-1] + second, np.array([2, 3])
-    options = {"scale": 0.3, "softcap": 5.0, "group": group, "rule": rule}
-    call = [jnp.asarray(x, dtype) for x in (query, key, value)]
-    call += [jnp.asarray(x, jnp.int32) for x in (position, slot)]
-    call += [jnp.asarray(x, dtype) for x in (keys, values)]
-    call += [jnp.asarray(x, jnp.int32) for x in (positions, offsets, recents)]
-    call += [jnp.asarray(weight), jnp.asarray(bias)]
-    query, key, value, _, _, keys, values, *_ = call
-    out = jax.jit(functools.partial(ragged_decode, **options, implementation=how, **DECODES[how]))(*call)
+    options = {"scale": 0.3, "softcap": 5.0}
+    query, key, value, keys, values = (jnp.asarray(x, dtype) for x in (query, key, value, keys, values))
+    whole = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
+    token, held = Token(query, key, value, whole(position)), Segments(keys, values, whole(positions), whole(offsets))
+    judge = Judge(whole([total, total]), whole(recents), jnp.asarray(weight), jnp.asarray(bias), rule, group)
+    run = jax.jit(functools.partial(ragged_decode, **options, implementation=how, **DECODES[how]))
+    out = run(token, held, whole(slot), judge)
     near = {"rtol": 2e-5, "atol": 1e-5} if dtype == "float32" else {"rtol": 2e-2, "atol": 2e-2}
     for row in range(2):
         for head in range(heads):
@@ -353,11 +352,12 @@ def test_ragged_decode_is_each_head_by_itself(how, shape, group, rule, dtype):
             one = lambda x, own=own, row=row: jnp.asarray(x[row, own])[None, None]  # noqa: E731
             mine = slice(head * groups, (head + 1) * groups)
             lone = decode_attend_score(
-                query[row, mine][None], *(x[row, head][None, None] for x in (key, value)),
-                jnp.array([many], jnp.int32), jnp.array([[second[row, head]]], jnp.int32), one(keys), one(values),
-                one(positions.astype(np.int32)), jnp.array([int(sizes[row, head])], jnp.int32),
-                jnp.asarray(recents[row : row + 1], jnp.int32), one(weight), one(bias), **options,
-            )  # fmt: skip
+                Token(query[row, mine][None], *(x[row, head][None, None] for x in (key, value)), whole([many])),
+                Held(one(keys), one(values), one(held.positions)),
+                whole([[second[row, head]]]),
+                Judge(whole([sizes[row, head]]), judge.recents[row : row + 1], one(weight), one(bias), rule, group),
+                **options,
+            )
             text = lambda x: np.asarray(x, np.float32)  # noqa: E731
             np.testing.assert_allclose(text(out.output[row, mine]), text(lone.output[0]), **near)
             np.testing.assert_allclose(out.lse[row, mine], lone.lse[0], rtol=2e-5, atol=1e-5)
@@ -367,10 +367,7 @@ def test_ragged_decode_is_each_head_by_itself(how, shape, group, rule, dtype):
             np.testing.assert_array_equal(text(out.values[row, own]), text(lone.values[0, 0]))
             assert int(out.next_slot[row, head]) - offsets[row, head] == int(lone.next_slot[0, 0])
         assert (np.asarray(out.mass)[row, offsets[row, -1] :] == 0).all()
-    finished = jnp.array([-1, many], jnp.int32)
-    still = jax.jit(functools.partial(ragged_decode, **options, implementation=how, **DECODES[how]))(
-        *call[:3], finished, *call[4:]
-    )
+    still = run(token._replace(position=whole([-1, many])), held, whole(slot), judge)
     np.testing.assert_array_equal(np.asarray(still.positions)[0], positions[0])
     np.testing.assert_array_equal(np.asarray(still.keys, np.float32)[0], np.asarray(keys, np.float32)[0])
     np.testing.assert_array_equal(np.asarray(still.next_slot)[0], slot[0])
@@ -389,16 +386,15 @@ def test_a_line_is_read_where_it_lies(rule):
     positions = np.where(inside, rng.permuted(np.tile(np.arange(slots), (2, 1)), axis=1), EMPTY)
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
     whole = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
-    line = (normal(2, total, dim), normal(2, total, dim), whole(first))
+    line = Line(normal(2, total, dim), normal(2, total, dim), whole(first))
     copies = [jnp.stack([x[row, at : at + slots] for row, at in enumerate(first)]) for x in line[:2]]
-    call = (
-        normal(2, heads * groups, dim), normal(2, heads, dim), normal(2, heads, dim), whole([slots, slots + 5]),
-        whole(offsets[:, :-1] + 1), *copies, whole(positions), whole(offsets), whole([2, 3]), normal(2, slots),
-    )  # fmt: skip
-    run = functools.partial(ragged_decode, bias=0.5, scale=0.3, rule=rule)
-    theirs = run(*call, implementation="reference")
-    poisoned = (*call[:5], *(jnp.full_like(copy, jnp.nan) for copy in copies), *call[7:])
-    ours = jax.jit(functools.partial(run, implementation="cpu", line=line))(*poisoned)
+    news = normal(2, heads * groups, dim), normal(2, heads, dim), normal(2, heads, dim)
+    token, held = Token(*news, whole([slots, slots + 5])), Segments(*copies, whole(positions), whole(offsets))
+    others = whole(offsets[:, :-1] + 1), Judge(whole([slots] * 2), whole([2, 3]), normal(2, slots), 0.5, rule)
+    run = functools.partial(ragged_decode, scale=0.3)
+    theirs = run(token, held, *others, implementation="reference")
+    poisoned = Segments(*(jnp.full_like(copy, jnp.nan) for copy in copies), *held[2:4], line)
+    ours = jax.jit(functools.partial(run, implementation="cpu"))(token, poisoned, *others)
     for name in ("output", "lse", "mass"):
         np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), rtol=2e-5, atol=1e-6)
     np.testing.assert_array_equal(ours.next_slot, theirs.next_slot)

@@ -30,8 +30,8 @@ from jaxkv.sampling import Sampler
 from jaxkv.sharding import Layout
 from jaxkv.store import KVCache
 from jaxkv.store import slots as stores
+from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
 from pallas_kernels.decode_attend_score.tpu import decode_attend_score
-from pallas_kernels.decode_attend_score.victim import Rule
 from pallas_kernels.prefill_attend.tpu import prefill_attend
 from pallas_kernels.prefill_attend_mass.tpu import prefill_attend_mass
 from pallas_kernels.ragged_decode.tpu import ragged_decode
@@ -65,11 +65,22 @@ def step_arrays(batch: int, kv_heads: int, group: int, slots: int, dim: int, dty
     new = jax.ShapeDtypeStruct((batch, kv_heads, dim), dtype)
     cache = jax.ShapeDtypeStruct((batch, kv_heads, slots, dim), dtype)
     each = jax.ShapeDtypeStruct((batch, kv_heads, slots), jnp.int32)
+    weight = jax.ShapeDtypeStruct((batch, kv_heads, slots), jnp.float32)
     return (
-        jax.ShapeDtypeStruct((batch, kv_heads * group, dim), dtype), new, new, row,
-        jax.ShapeDtypeStruct((batch, kv_heads), jnp.int32), cache, cache, each, row, row,
-        jax.ShapeDtypeStruct((batch, kv_heads, slots), jnp.float32),
-    )  # fmt: skip
+        Token(jax.ShapeDtypeStruct((batch, kv_heads * group, dim), dtype), new, new, row),
+        Held(cache, cache, each),
+        jax.ShapeDtypeStruct((batch, kv_heads), jnp.int32),
+        Judge(row, row, weight, rule=Rule("sum")),
+    )
+
+
+def in_place(step, token, held, *others):
+    """The step, compiled; keys and values are donated."""
+
+    def apart(cache, rest, token, *others):
+        return step(token, type(held)(*cache, *rest), *others)
+
+    return jax.jit(apart, donate_argnums=0).lower(held[:2], held[2:], token, *others).compile()
 
 
 def made_of(shape: tuple[int, ...], text: str) -> set[str]:
@@ -88,14 +99,13 @@ NAMES_ONLY = {"parameter", "get-tuple-element", "bitcast", "custom-call", "tuple
 @pytest.mark.parametrize("name", CHIPS)
 def test_decode_kernel_compiles_and_writes_in_place(name, shape, dtype):
     sizes = SHAPES[shape]
-    step = functools.partial(decode_attend_score, scale=0.1, rule=Rule("sum"))
     arrays = on(name, step_arrays(*sizes, dtype))
-    compiled = jax.jit(step, donate_argnums=(5, 6)).lower(*arrays).compile()
+    compiled = in_place(functools.partial(decode_attend_score, scale=0.1), *arrays)
     batch, kv_heads, _, slots, dim = sizes
     cache_bytes = 2 * batch * kv_heads * slots * dim * jnp.dtype(dtype).itemsize
     assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes
     assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes // 2  # so no copy of K or of V
-    assert made_of(arrays[5].shape, compiled.as_text()) <= NAMES_ONLY
+    assert made_of(arrays[1].keys.shape, compiled.as_text()) <= NAMES_ONLY
 
 
 def pool_arrays(batch: int, kv_heads: int, group: int, slots: int, dim: int) -> tuple:
@@ -104,11 +114,13 @@ def pool_arrays(batch: int, kv_heads: int, group: int, slots: int, dim: int) -> 
     each = jax.ShapeDtypeStruct((batch, kv_heads), jnp.int32)
     new = jax.ShapeDtypeStruct((batch, kv_heads, dim), jnp.bfloat16)
     pool = jax.ShapeDtypeStruct((batch, kv_heads * slots, dim), jnp.bfloat16)
+    offsets = jax.ShapeDtypeStruct((batch, kv_heads + 1), jnp.int32)
     return (
-        jax.ShapeDtypeStruct((batch, kv_heads * group, dim), jnp.bfloat16), new, new, row, each, pool, pool,
-        jax.ShapeDtypeStruct(pool.shape[:2], jnp.int32), jax.ShapeDtypeStruct((batch, kv_heads + 1), jnp.int32), row,
-        jax.ShapeDtypeStruct(pool.shape[:2], jnp.float32),
-    )  # fmt: skip
+        Token(jax.ShapeDtypeStruct((batch, kv_heads * group, dim), jnp.bfloat16), new, new, row),
+        Segments(pool, pool, jax.ShapeDtypeStruct(pool.shape[:2], jnp.int32), offsets),
+        each,
+        Judge(row, row, jax.ShapeDtypeStruct(pool.shape[:2], jnp.float32), rule=Rule("each")),
+    )
 
 
 POOLS = [name for name, (*_, slots, _) in SHAPES.items() if slots < 100_000]  # a row's logits stay on the chip
@@ -117,10 +129,9 @@ POOLS = [name for name, (*_, slots, _) in SHAPES.items() if slots < 100_000]  # 
 @pytest.mark.parametrize("shape", POOLS)
 @pytest.mark.parametrize("name", CHIPS)
 def test_pool_kernel_compiles_and_writes_in_place(name, shape):
-    step = functools.partial(ragged_decode, scale=0.1, rule=Rule("each"))
     arrays = on(name, pool_arrays(*SHAPES[shape]))
-    compiled = jax.jit(step, donate_argnums=(5, 6)).lower(*arrays).compile()
-    pool = arrays[5]
+    compiled = in_place(functools.partial(ragged_decode, scale=0.1), *arrays)
+    pool = arrays[1].keys
     assert compiled.memory_analysis().alias_size_in_bytes >= 2 * pool.size * 2
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * pool.size  # so no copy of K or of V
     assert made_of(pool.shape, compiled.as_text()) <= NAMES_ONLY
@@ -130,7 +141,7 @@ def test_pool_kernel_compiles_and_writes_in_place(name, shape):
 def test_pool_kernel_moves_each_block_once(shape):
     """As above, wherever heads meet."""
     batch, kv_heads, _, slots, dim = SHAPES[shape]
-    step = functools.partial(ragged_decode, scale=0.1, rule=Rule("each"))
+    step = functools.partial(ragged_decode, scale=0.1)
     (call,) = pallas_calls(step, *pool_arrays(*SHAPES[shape]))
     operands = fetches(call)
     for moved, total in operands[3:5]:
@@ -204,7 +215,7 @@ def fetches(call) -> list[tuple[list, int]]:
 def test_decode_kernel_moves_each_block_once(shape):
     """K and V once, and beside them and what goes out at most 5 %; the compiler is told the same bytes."""
     batch, kv_heads, _, slots, dim = SHAPES[shape]
-    step = functools.partial(decode_attend_score, scale=0.1, rule=Rule("sum"))
+    step = functools.partial(decode_attend_score, scale=0.1)
     (call,) = pallas_calls(step, *step_arrays(*SHAPES[shape], "bfloat16"))
     operands = fetches(call)
     inputs = call.params["grid_mapping"].num_inputs

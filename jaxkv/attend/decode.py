@@ -25,8 +25,7 @@ from jaxkv.sharding.attention import RotateAtRead
 from jaxkv.sharding.layout import Layout
 from jaxkv.store.entries import around, ranks
 from jaxkv.store.pool import dropped
-from jaxkv.store.store import Judge, Token
-from pallas_kernels.decode_attend_score.victim import Rule
+from pallas_kernels.arguments import Judge, Rule, Token
 from pallas_kernels.partial import merge
 
 
@@ -125,7 +124,10 @@ def _judge(
     limits: Int[Array, "B"],
     learned: Any,
 ) -> Judge:
-    """How the attention pass scores the slots and chooses, as far as it can: where the score is linear in the mass."""
+    """How the attention pass scores the slots and chooses, as far as it can: where the score is linear in the mass.
+
+    Weight and bias are in the store's scored form.
+    """
     group = phase.aggregate.group if phase is not None else "sum"
     if phase is None or not phase.linear or phase.every > 1:
         return Judge(limits, jnp.zeros_like(limits), group=group)

@@ -9,7 +9,7 @@ from jax import lax
 from jaxkv.errors import BadValue
 from jaxkv.store.entries import EMPTY, taken
 from jaxkv.store.pages import indexed
-from jaxkv.store.store import Judge, Token
+from pallas_kernels.arguments import Judge, Token
 from pallas_kernels.decode_attend_score.victim import aim
 from pallas_kernels.masking import visible
 from pallas_kernels.partial import Partial, attend_few
@@ -123,10 +123,7 @@ class Pages(Read):
         assert partial.mass is not None
         mass = jnp.zeros(store.positions.shape, jnp.float32)
         mass = mass.at[rows, heads, jnp.where(at < store.slots, at, store.slots)].set(partial.mass, mode="drop")
-        following = aim(
-            mass, store.positions, token.position, slot, judge.limits, judge.recents, judge.weight, judge.bias,
-            rule=judge.rule, window=window,
-        )  # fmt: skip
+        following = aim(mass, store.positions, token.position, slot, judge, window=window)
         after = dataclasses.replace(store, next_slot=following, beside={**store.beside, self.state: index})
         partial = partial.now()
         return Partial(partial.output.astype(token.query.dtype), partial.lse, mass), after

@@ -19,9 +19,10 @@ from pallas_kernels import decode_attend_score as decode_kernel
 from pallas_kernels import prefill_attend as prefill_kernel
 from pallas_kernels import prefill_attend_mass as mass_kernel
 from pallas_kernels import ragged_decode as ragged_kernel
+from pallas_kernels.arguments import Held, Judge, Segments, Token
 from pallas_kernels.decode_attend_score.reference import GROUP as REDUCE
 from pallas_kernels.decode_attend_score.reference import Attended, written
-from pallas_kernels.decode_attend_score.victim import Factor, Rule, aim
+from pallas_kernels.decode_attend_score.victim import aim
 from pallas_kernels.masking import filled, masked_softmax, soft_cap, visible
 from pallas_kernels.partial import Partial, portion
 from pallas_kernels.ragged_decode import reference as ragged
@@ -116,21 +117,11 @@ def prefill_attend_mass(
 
 def decode_attend_score(
     layout: Layout,
-    query: Float[Array, "B Hq D"],
-    key: Float[Array, "B Hk D"],
-    value: Float[Array, "B Hk D"],
-    position: Int[Array, "B"],
+    token: Token,
+    held: Held,
     slot: Int[Array, "B Hk"],
-    keys: Float[Array, "B Hk C D"],
-    values: Float[Array, "B Hk C D"],
-    positions: Int[Array, "B Hk C"],
-    limits: Int[Array, "B"],
-    recents: Int[Array, "B"],
-    weight: Factor = 1.0,
-    bias: Factor = 0.0,
+    judge: Judge,
     *,
-    group: str,
-    rule: Rule | None,
     rotate: RotateAtRead | None,
     window: int | None,
     implementation: str | None,
@@ -144,63 +135,47 @@ def decode_attend_score(
     `rotate` turns query and keys at read time, for caches that hold keys before RoPE.
     """
     kernel = functools.partial(
-        decode_kernel.decode_attend_score, window=window, group=group, implementation=implementation, **softmax
+        decode_kernel.decode_attend_score, window=window, implementation=implementation, **softmax
     )
     if layout.mesh is None:
-        return kernel(
-            query, key, value, position, slot, keys, values, positions, limits, recents, weight, bias, rule=rule,
-            rotate=_rotation(rotate),
-        )  # fmt: skip
+        return kernel(token, held, slot, judge, rotate=_rotation(rotate))
 
+    query, keys, rule = token.query, held.keys, judge.rule
     grouped = _grouped(query, keys.shape[1])
-    rows = layout.spec(position.shape, (ROWS,))
+    rows = layout.spec(token.position.shape, (ROWS,))
     q, kv = layout.spec(grouped.shape, (ROWS, HEADS, GROUP, None)), layout.spec(keys.shape, layout.slot_axes(4))
     heads, flat = layout.spec(slot.shape, (ROWS, HEADS)), _but_last(kv)
     divided = kv[2] is not None
     alone = not divided and layout.size(GROUP) == 1
     own_rule = rule is None or (rule.heads == "each" and alone) or (alone and layout.size(HEADS) == 1)
-    arrays, floats = _apart(weight=weight, bias=bias)
 
-    def local(query, key, value, position, slot, keys, values, positions, limits, recents, arrays):
+    def local(token, held, slot, judge):
         if divided:
-            return _attend_part(
-                layout, query, key, value, position, slot, keys, values, positions,
-                group=group, rotate=rotate, window=window, **softmax,
-            )  # fmt: skip
-        out = kernel(
-            _flat(query), key, value, position, slot, keys, values, positions, limits, recents, **arrays, **floats,
-            rule=rule if own_rule else None, rotate=_rotation(rotate),
-        )  # fmt: skip
+            return _attend_part(layout, token, held, slot, group=judge.group, rotate=rotate, window=window, **softmax)
+        shape = token.query.shape
+        token, judge = token._replace(query=_flat(token.query)), judge._replace(rule=rule if own_rule else None)
+        out = kernel(token, held, slot, judge, rotate=_rotation(rotate))
         return out._replace(
-            output=out.output.reshape(query.shape),
-            lse=out.lse.reshape(query.shape[:3]),
-            mass=ACROSS[group](out.mass, GROUP) if layout.size(GROUP) > 1 else out.mass,
+            output=out.output.reshape(shape),
+            lse=out.lse.reshape(shape[:3]),
+            mass=ACROSS[judge.group](out.mass, GROUP) if layout.size(GROUP) > 1 else out.mass,
         )
 
-    ins = (q, _and_whole(heads), _and_whole(heads), rows, heads, kv, kv, flat, rows, rows, dict.fromkeys(arrays, flat))
-    specs: Any = (q, _but_last(q), flat, kv, kv, flat, heads)
-    outs = Attended(*specs)
-    out = _mapped(layout, local, ins, outs)(
-        grouped, key, value, position, slot, keys, values, positions, limits, recents, arrays
-    )
+    new = Token._make((q, _and_whole(heads), _and_whole(heads), rows))
+    ins = (new, Held._make((kv, kv, flat)), heads, _judge_specs(judge, rows, flat))
+    outs = Attended._make((q, _but_last(q), flat, kv, kv, flat, heads))
+    out = _mapped(layout, local, ins, outs)(token._replace(query=grouped), held, slot, judge)
     out = out._replace(output=out.output.reshape(query.shape), lse=out.lse.reshape(query.shape[:2]))
     if own_rule and not divided:
         return out
-    return out._replace(
-        next_slot=aim(out.mass, out.positions, position, slot, limits, recents, weight, bias, rule=rule, window=window)
-    )
+    return out._replace(next_slot=aim(out.mass, out.positions, token.position, slot, judge, window=window))
 
 
 def _attend_part(
     layout: Layout,
-    query: Float[Array, "b h g D"],
-    key: Float[Array, "b h D"],
-    value: Float[Array, "b h D"],
-    position: Int[Array, "b"],
+    token: Token,
+    held: Held,
     slot: Int[Array, "b h"],
-    keys: Float[Array, "b h c D"],
-    values: Float[Array, "b h c D"],
-    positions: Int[Array, "b h c"],
     *,
     group: str,
     rotate: RotateAtRead | None,
@@ -208,16 +183,19 @@ def _attend_part(
     window: int | None,
     softcap: float | None,
 ) -> Attended:
-    """One device's part of a decode step: its own slots, and the merge with the others' by log-sum-exp."""
-    held = keys.shape[2]
-    keys, values, positions = written(keys, values, positions, key, value, position, _here(slot, held, SLOTS))
+    """One device's part of a decode step: its own slots, and the merge with the others' by log-sum-exp.
+
+    The query is grouped, `[b, h, g, D]`.
+    """
+    query, slots = token.query, held.keys.shape[2]
+    keys, values, positions = written(token, held, _here(slot, slots, SLOTS))
     read = keys
     if rotate is not None:
         places = rotate.places(lax.all_gather(positions, SLOTS, axis=2, tiled=True))
-        own = lax.dynamic_slice_in_dim(places, lax.axis_index(SLOTS) * held, held, axis=2)
+        own = lax.dynamic_slice_in_dim(places, lax.axis_index(SLOTS) * slots, slots, axis=2)
         query, read = rotate.by(query, keys, own, jnp.max(places, axis=-1))
     logits = jnp.einsum("bhgd,bhcd->bhgc", query, read, preferred_element_type=jnp.float32) * scale
-    seen = visible(position[:, None, None], positions, window)
+    seen = visible(token.position[:, None, None], positions, window)
     weights, lse = masked_softmax(soft_cap(logits, softcap), seen)
     output = jnp.einsum(
         "bhgc,bhcd->bhgd", weights.astype(values.dtype), filled(values, positions), preferred_element_type=jnp.float32
@@ -237,24 +215,13 @@ def _attend_part(
 
 def ragged_decode(
     layout: Layout,
-    query: Float[Array, "B Hq D"],
-    key: Float[Array, "B Hk D"],
-    value: Float[Array, "B Hk D"],
-    position: Int[Array, "B"],
+    token: Token,
+    held: Segments,
     slot: Int[Array, "B Hk"],
-    keys: Float[Array, "B P D"],
-    values: Float[Array, "B P D"],
-    positions: Int[Array, "B P"],
-    offsets: Int[Array, "B Hk_1"],
-    recents: Int[Array, "B"],
-    weight: ragged.Weight = 1.0,
-    bias: ragged.Weight = 0.0,
+    judge: Judge,
     *,
-    group: str,
-    rule: Rule | None,
     whole: bool,
     implementation: str | None,
-    line: ragged.Line | None = None,
     **softmax: Any,
 ) -> Attended:
     """`ragged_decode` with rows and slots divided, wherever the heads' borders lie; K and V never leave their device.
@@ -262,65 +229,52 @@ def ragged_decode(
     Every device has the queries of all heads. Where slots are divided it attends with those that it holds; the parts
     are merged by their log-sum-exps, and the next slots chosen from the mass of all. `whole`: only rows are divided.
     """
-    kernel = functools.partial(
-        ragged_kernel.ragged_decode, group=group, rule=rule, implementation=implementation, **softmax
-    )
+    kernel = functools.partial(ragged_kernel.ragged_decode, implementation=implementation, **softmax)
     if layout.mesh is None:
-        token = query, key, value, position, slot
-        return kernel(*token, keys, values, positions, offsets, recents, weight, bias, line=line)
-    kv = layout.spec(keys.shape, (ROWS, None if whole else POOL, None))
-    rows, flat = layout.spec(position.shape, (ROWS,)), _but_last(kv)
+        return kernel(token, held, slot, judge)
+    kv = layout.spec(held.keys.shape, (ROWS, None if whole else POOL, None))
+    rows, flat = layout.spec(token.position.shape, (ROWS,)), _but_last(kv)
     few, tokens = PartitionSpec(*rows, None), PartitionSpec(*rows, None, None)
-    arrays, floats = _apart(weight=weight, bias=bias)
 
-    def local(query, key, value, position, slot, keys, values, positions, offsets, recents, arrays):
-        token = query, key, value, position, slot
+    def local(token, held, slot, judge):
         if kv[1] is not None:
-            return _ragged_part(kv[1], *token, keys, values, positions, offsets, group=group, **softmax)
-        return kernel(*token, keys, values, positions, offsets, recents, **arrays, **floats)
+            return _ragged_part(kv[1], token, held, slot, group=judge.group, **softmax)
+        return kernel(token, held, slot, judge)
 
-    ins = (tokens, tokens, tokens, rows, few, kv, kv, flat, few, rows, dict.fromkeys(arrays, flat))
-    specs: Any = (tokens, few, flat, kv, kv, flat, few)
-    out = _mapped(layout, local, ins, Attended(*specs))(
-        query, key, value, position, slot, keys, values, positions, offsets, recents, arrays
-    )
+    held = held._replace(line=None)  # keys and values cut out of it are read
+    new = Token._make((tokens, tokens, tokens, rows))
+    ins = (new, Segments._make((kv, kv, flat, few, None)), few, _judge_specs(judge, rows, flat))
+    outs = Attended._make((tokens, few, flat, kv, kv, flat, few))
+    out = _mapped(layout, local, ins, outs)(token, held, slot, judge)
     if kv[1] is None:
         return out
-    aimed = ragged.aim(out.mass, out.positions, position, offsets, recents, weight, bias, rule=rule)
-    return out._replace(next_slot=jnp.where(position[:, None] < 0, slot, aimed))
+    return out._replace(next_slot=ragged.aim(out.mass, out.positions, held.offsets, token.position, slot, judge))
 
 
 def _ragged_part(
     over: str | tuple[str, ...],
-    query: Float[Array, "b Hq D"],
-    key: Float[Array, "b Hk D"],
-    value: Float[Array, "b Hk D"],
-    position: Int[Array, "b"],
+    token: Token,
+    held: Segments,
     slot: Int[Array, "b Hk"],
-    keys: Float[Array, "b p D"],
-    values: Float[Array, "b p D"],
-    positions: Int[Array, "b p"],
-    offsets: Int[Array, "b Hk_1"],
     *,
     scale: float,
     softcap: float | None,
     group: str,
 ) -> Attended:
     """One device's part of a decode step on a pool: its own slots of the line, and the merge with the others'."""
-    held, heads = keys.shape[1], key.shape[1]
-    at = _here(slot, held, over)
-    keys, values, positions = ragged.written(keys, values, positions, key, value, position, at)
-    mine = jnp.clip(offsets - lax.axis_index(over) * held, 0, held)
-    weights, lse, owner = ragged.weights(query, keys, positions, mine, position, heads, scale=scale, softcap=softcap)
+    query, slots = token.query, held.keys.shape[1]
+    mine = jnp.clip(held.offsets - lax.axis_index(over) * slots, 0, slots)
+    held = ragged.written(held, token.key, token.value, token.position, _here(slot, slots, over))
+    weights, lse, owner = ragged.weights(token, held._replace(offsets=mine), scale=scale, softcap=softcap)
     everyone, share = _merged(lse, over)
-    output = lax.psum(ragged.read(weights, values, positions) * share[..., None], over)
+    output = lax.psum(ragged.read(weights, held.values, held.positions) * share[..., None], over)
     return Attended(
         output=output.astype(query.dtype).reshape(query.shape),
         lse=everyone.reshape(query.shape[:2]),
         mass=over_slots(REDUCE[group](weights * share[..., None], axis=2), owner),
-        keys=keys,
-        values=values,
-        positions=positions,
+        keys=held.keys,
+        values=held.values,
+        positions=held.positions,
         next_slot=slot,
     )
 
@@ -339,10 +293,9 @@ def _merged(
     return everyone, portion(lse, everyone)
 
 
-def _apart(**factors: Any) -> tuple[dict[str, jax.Array], dict[str, float]]:
-    """Those that are arrays, which devices divide, and those that are plain numbers."""
-    floats = {name: x for name, x in factors.items() if isinstance(x, float)}
-    return {name: x for name, x in factors.items() if name not in floats}, floats
+def _judge_specs(judge: Judge, rows: PartitionSpec, flat: PartitionSpec) -> Any:
+    """How the judge's arrays are divided: per row, or over the slots too."""
+    return jax.tree.map(lambda x: rows if x.ndim == 1 else flat, judge)
 
 
 def _rotation(rotate: RotateAtRead | None) -> Callable | None:

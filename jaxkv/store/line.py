@@ -17,9 +17,9 @@ from jaxkv.sharding.attention import RotateAtRead
 from jaxkv.sharding.layout import Layout
 from jaxkv.store.entries import Entries
 from jaxkv.store.pool import Pool
-from jaxkv.store.store import Judge, Token
+from pallas_kernels.arguments import Judge, Segments, Token
+from pallas_kernels.arguments import Line as Lying
 from pallas_kernels.partial import Partial
-from pallas_kernels.ragged_decode.reference import Line as Lying
 from pallas_kernels.ragged_decode.reference import written as overwritten
 
 
@@ -93,7 +93,7 @@ class Place:
 
     def lying(self, line: Pool, start: Int[Array, "B"]) -> Lying | None:
         """Plain keys and values of all layers, and where this one's view of them begins."""
-        return (line.entries.keys, line.entries.values, start) if line.codecs.plain else None
+        return Lying(line.entries.keys, line.entries.values, start) if line.codecs.plain else None
 
     def start(self, line: Pool) -> Int[Array, "B"]:
         """Where the view begins: at the layer's first border, or earlier where the line ends."""
@@ -194,9 +194,8 @@ def written(layers: tuple[Any, ...], after: tuple[Any, ...], position: Int[Array
         return jnp.where(owner < line.heads, stat, line.stats[name])
 
     if line.codecs.plain:
-        keys, values, positions = overwritten(
-            old_keys, old_values, line.positions, new_keys, new_values, position, line.next_slot
-        )  # fmt: skip
+        held = Segments(old_keys, old_values, line.positions, line.offsets)
+        keys, values, positions, *_ = overwritten(held, new_keys, new_values, position, line.next_slot)
     else:
         active = position >= 0
         new = line.codecs.keys.encode(new_keys), line.codecs.values.encode(new_values)

@@ -18,7 +18,8 @@ from jaxkv.sharding.layout import Layout, on_host
 from jaxkv.store.codecs import PLAIN_BOTH, Codecs
 from jaxkv.store.entries import EMPTY, Entries, blank, flattened, owners, taken
 from jaxkv.store.slots import GROW
-from jaxkv.store.store import Absorb, Choose, Judge, Store, Token, Worth
+from jaxkv.store.store import Absorb, Choose, Store, Worth
+from pallas_kernels.arguments import Judge, Line, Segments, Token
 from pallas_kernels.partial import Partial
 from pallas_kernels.ragged_decode.reference import first_empty, lowest
 from pallas_kernels.ragged_decode.segments import mine, per_head, per_slot, segments
@@ -176,14 +177,23 @@ class Pool(Store):
         result = self._ragged(layout, token, judge, **softmax)
         return Partial(result.output, result.lse, self.scored(result.mass)), self.attended(result, token)
 
-    def _ragged(self, layout: Layout, token: Token, judge: Judge, *, window: int | None, **options: Any) -> Any:
+    def _ragged(
+        self,
+        layout: Layout,
+        token: Token,
+        judge: Judge,
+        *,
+        line: Line | None = None,
+        whole: bool = False,
+        window: int | None,
+        **softmax: Any,
+    ) -> Any:
         assert window is None, "layers with a sliding window have slots"
-        factors = (self.unscored(x) if isinstance(x, jax.Array) else x for x in (judge.weight, judge.bias))
-        return ragged_decode(
-            layout, *token, self.next_slot, self.keys, self.values, self.positions, self.offsets, judge.recents,
-            *factors, rule=judge.rule and dataclasses.replace(judge.rule, heads="each"), group=judge.group,
-            **{"whole": False, **options},
-        )  # fmt: skip
+        weight, bias = (self.unscored(x) if isinstance(x, jax.Array) else x for x in (judge.weight, judge.bias))
+        each = judge.rule and dataclasses.replace(judge.rule, heads="each")
+        judge = judge._replace(weight=weight, bias=bias, rule=each)
+        held = Segments(self.keys, self.values, self.positions, self.offsets, line)
+        return ragged_decode(layout, token, held, self.next_slot, judge, whole=whole, **softmax)
 
     def laid(self, layout: Layout) -> "Pool":
         """The store after a step, which left it where it was."""

@@ -16,7 +16,8 @@ from jaxkv.sharding.attention import RotateAtRead, decode_attend_score
 from jaxkv.sharding.layout import Layout
 from jaxkv.store.codecs import PLAIN_BOTH, Codecs
 from jaxkv.store.entries import Entries, appended, blank, chosen_at, in_time_order, owners, packed, taken
-from jaxkv.store.store import Absorb, Choose, Judge, Store, Token, Worth
+from jaxkv.store.store import Absorb, Choose, Store, Worth
+from pallas_kernels.arguments import Held, Judge, Token
 from pallas_kernels.decode_attend_score.victim import alive, victim
 from pallas_kernels.partial import Partial
 
@@ -114,10 +115,8 @@ class Slots(Store):
         self, layout: Layout, token: Token, judge: Judge, rotate: RotateAtRead | None, **softmax: Any
     ) -> tuple[Partial, "Slots"]:
         """Write the token into the next slots, attend over all slots, choose the slots after it."""
-        result = decode_attend_score(
-            layout, *token, self.next_slot, self.keys, self.values, self.positions, *judge[:4],
-            rule=judge.rule, group=judge.group, rotate=rotate, **softmax,
-        )  # fmt: skip
+        held = Held(self.keys, self.values, self.positions)
+        result = decode_attend_score(layout, token, held, self.next_slot, judge, rotate=rotate, **softmax)
         return Partial(result.output, result.lse, result.mass), self.attended(result, token)
 
     def laid(self, layout: Layout) -> "Slots":

@@ -7,7 +7,7 @@ layers share the model's). What a policy computes of every slot it computes in t
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,38 +15,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.store.codecs import Codecs
 from jaxkv.store.entries import Entries
-from pallas_kernels.decode_attend_score.victim import Factor, Rule
+from pallas_kernels.arguments import Token
 
 Worth = Callable[[Any], Float[Array, "B *S"]]  # of a store's slots
 # of worth, positions and the KV head of every slot, and how many entries each head shall keep on average: which stay
 Choose = Callable[[Float[Array, "B *S"], Int[Array, "B *S"], Int[Array, "B *S"], Int[Array, "B"]], Bool[Array, "B *S"]]
 # of what is held beside the slots, plain entries by head, and which of them stay: the survivors, and what is beside
 Absorb = Callable[[dict[str, Any], Entries, Bool[Array, "B Hk S"]], tuple[Entries, dict[str, Any]]]
-
-
-class Token(NamedTuple):
-    """One token per row in one layer: its query heads, key and value (turned by RoPE if the cache holds them so), and
-    its position, -1 for a row that has finished."""
-
-    query: Float[Array, "B Hq D"]
-    key: Float[Array, "B Hk D"]
-    value: Float[Array, "B Hk D"]
-    position: Int[Array, "B"]
-
-
-class Judge(NamedTuple):
-    """How the attention pass chooses the next slot: the lowest weight * mass + bias, in the store's scored form.
-
-    `limits [B]` entries per head may be held, the last `recents [B]` tokens and the rule's sinks are spared; without
-    a rule the next slot is the first empty one. `group` reduces the mass over the query heads of a KV head.
-    """
-
-    limits: Int[Array, "B"]
-    recents: Int[Array, "B"]
-    weight: Factor = 1.0
-    bias: Factor = 0.0
-    rule: Rule | None = None
-    group: str = "sum"
 
 
 class Store:

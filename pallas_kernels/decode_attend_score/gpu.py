@@ -23,8 +23,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import gpu_blocks as blocks_of
+from pallas_kernels.arguments import Held, Judge, Token
 from pallas_kernels.decode_attend_score.reference import GROUP, Attended
-from pallas_kernels.decode_attend_score.victim import Factor, Rule, alive, linear, over_heads, protected, victim
+from pallas_kernels.decode_attend_score.victim import aim
 from pallas_kernels.masking import MASKED
 
 
@@ -37,24 +38,14 @@ class _Plan(blocks_of.Decode):
 
 
 def decode_attend_score(
-    query: Float[Array, "B Hq D"],
-    key: Float[Array, "B Hk D"],
-    value: Float[Array, "B Hk D"],
-    position: Int[Array, "B"],
+    token: Token,
+    held: Held,
     slot: Int[Array, "B Hk"],
-    keys: Float[Array, "B Hk C D"],
-    values: Float[Array, "B Hk C D"],
-    positions: Int[Array, "B Hk C"],
-    limits: Int[Array, "B"],
-    recents: Int[Array, "B"],
-    weight: Factor = 1.0,
-    bias: Factor = 0.0,
+    judge: Judge,
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    group: str = "sum",
-    rule: Rule | None = None,
     rotate: Callable | None = None,
     interpret: bool | plgpu.InterpretGPUParams = False,
 ) -> Attended:
@@ -66,11 +57,13 @@ def decode_attend_score(
     """
     if rotate is not None:
         raise NotImplementedError("the GPU kernel reads keys as they lie in the cache: rotate= needs the reference")
+    query, key, value, position = token
+    keys, values, positions = held
     batch, kv_heads, slots, dim = keys.shape
     rows, heads = batch * kv_heads, query.shape[1] // kv_heads
 
-    finished = position[:, None] < 0
-    at = (jnp.arange(batch)[:, None], jnp.arange(kv_heads)[None, :], jnp.where(finished, slots, slot))
+    target = jnp.where(position[:, None] < 0, slots, slot)
+    at = (jnp.arange(batch)[:, None], jnp.arange(kv_heads)[None, :], target)
     positions = positions.at[at].set(jnp.broadcast_to(position[:, None], slot.shape), mode="drop")
 
     output, lse, logits, keys, values = attend(
@@ -88,16 +81,7 @@ def decode_attend_score(
         interpret=interpret,
     )
     weights = jnp.where(logits > MASKED / 2, jnp.exp(logits - lse[:, None, :]), 0.0)
-    mass = GROUP[group](weights, axis=-1).reshape(batch, kv_heads, slots)
-
-    now = position + 1
-    live = alive(positions, now, window)
-    if rule is None:
-        aim = jnp.argmin(live, axis=-1).astype(jnp.int32)
-    else:
-        score = over_heads(linear(mass, weight, bias), rule.heads)
-        score = jnp.where(protected(positions, now, rule.sinks, recents), jnp.inf, score)
-        aim = victim(score, positions, live, limits)
+    mass = GROUP[judge.group](weights, axis=-1).reshape(batch, kv_heads, slots)
     return Attended(
         output=output.reshape(query.shape).astype(query.dtype),
         lse=lse.reshape(query.shape[:2]),
@@ -105,7 +89,7 @@ def decode_attend_score(
         keys=keys.reshape(batch, kv_heads, slots, dim),
         values=values.reshape(batch, kv_heads, slots, dim),
         positions=positions,
-        next_slot=jnp.where(finished, slot, aim),
+        next_slot=aim(mass, positions, position, slot, judge, window=window),
     )
 
 

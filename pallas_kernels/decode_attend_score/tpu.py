@@ -18,11 +18,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from pallas_kernels import tpu_blocks as blocks_of
+from pallas_kernels.arguments import Held, Judge, Rule, Token
 from pallas_kernels.decode_attend_score.reference import GROUP, Attended
-from pallas_kernels.decode_attend_score.victim import HEADS, Factor, Rule
+from pallas_kernels.decode_attend_score.victim import HEADS
 from pallas_kernels.masking import MASKED, soft_cap
 
 BLOCK_BYTES = 2**20  # of K, and of V, at a time: long enough to hide the start of a copy
@@ -44,24 +45,14 @@ class _Plan(blocks_of.Walk):
 
 
 def decode_attend_score(
-    query: Float[Array, "B Hq D"],
-    key: Float[Array, "B Hk D"],
-    value: Float[Array, "B Hk D"],
-    position: Int[Array, "B"],
+    token: Token,
+    held: Held,
     slot: Int[Array, "B Hk"],
-    keys: Float[Array, "B Hk C D"],
-    values: Float[Array, "B Hk C D"],
-    positions: Int[Array, "B Hk C"],
-    limits: Int[Array, "B"],
-    recents: Int[Array, "B"],
-    weight: Factor = 1.0,
-    bias: Factor = 0.0,
+    judge: Judge,
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    group: str = "sum",
-    rule: Rule | None = None,
     rotate: Callable | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Attended:
@@ -72,6 +63,8 @@ def decode_attend_score(
     """
     if rotate is not None:
         raise NotImplementedError("the TPU kernel reads keys as they lie in the cache: rotate= needs the reference")
+    query, key, value, position = token
+    keys, values, positions = held
     batch, kv_heads, slots, dim = keys.shape
     heads = query.shape[1]
     if slots <= blocks_of.SUBLANES // 2:
@@ -81,12 +74,11 @@ def decode_attend_score(
         kv_heads * blocks_of.round_up(dim, blocks_of.SUBLANES if columns else blocks_of.LANES) * keys.dtype.itemsize
     )
     blocks, block = blocks_of.even_blocks(slots, BLOCK_BYTES // row_bytes)
-    if rule is None:
-        weight = bias = 0.0
-    factors = [factor for factor in (weight, bias) if not isinstance(factor, float)]
+    both = (0.0, 0.0) if judge.rule is None else (judge.weight, judge.bias)
+    factors = [factor for factor in both if not isinstance(factor, float)]
     plan = _Plan(
-        slots, columns, block, blocks, kv_heads, scale, window, softcap, group, rule,
-        weight if isinstance(weight, float) else None, bias if isinstance(bias, float) else None,
+        slots, columns, block, blocks, kv_heads, scale, window, softcap, judge.group, judge.rule,
+        *(factor if isinstance(factor, float) else None for factor in both),
     )  # fmt: skip
     width = plan.width
     vmem = _vmem_bytes(plan, heads, row_bytes, len(factors))
@@ -161,7 +153,7 @@ def decode_attend_score(
         interpret=interpret,
     )  # fmt: skip
     output, lse, mass, aim, keys, values = call(
-        position, slot.reshape(-1), limits, recents,
+        position, slot.reshape(-1), judge.limits, judge.recents,
         query.reshape(batch, kv_heads, group_size, dim), key, value, keys, values, positions,
         *factors,
     )  # fmt: skip

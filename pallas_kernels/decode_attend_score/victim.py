@@ -4,26 +4,15 @@ An entry's score is linear in the attention mass that it got in this step, weigh
 bias are known before the attention runs, so that a kernel can score and choose in the same pass.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.arguments import Judge
+
 HEADS = {"sum": jnp.sum, "mean": jnp.mean}
 Factor = Float[Array, "B Hk C"] | float
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """How a victim is chosen: every KV head by its own score, or all by the "sum" or "mean" of theirs (`heads`).
-
-    The first `sinks` tokens of the text are never chosen while anything else is there.
-    """
-
-    heads: str = "each"
-    sinks: int = 0
 
 
 def linear(mass: Float[Array, "B Hk S"] | None, weight: Factor, bias: Factor) -> Float[Array, "B Hk S"]:
@@ -82,12 +71,8 @@ def aim(
     positions: Int[Array, "B Hk C"],
     position: Int[Array, "B"],
     slot: Int[Array, "B Hk"],
-    limits: Int[Array, "B"],
-    recents: Int[Array, "B"],
-    weight: Factor,
-    bias: Factor,
+    judge: Judge,
     *,
-    rule: Rule | None,
     window: int | None,
 ) -> Int[Array, "B Hk"]:
     """The slot for the token after `position`, whose attention gave every slot its `mass`.
@@ -95,12 +80,12 @@ def aim(
     An empty or expired slot while the row holds fewer than its limit, else the lowest weight * mass + bias under the
     rule; with no rule, the first empty or expired slot. A row at position -1 keeps its `slot`.
     """
-    now = position + 1
+    now, rule = position + 1, judge.rule
     live = alive(positions, now, window)
     if rule is None:
         chosen = jnp.argmin(live, axis=-1).astype(jnp.int32)
     else:
-        score = over_heads(linear(mass, weight, bias), rule.heads)
-        score = jnp.where(protected(positions, now, rule.sinks, recents), jnp.inf, score)
-        chosen = victim(score, positions, live, limits)
+        score = over_heads(linear(mass, judge.weight, judge.bias), rule.heads)
+        score = jnp.where(protected(positions, now, rule.sinks, judge.recents), jnp.inf, score)
+        chosen = victim(score, positions, live, judge.limits)
     return jnp.where(position[:, None] < 0, slot, chosen)

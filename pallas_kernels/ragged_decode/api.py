@@ -1,7 +1,5 @@
 """ragged_decode: picks the implementation for where it runs."""
 
-import functools
-
 from pallas_kernels.decode_attend_score.reference import Attended
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.ragged_decode import reference, tpu
@@ -24,10 +22,6 @@ def _cpu(*args, **kwargs) -> Attended:
 IMPLEMENTATIONS = {"tpu": tpu.ragged_decode, "gpu": _gpu, "cpu": _cpu, "reference": reference.ragged_decode}
 
 
-def ragged_decode(*args, implementation: str | None = None, line: reference.Line | None = None, **kwargs) -> Attended:
-    """`reference.ragged_decode` by the fastest implementation that takes the arguments, or the named one.
-
-    Where keys and values are cut out of a `line` that layers share, a kernel that takes it reads them there.
-    """
-    choice = {**IMPLEMENTATIONS, "cpu": functools.partial(_cpu, line=line)}
-    return dispatch(choice, implementation, *args, **kwargs)
+def ragged_decode(*args, implementation: str | None = None, **kwargs) -> Attended:
+    """`reference.ragged_decode` by the fastest implementation that takes the arguments, or the named one."""
+    return dispatch(IMPLEMENTATIONS, implementation, *args, **kwargs)

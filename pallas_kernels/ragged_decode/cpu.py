@@ -12,12 +12,12 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
+from pallas_kernels.arguments import Judge, Line, Segments, Token
 from pallas_kernels.cpu_call import compiled, floats, integers, registered, size, supported, word
 from pallas_kernels.decode_attend_score.reference import GROUP, Attended
-from pallas_kernels.decode_attend_score.victim import Rule
-from pallas_kernels.ragged_decode.reference import LAST, Line, Weight, written
+from pallas_kernels.ragged_decode.reference import LAST, written
 
 REDUCE = {name: code for code, name in enumerate(GROUP)}
 SUM, MAX = REDUCE["sum"], REDUCE["max"]
@@ -30,43 +30,33 @@ ORDER = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; infinities 
 
 
 def ragged_decode(
-    query: Float[Array, "B Hq D"],
-    key: Float[Array, "B Hk D"],
-    value: Float[Array, "B Hk D"],
-    position: Int[Array, "B"],
+    token: Token,
+    held: Segments,
     slot: Int[Array, "B Hk"],
-    keys: Float[Array, "B P D"],
-    values: Float[Array, "B P D"],
-    positions: Int[Array, "B P"],
-    offsets: Int[Array, "B Hk_1"],
-    recents: Int[Array, "B"],
-    weight: Weight = 1.0,
-    bias: Weight = 0.0,
+    judge: Judge,
     *,
     scale: float,
     softcap: float | None = None,
-    group: str = "sum",
-    rule: Rule | None = None,
-    line: Line | None = None,
 ) -> Attended:
-    """`reference.ragged_decode`, K and V read once; of a layer that shares a `line`, where they lie in it.
+    """`reference.ragged_decode`, K and V read once; of a layer that shares a line, where they lie in it.
 
     Raises `NotImplementedError` for dtypes other than float32, and where XLA cannot call what numba compiles.
     """
-    if {query.dtype, keys.dtype} != {jnp.dtype(jnp.float32)}:
-        raise NotImplementedError(f"{query.dtype} and {keys.dtype}: float32")
+    query, key, value, position = token
+    if {query.dtype, held.keys.dtype} != {jnp.dtype(jnp.float32)}:
+        raise NotImplementedError(f"{query.dtype} and {held.keys.dtype}: float32")
     batch, kv_heads, dim = key.shape
-    token = key, value, jnp.where(position[:, None] < 0, -1, slot)
-    keys, values, positions = written(keys, values, positions, key, value, position, slot)
-    lines = (keys, values, jnp.zeros_like(position)) if line is None else line
+    target = jnp.where(position[:, None] < 0, -1, slot)
+    keys, values, positions, offsets, line = written(held, key, value, position, slot)
+    line = line or Line(keys, values, jnp.zeros_like(position))
     queries = query.reshape(batch, kv_heads, -1, dim)
     floating = queries.shape, queries.shape[:3], positions.shape
     out = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in floating]
     output, lse, mass, aimed = jax.ffi.ffi_call(_attend(), [*out, jax.ShapeDtypeStruct(slot.shape, jnp.int32)])(
-        queries, *token, *lines, positions, offsets, position,
-        np.array([scale, softcap or 0.0], np.float32), np.array([REDUCE[group]], np.int32), recents,
-        *(x if isinstance(x, jax.Array) else np.full((1, 1), x, np.float32) for x in (weight, bias)),
-        np.array([NO_RULE if rule is None else rule.sinks], np.int32),
+        queries, key, value, target, *line, positions, offsets, position,
+        np.array([scale, softcap or 0.0], np.float32), np.array([REDUCE[judge.group]], np.int32), judge.recents,
+        *(x if isinstance(x, jax.Array) else np.full((1, 1), x, np.float32) for x in (judge.weight, judge.bias)),
+        np.array([NO_RULE if judge.rule is None else judge.rule.sinks], np.int32),
     )  # fmt: skip
     return Attended(
         output=output.reshape(query.shape),

@@ -23,32 +23,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import gpu_blocks as blocks_of
+from pallas_kernels.arguments import Judge, Segments, Token
 from pallas_kernels.decode_attend_score.reference import GROUP, Attended
-from pallas_kernels.decode_attend_score.victim import Rule
 from pallas_kernels.gpu_blocks import per_key
 from pallas_kernels.masking import MASKED
-from pallas_kernels.ragged_decode.reference import Weight, aim
+from pallas_kernels.ragged_decode.reference import aim
 from pallas_kernels.ragged_decode.segments import segments
 
 
 def ragged_decode(
-    query: Float[Array, "B Hq D"],
-    key: Float[Array, "B Hk D"],
-    value: Float[Array, "B Hk D"],
-    position: Int[Array, "B"],
+    token: Token,
+    held: Segments,
     slot: Int[Array, "B Hk"],
-    keys: Float[Array, "B P D"],
-    values: Float[Array, "B P D"],
-    positions: Int[Array, "B P"],
-    offsets: Int[Array, "B Hk_1"],
-    recents: Int[Array, "B"],
-    weight: Weight = 1.0,
-    bias: Weight = 0.0,
+    judge: Judge,
     *,
     scale: float,
     softcap: float | None = None,
-    group: str = "sum",
-    rule: Rule | None = None,
     interpret: bool | plgpu.InterpretGPUParams = False,
 ) -> Attended:
     """`reference.ragged_decode`, K and V read once. Every head's `slot` lies in its own segment.
@@ -56,6 +46,8 @@ def ragged_decode(
     Raises `NotImplementedError` on GPUs other than Hopper, for dtypes other than bfloat16 and float16, for D that is no
     multiple of 16 or above 256, for G above 16, and for P that is no multiple of 8.
     """
+    query, key, value, position = token
+    keys, values, positions, offsets, _ = held
     batch, slots, dim = keys.shape
     kv_heads, heads = key.shape[1], query.shape[1] // key.shape[1]
     if slots % 8:
@@ -67,7 +59,7 @@ def ragged_decode(
     at = (jnp.arange(batch)[:, None], jnp.where(finished, slots, slot))
     positions = positions.at[at].set(jnp.broadcast_to(position[:, None], slot.shape), mode="drop")
     owner = segments(offsets, slots)
-    held = jnp.where(owner < kv_heads, positions, -1)
+    owned = jnp.where(owner < kv_heads, positions, -1)
     # From slot 0 on, so that every block before the last border is some head's; none is where the row has finished.
     borders = jnp.where(finished, 0, jnp.pad(offsets[:, 1:], ((0, 0), (1, 0))))
 
@@ -92,14 +84,13 @@ def ragged_decode(
         position,
         slot,
         borders,
-        jnp.pad(held, ((0, 0), (0, width - slots)), constant_values=-1),
+        jnp.pad(owned, ((0, 0), (0, width - slots)), constant_values=-1),
         *cache,
     )
     output, lse = _joined(plan, parts[:, :, :dim, :heads], sums[..., :heads], borders)
     own = jnp.take_along_axis(lse, jnp.minimum(owner, kv_heads - 1)[..., None], axis=1)  # [B, P, G]
-    seen = ((held >= 0) & (held <= position[:, None]))[..., None]
-    mass = GROUP[group](jnp.where(seen, jnp.exp(logits[:, :slots, :heads] - own), 0.0), axis=-1)
-    aimed = aim(mass, positions, position, offsets, recents, weight, bias, rule=rule)
+    seen = ((owned >= 0) & (owned <= position[:, None]))[..., None]
+    mass = GROUP[judge.group](jnp.where(seen, jnp.exp(logits[:, :slots, :heads] - own), 0.0), axis=-1)
     return Attended(
         output=output.reshape(query.shape).astype(query.dtype),
         lse=lse.reshape(query.shape[:2]),
@@ -107,7 +98,7 @@ def ragged_decode(
         keys=jax.freeze(cache[0]),
         values=jax.freeze(cache[1]),
         positions=positions,
-        next_slot=jnp.where(finished, slot, aimed),
+        next_slot=aim(mass, positions, offsets, position, slot, judge),
     )
 
 

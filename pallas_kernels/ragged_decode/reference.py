@@ -9,75 +9,56 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.arguments import Judge, Segments, Token
 from pallas_kernels.decode_attend_score.reference import GROUP, Attended
-from pallas_kernels.decode_attend_score.victim import Rule, linear, protected
+from pallas_kernels.decode_attend_score.victim import linear, protected
 from pallas_kernels.masking import filled, masked_softmax, soft_cap
 from pallas_kernels.ragged_decode.segments import mine, over_slots, per_slot, segments
 
 LAST = jnp.iinfo(jnp.int32).max
-Weight = Float[Array, "B P"] | float
-Line = tuple[Float[Array, "B T D"], Float[Array, "B T D"], Int[Array, "B"]]  # K and V of many layers; a layer's first
 
 
 def ragged_decode(
-    query: Float[Array, "B Hq D"],
-    key: Float[Array, "B Hk D"],
-    value: Float[Array, "B Hk D"],
-    position: Int[Array, "B"],
+    token: Token,
+    held: Segments,
     slot: Int[Array, "B Hk"],
-    keys: Float[Array, "B P D"],
-    values: Float[Array, "B P D"],
-    positions: Int[Array, "B P"],
-    offsets: Int[Array, "B Hk_1"],
-    recents: Int[Array, "B"],
-    weight: Weight = 1.0,
-    bias: Weight = 0.0,
+    judge: Judge,
     *,
     scale: float,
     softcap: float | None = None,
-    group: str = "sum",
-    rule: Rule | None = None,
 ) -> Attended:
-    """Write each head's (key, value, position) into its `slot`, then softmax(scale * q . k) over the head's segment.
+    """Write the token into every head's `slot`, then softmax(scale * q . k) over the head's segment.
 
-    `mass [B, P]` is each slot's softmax weight, reduced over the G query heads of its own KV head by `group`, float32.
-    `next_slot` is each head's first empty slot, else the lowest weight * mass + bias of its segment under the `rule`,
-    which spares sinks and the last `recents [B]` tokens; ties go to the older token. With no rule, the first empty
-    one (or the segment's first). A row whose position is -1 changes nothing. Every segment has at least one slot.
+    `mass [B, P]` is each slot's softmax weight, reduced over the G query heads of its own KV head by the judge's
+    `group`, float32. `next_slot` is each head's first empty slot, else the lowest weight * mass + bias of its segment
+    under the rule; ties go to the older token. With no rule, the first empty one (or the segment's first). Limits are
+    the segments' sizes. A row whose position is -1 changes nothing. Every segment has at least one slot.
     """
-    keys, values, positions = written(keys, values, positions, key, value, position, slot)
-    given, lse, owner = weights(
-        query, keys, positions, offsets, position, key.shape[1], scale=scale, softcap=softcap
-    )  # fmt: skip
-    mass = over_slots(GROUP[group](given, axis=2), owner)
-    aimed = aim(mass, positions, position, offsets, recents, weight, bias, rule=rule)
+    query = token.query
+    held = written(held, token.key, token.value, token.position, slot)
+    given, lse, owner = weights(token, held, scale=scale, softcap=softcap)
+    mass = over_slots(GROUP[judge.group](given, axis=2), owner)
     return Attended(
-        output=read(given, values, positions).astype(query.dtype).reshape(query.shape),
+        output=read(given, held.values, held.positions).astype(query.dtype).reshape(query.shape),
         lse=lse.reshape(query.shape[:2]),
         mass=mass,
-        keys=keys,
-        values=values,
-        positions=positions,
-        next_slot=jnp.where(position[:, None] < 0, slot, aimed),
+        keys=held.keys,
+        values=held.values,
+        positions=held.positions,
+        next_slot=aim(mass, held.positions, held.offsets, token.position, slot, judge),
     )
 
 
 def weights(
-    query: Float[Array, "B Hq D"],
-    keys: Float[Array, "B P D"],
-    positions: Int[Array, "B P"],
-    offsets: Int[Array, "B Hk_1"],
-    position: Int[Array, "B"],
-    kv_heads: int,
-    *,
-    scale: float,
-    softcap: float | None,
+    token: Token, held: Segments, *, scale: float, softcap: float | None
 ) -> tuple[Float[Array, "B Hk G P"], Float[Array, "B Hk G"], Int[Array, "B P"]]:
     """Each query head's softmax over its KV head's segment, its log-sum-exp, and every slot's head."""
-    owner = segments(offsets, keys.shape[1])
+    query, keys, positions = token.query, held.keys, held.positions
+    kv_heads = token.key.shape[1]
+    owner = segments(held.offsets, keys.shape[1])
     queries = query.reshape(query.shape[0], kv_heads, -1, query.shape[-1])
     logits = jnp.einsum("bhgd,bpd->bhgp", queries, keys, preferred_element_type=jnp.float32) * scale
-    seen = mine(owner, kv_heads) & ((positions >= 0) & (positions <= position[:, None]))[:, None]
+    seen = mine(owner, kv_heads) & ((positions >= 0) & (positions <= token.position[:, None]))[:, None]
     return *masked_softmax(soft_cap(logits, softcap), seen[:, :, None]), owner
 
 
@@ -91,41 +72,42 @@ def read(
 
 
 def written(
-    keys: Float[Array, "B P D"],
-    values: Float[Array, "B P D"],
-    positions: Int[Array, "B P"],
+    held: Segments,
     key: Float[Array, "B Hk D"],
     value: Float[Array, "B Hk D"],
     position: Int[Array, "B"],
     slot: Int[Array, "B Hk"],
-) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"], Int[Array, "B P"]]:
-    """Keys, values and positions with the token in every head's slot; a position of -1 writes nothing."""
-    at = (jnp.arange(keys.shape[0])[:, None], jnp.where(position[:, None] < 0, keys.shape[1], slot))  # out of range
-    return (
-        keys.at[at].set(key, mode="drop"),
-        values.at[at].set(value, mode="drop"),
-        positions.at[at].set(jnp.broadcast_to(position[:, None], slot.shape), mode="drop"),
+) -> Segments:
+    """The pool with key, value and position in every head's slot; a position of -1 writes nothing."""
+    batch, slots = held.positions.shape
+    at = (jnp.arange(batch)[:, None], jnp.where(position[:, None] < 0, slots, slot))  # out of range
+    return held._replace(
+        keys=held.keys.at[at].set(key, mode="drop"),
+        values=held.values.at[at].set(value, mode="drop"),
+        positions=held.positions.at[at].set(jnp.broadcast_to(position[:, None], slot.shape), mode="drop"),
     )
 
 
 def aim(
     mass: Float[Array, "B P"],
     positions: Int[Array, "B P"],
-    position: Int[Array, "B"],
     offsets: Int[Array, "B Hk_1"],
-    recents: Int[Array, "B"],
-    weight: Weight,
-    bias: Weight,
-    *,
-    rule: Rule | None,
+    position: Int[Array, "B"],
+    slot: Int[Array, "B Hk"],
+    judge: Judge,
 ) -> Int[Array, "B Hk"]:
-    """The slot of every head for the token after `position`: `lowest` of weight * mass + bias, under the rule."""
-    if rule is None:
-        return first_empty(positions, offsets)
-    factors = (x[:, None] if isinstance(x, jax.Array) else x for x in (weight, bias))  # as of one long head
-    score = linear(mass[:, None], *factors)
-    safe = protected(positions[:, None], position + 1, rule.sinks, recents)
-    return lowest(jnp.where(safe, jnp.inf, score)[:, 0], positions, offsets)
+    """The slot of every head for the token after `position`: `lowest` of weight * mass + bias, under the rule.
+
+    A row at position -1 keeps its `slot`.
+    """
+    if judge.rule is None:
+        chosen = first_empty(positions, offsets)
+    else:
+        factors = (x[:, None] if isinstance(x, jax.Array) else x for x in (judge.weight, judge.bias))
+        score = linear(mass[:, None], *factors)  # as of one long head
+        safe = protected(positions[:, None], position + 1, judge.rule.sinks, judge.recents)
+        chosen = lowest(jnp.where(safe, jnp.inf, score)[:, 0], positions, offsets)
+    return jnp.where(position[:, None] < 0, slot, chosen)
 
 
 def first_empty(positions: Int[Array, "B P"], offsets: Int[Array, "B Hk_1"]) -> Int[Array, "B Hk"]:

@@ -18,14 +18,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from pallas_kernels import tpu_blocks as blocks_of
+from pallas_kernels.arguments import Judge, Segments, Token
 from pallas_kernels.decode_attend_score.reference import Attended
 from pallas_kernels.decode_attend_score.tpu import BLOCK_BYTES
-from pallas_kernels.decode_attend_score.victim import Rule
 from pallas_kernels.masking import MASKED, soft_cap
-from pallas_kernels.ragged_decode.reference import Weight, aim
+from pallas_kernels.ragged_decode.reference import aim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,29 +40,21 @@ class _Plan(blocks_of.Walk):
 
 
 def ragged_decode(
-    query: Float[Array, "B Hq D"],
-    key: Float[Array, "B Hk D"],
-    value: Float[Array, "B Hk D"],
-    position: Int[Array, "B"],
+    token: Token,
+    held: Segments,
     slot: Int[Array, "B Hk"],
-    keys: Float[Array, "B P D"],
-    values: Float[Array, "B P D"],
-    positions: Int[Array, "B P"],
-    offsets: Int[Array, "B Hk_1"],
-    recents: Int[Array, "B"],
-    weight: Weight = 1.0,
-    bias: Weight = 0.0,
+    judge: Judge,
     *,
     scale: float,
     softcap: float | None = None,
-    group: str = "sum",
-    rule: Rule | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Attended:
     """`reference.ragged_decode`, K and V read once. Every head's `slot` lies in its own segment.
 
     Raises `NotImplementedError` for 4 slots or fewer, and where a row's logits do not fit in on-chip memory.
     """
+    query, key, value, position = token
+    keys, values, positions, offsets, _ = held
     batch, slots, dim = keys.shape
     heads, kv_heads = query.shape[1], key.shape[1]
     if slots <= blocks_of.SUBLANES // 2:
@@ -70,14 +62,13 @@ def ragged_decode(
     columns = blocks_of.slots_along_lanes(slots, dim)
     slot_bytes = blocks_of.round_up(dim, blocks_of.SUBLANES if columns else blocks_of.LANES) * keys.dtype.itemsize
     blocks, block = blocks_of.even_blocks(slots, BLOCK_BYTES // slot_bytes)
-    plan = _Plan(slots, columns, block, blocks, heads, kv_heads, scale, softcap, group)
+    plan = _Plan(slots, columns, block, blocks, heads, kv_heads, scale, softcap, judge.group)
     width = plan.width
     vmem = _vmem_bytes(plan, slot_bytes)
     if vmem > blocks_of.VMEM_BYTES:
         raise NotImplementedError(f"{slots} slots under {heads} query heads need {vmem} bytes of on-chip memory")
 
-    finished = position[:, None] < 0
-    at = (jnp.arange(batch)[:, None], jnp.where(finished, slots, slot))
+    at = (jnp.arange(batch)[:, None], jnp.where(position[:, None] < 0, slots, slot))
     positions = positions.at[at].set(jnp.broadcast_to(position[:, None], slot.shape), mode="drop")
 
     def row(*shape: int) -> pl.BlockSpec:
@@ -138,8 +129,8 @@ def ragged_decode(
     if interpret:
         keys, values = keys[:, :slots], values[:, :slots]
     mass = mass[:, 0]
-    aimed = aim(mass, positions, position, offsets, recents, weight, bias, rule=rule)
-    return Attended(output, lse[..., 0], mass, keys, values, positions, jnp.where(finished, slot, aimed))
+    aimed = aim(mass, positions, offsets, position, slot, judge)
+    return Attended(output, lse[..., 0], mass, keys, values, positions, aimed)
 
 
 def _vmem_bytes(plan: _Plan, slot_bytes: int) -> int:
