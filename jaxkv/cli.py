@@ -346,7 +346,9 @@ def _policies(command: Policies) -> int:
         print("\n".join(filter(None, (": ".join(filter(None, (policy.name, policy.title))), policy.paper))) + "\n")
         for phase, text in _parts(policy).items():
             print(f"{phase:8} {text}")
-        print(f"{'allocate':8} {_phrase(to_dict(policy).get('allocate', {'kind': 'uniform'}))}")
+        plain = {"allocate": "uniform", "flow": "straight", "read": "all", "store": "plain"}
+        for part, otherwise in plain.items():
+            print(f"{part:8} {_phrase(to_dict(policy).get(part, otherwise))}")
         print(f"{'rope':8} {policy.rope}\n{'block':8} {policy.block}\n{'floor':8} {policy.floor} tokens at least")
         print(f"{'question':8} {'steers' if policy.query_aware else 'does not steer'} what is kept of the prompt")
         print(f"{'needs':8} {'calibration' if policy.calibrated else 'nothing measured before'}")
@@ -380,6 +382,8 @@ def _parts(policy: Any) -> dict[str, str]:
         table = to_dict(policy).get(phase)
         if table is not None:
             words[phase] = "; ".join(f"{part}: {_phrase(value)}" for part, value in table.items())
+    if "read" in to_dict(policy):
+        words["decode"] += f"; reads {_phrase(to_dict(policy)['read'])}"
     return words
 
 
