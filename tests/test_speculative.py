@@ -779,4 +779,5 @@ def test_every_policy_speculates_or_says_why_not():
     bent = {name for name, known in catalogue().items() if known.decode and not known.decode.linear}
     pooled = {name for name, known in catalogue().items() if known.allocate.pooled}
     measured = {"q-filters"}  # what was measured on the model scores every token that enters
-    assert refused == slow | bent | pooled | measured and bent
+    beside = {"quest", "tiered-h2o"}  # a tree knows no index of pages, and no second tier
+    assert refused == slow | bent | pooled | measured | beside and bent

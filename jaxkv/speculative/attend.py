@@ -24,6 +24,8 @@ from pallas_kernels.decode_attend_score.reference import GROUP
 from pallas_kernels.decode_attend_score.victim import alive, linear, over_heads, protected, victim
 from pallas_kernels.masking import filled, masked_softmax, soft_cap, visible
 
+DEEPEST = 512  # more layers than a model has
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +49,11 @@ def check(policy: Policy, cache: KVCache | None = None) -> None:
     if policy.allocate.pooled or not all(store.equal for store in stores):
         raise BadValue(
             f"policy {policy.name!r} with speculative=: its heads share a pool, which drafts do not know so far; leave "
-            "one of the two out, or set allocate kind 'uniform'"
+            "speculative= out, or set allocate kind 'uniform'"
         )
     rules = [phase.evicted.kind for phase in policy.phases if phase.evicted.state]
-    if rules or not policy.read.everything(0) or not policy.store.plain or any(store.beside for store in stores):
+    whole = all(policy.read.everything(layer) for layer in range(DEEPEST))
+    if rules or not whole or not policy.store.plain or any(store.beside for store in stores):
         raise BadValue(
             f"policy {policy.name!r} with speculative=: a tree of drafts reads plain slots alone so far; expected "
             "evicted kind 'drop', read kind 'all' and plain keys and values, or leave speculative= out"
