@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.attend.aim import worth_at_decode
 from jaxkv.attend.layer import LayerIn, LayerOut
-from jaxkv.attend.prompt import absorbed, room_of, rotated
+from jaxkv.attend.leave import absorbed, room_of
 from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import rotate
 from jaxkv.policies.allocator import EACH_ITS_OWN, Allocate, Contest
@@ -49,7 +49,7 @@ def decode_layer(
     store, phase, limits, facts = given.cache, policy.decode, given.limits, given.facts
     share = policy.allocate if spec.window is None else EACH_ITS_OWN
     active, now = position >= 0, position + 1
-    rotation = functools.partial(rotated, spec)
+    rotation = functools.partial(rotate, rope=spec.rope)
     inputs = ScoreInputs(
         rotate=rotation, scale=spec.scale, layer=facts.layer, out=facts.out, learned=facts.learned
     )  # fmt: skip

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxkv.attend.layer import LayerOut
-from jaxkv.attend.prompt import absorbed, finished
+from jaxkv.attend.leave import absorbed
+from jaxkv.attend.prompt import finished
 from jaxkv.plan import Plan
 from jaxkv.policies.allocator import Division, Learned
 from jaxkv.policies.evicted import Leaving

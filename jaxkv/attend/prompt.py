@@ -8,12 +8,12 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv.attend.aim import aimed
 from jaxkv.attend.layer import LayerIn, LayerOut, Notes
+from jaxkv.attend.leave import absorbed, room_of
 from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import rotate
 from jaxkv.policies.allocator import EACH_ITS_OWN, WORTH, Allocate, Choice, Contest
@@ -53,7 +53,7 @@ def prefill_layer(
     """
     query, key, value = (jnp.swapaxes(layout.lay("heads", x), 1, 2) for x in (query, key, value))  # [B, H, T, D]
     ask, facts, store = given.ask, given.facts, layout.gathered(given.cache)
-    rotation = functools.partial(rotated, spec)
+    rotation = functools.partial(rotate, rope=spec.rope)
     entered = policy.enter(  # before RoPE, so that a token's norm is the same wherever it stands
         key, value, queries=query, positions=positions, rotate=rotation, learned=facts.learned
     )
@@ -100,11 +100,6 @@ def prefill_layer(
     cut = _cut(policy, store, joined, mass, now, spec.window, given, inputs, lead)
     cut = LayerOut(layout.layer(cut.cache), dataclasses.replace(cut.notes, going=going))
     return layout.lay("context", jnp.swapaxes(context, 1, 2)), cut
-
-
-def rotated(spec: AttentionSpec, x: Float[Array, "*lead D"], positions: Int[Array, "..."]) -> Float[Array, "*lead D"]:
-    """`x` turned by RoPE to its positions as the layer turns its queries and keys."""
-    return rotate(x, positions, spec.rope)
 
 
 def _going(
@@ -229,24 +224,6 @@ def _choice(
             limits - reserved, guard, given.ask.slots, given.facts.learned, inputs=facts,
         )
     )  # fmt: skip
-
-
-def absorbed(rule: Any, beside: dict[str, Any], entries: Entries, kept: jax.Array, facts: Leaving) -> Any:
-    """The entries and what is beside the slots, after those that are not `kept` have left."""
-    stay, gone = entries.masked(kept), entries.masked(~kept)
-    survivors, state = rule.absorb(beside.get(rule.state), stay, gone, facts)
-    if survivors is not stay:  # in their slots; what left lies where it lay, and is not kept
-        entries = dataclasses.replace(survivors, positions=entries.positions)
-    return entries, beside if not rule.state else {**beside, rule.state: state}
-
-
-def room_of(policy: Policy, store: Any, limits: Int[Array, "B"], slots: int) -> Int[Array, "B"]:
-    """The slots that a layer's heads may share: the row's budget and what decode runs over it, or all where tokens are
-    only added."""
-    if policy.decode is None:
-        return jnp.full_like(limits, store.heads * slots)
-    over = policy.decode.every if policy.decode.every > 1 else 0
-    return store.heads * (jnp.minimum(limits, slots) + over)
 
 
 def finished(

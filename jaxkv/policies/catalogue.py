@@ -78,7 +78,8 @@ def sized(chosen: Policy, *, budget: int | None = None, ratio: float | None = No
         )
     if not chosen.evicts and given:
         raise BadValue(f"policy {name!r} keeps everything, so it takes no {given[0]}: leave it out")
-    whole = {name: made(name, options.pop(name)) for name in PARTS_OF_A_POLICY if name in options}
+    whole = {name: options.pop(name) for name in ("rope", "block") if name in options}
+    whole |= {name: made(name, options.pop(name)) for name in PARTS_OF_A_POLICY if name in options}
     chosen = dataclasses.replace(chosen, **whole)
     for name in ("evicted", "prefill_evicted", "decode_evicted"):
         if name in options:
