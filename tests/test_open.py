@@ -224,7 +224,7 @@ def part(base=Score, decorate=FROZEN, **body):
         (lambda: part(needs={"mass"}), "frozenset"),
         (lambda: part(needs=frozenset({"hidden"})), "unknown need of part Mine 'hidden'"),
         (lambda: part(__annotations__={"first": float}, first=0.5), "another name"),
-        (lambda: part(Observer, extra=3), "PseudoQueries"),
+        (lambda: part(Observer, extra=3), "a method behind"),
         (lambda: part(Uniform), "a method budgets"),
         (lambda: part(Across, profile=lambda *_: 0), "a method quotas"),
     ],

@@ -13,9 +13,11 @@ from types import ModuleType
 
 from jaxkv.errors import BadValue, JaxkvError, unknown
 from jaxkv.policies import across, allocate, evicted, flow, layers, observe, read, scores
+from jaxkv.policies.across import Across
 from jaxkv.policies.allocator import Allocate
 from jaxkv.policies.evicted import Evicted
 from jaxkv.policies.flow import Flow
+from jaxkv.policies.layers import Uniform
 from jaxkv.policies.needs import CALIBRATED, MASS, OUTPUT, QUERIES
 from jaxkv.policies.observe import Observer
 from jaxkv.policies.read import Read
@@ -41,12 +43,11 @@ class Kinds:
 
 
 _SCORES = Kinds(dict(scores.KINDS), {Score: ("factors|score",)})
-_LAYERS = Kinds(dict(layers.KINDS), {Allocate: ("budgets|choose",)})
 _CODECS = Kinds(dict(codecs.KINDS), {Codec: ("encode", "decode")})
 PARTS = {  # field -> what may stand in it; a new sort of part is one more line
     "observe": Kinds(dict(observe.KINDS), {Observer: ()}),
-    "allocate": Kinds(allocate.KINDS | across.KINDS, _LAYERS.bases),
-    "layers": _LAYERS,
+    "allocate": Kinds(allocate.KINDS | across.KINDS, {Across: ("profile", "quotas"), Allocate: ("budgets|choose",)}),
+    "layers": Kinds(dict(layers.KINDS), {Uniform: ("budgets",)}),
     "evicted": Kinds(dict(evicted.KINDS), {Evicted: ("absorb",)}),
     "flow": Kinds(dict(flow.KINDS), {Flow: ("route|going",)}),
     "read": Kinds(dict(read.KINDS), {Read: ("step",)}),
