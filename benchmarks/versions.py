@@ -85,11 +85,8 @@ def main() -> None:
         return
     if options.other is None:
         parser.error("--other: expected the folder of another checkout")
-    given = [(f"--{name.replace('_', '-')}", str(getattr(options, name))) for name in ("model", "budget", "tokens")]
-    given += [
-        (f"--{name.replace('_', '-')}", str(getattr(options, name))) for name in ("new_tokens", "batch", "layers")
-    ]
-    arguments = [word for pair in given for word in pair]
+    shared = ("model", "budget", "tokens", "new_tokens", "batch", "layers")
+    arguments = [word for name in shared for word in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
     versions = [Version(path, arguments) for path in (Path(__file__).resolve().parent.parent, options.other.resolve())]
     results = []
     for name in options.policies:

@@ -166,11 +166,9 @@ def _evicted(
         )  # fmt: skip
         return share.choose(contest).kept.reshape(positions.shape)
 
-    def absorb(beside, entries, stay):
-        assert rule is not None
-        return absorbed(rule, beside, entries, stay, Leaving(share.local(learned, store.heads)))
-
-    takes = absorb if rule is not None and rule.state else dropped
+    takes = dropped
+    if rule is not None and rule.state:
+        takes = functools.partial(absorbed, rule, facts=Leaving(share.local(learned, store.heads)))
 
     def cut(store: Any, due: Bool[Array, "B"], each: Int[Array, "B"]) -> Any:
         return store.recut(due, worth, choose, takes, each=each, room=room, now=now, window=window)

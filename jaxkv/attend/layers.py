@@ -4,7 +4,7 @@ While a block runs, each layer that shares holds at most its ceiling; at the blo
 divided once, and one line of slots holds what stays.
 """
 
-import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +15,8 @@ from jaxkv.attend.layer import LayerOut
 from jaxkv.attend.leave import absorbed
 from jaxkv.attend.prompt import finished
 from jaxkv.plan import Plan
-from jaxkv.policies.allocator import Division, Learned
-from jaxkv.policies.evicted import Leaving
+from jaxkv.policies.allocator import Allocate, Division, Learned
+from jaxkv.policies.evicted import Evicted, Leaving
 from jaxkv.policies.policy import Policy
 from jaxkv.policies.score import ScoreInputs
 from jaxkv.store.line import joined, placed
@@ -46,31 +46,32 @@ def divided(
     heads, slots = pools[0].heads, sum(plan.slots[i] for i in full)
 
     def lined(choose: Callable[[Any], Bool[Array, "B N"]]) -> tuple[Any, ...]:
-        line = joined(pools)
+        line, stay = joined(pools), pools
         kept = choose(line)
-        beside, some = [pool.beside for pool in pools], pools
         if looked and policy.prefill is not None and policy.prefill.evicted.state:
-            rule, total = policy.prefill.evicted, pools[0].total
-            after = [
-                pool.absorbed(
-                    kept[:, i * total : (i + 1) * total],
-                    lambda beside, entries, stay, i=i, pool=pool: absorbed(
-                        rule, beside, entries, stay, Leaving(policy.allocate.local(learned(full[i]), pool.heads))
-                    ),
-                )
-                for i, pool in enumerate(pools)
-            ]
-            beside = [state for _, state in after]
-            some = [dataclasses.replace(pool, entries=entries) for pool, (entries, _) in zip(pools, after, strict=True)]
-            line = joined(some)
+            stay = _left(policy.prefill.evicted, policy.allocate, pools, kept, [learned(i) for i in full])
+            line = joined(stay)
         total = heads * slots
         room = jnp.full_like(limit, total) if policy.decode is None else line.heads * limit
         line = line.arranged(kept, room, {}, total)
         line = finished(policy, policy.allocate, line, now, None, limit, ScoreInputs(), profiles is not None)
-        return placed(line, beside, heads * plan.reach)
+        return placed(line, [pool.beside for pool in stay], heads * plan.reach)
 
     profiles = [p for p in (outs[i].notes.profile for i in full) if p is not None] if looked else None
     guard = jnp.minimum(policy.allocate.guard(limit, policy.phases), each)
     shared = policy.allocate.divide(Division(pools, profiles, each, guard, lined))
     left = dict(zip(full, shared or (), strict=True))
     return tuple(left.get(i, store) for i, store in enumerate(stores))
+
+
+def _left(
+    rule: Evicted, share: Allocate, pools: Sequence[Any], kept: Bool[Array, "B N"], learned: Sequence[Learned]
+) -> list[Any]:
+    """The layers' candidates, and what is beside each, after those that are not kept have left by the rule."""
+    after = []
+    for number, (pool, facts) in enumerate(zip(pools, learned, strict=True)):
+        own = kept[:, number * pool.total : (number + 1) * pool.total]
+        takes = functools.partial(absorbed, rule, facts=Leaving(share.local(facts, pool.heads)))
+        entries, beside = pool.absorbed(own, takes)
+        after.append(pool.replaced(entries=entries, beside=beside))
+    return after

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from jaxkv.sharding.attention import RotateAtRead
 from jaxkv.sharding.layout import Layout
 from jaxkv.store.entries import Entries
-from jaxkv.store.pool import Pool
+from jaxkv.store.pool import Pool, on_average
 from pallas_kernels.arguments import Judge, Segments, Token
 from pallas_kernels.arguments import Line as Lying
 from pallas_kernels.partial import Partial
@@ -119,7 +119,7 @@ class Place:
 
     def needed(self, held: Any) -> int:
         """Slots per KV head, on average over the heads, that hold the `held [B, Hk]` entries."""
-        return int(-(-held.sum(axis=1) // held.shape[1]).max())
+        return on_average(held)
 
     def grown(self, held: int, tokens: int, window: int | None, lacking: int = 0) -> "Place":
         """The place with the `lacking` slots added behind those of every segment of its line."""

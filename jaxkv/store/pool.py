@@ -72,7 +72,7 @@ class Pool(Store):
 
     def needed(self, held: Any) -> int:
         """Slots per KV head, on average over the heads, that hold the `held [B, Hk]` entries."""
-        return int(-(-held.sum(axis=1) // held.shape[1]).max())
+        return on_average(held)
 
     def each(self, place: Any) -> "Pool":
         """The store with every array given to `place(array, *dims)`, with a name for what each dimension counts.
@@ -148,10 +148,7 @@ class Pool(Store):
 
     def uncompared(self, x: Shaped[Array, "B Hk P"]) -> Shaped[Array, "B 1 P"]:
         """What was computed by KV head, in scored form (0 in nobody's slots)."""
-        owner, total = self.owner, self.total
-        at = jnp.minimum(owner, self.heads - 1) * total + jnp.arange(total) - per_slot(self.offsets[:, :-1], owner)
-        flat = jnp.take_along_axis(x.reshape(x.shape[0], -1), jnp.maximum(at, 0), axis=1)
-        return jnp.where(owner < self.heads, flat, jnp.zeros((), x.dtype))[:, None]
+        return jnp.where(self.owner < self.heads, self._flat(x), jnp.zeros((), x.dtype))[:, None]
 
     def of_heads(self, x: Bool[Array, "Hk"]) -> Bool[Array, "B 1 P"]:
         """Of every slot what is known of its head, in scored form."""
@@ -266,7 +263,7 @@ class Pool(Store):
         return jax.tree.map(back, self.encoded(new), self.entries), beside
 
     def _flat(self, x: Shaped[Array, "B Hk P *X"]) -> Shaped[Array, "B P *X"]:
-        """What was changed by KV head, in the pool's own slots."""
+        """What was computed by KV head, in the pool's own slots (anything in nobody's)."""
         owner, total = self.owner, self.total
         at = jnp.minimum(owner, self.heads - 1) * total + jnp.arange(total) - per_slot(self.offsets[:, :-1], owner)
         at = jnp.maximum(at, 0).reshape(*at.shape, *(1,) * (x.ndim - 3))
@@ -296,6 +293,11 @@ class Pool(Store):
     def divisible(self, parts: int) -> "Pool":
         """The pool as it is: its slots are divided as far as they can be."""
         return self
+
+
+def on_average(held: Any) -> int:
+    """The most entries per KV head that a row's heads hold on average, of `held [B, Hk]`, rounded up."""
+    return int(-(-held.sum(axis=1) // held.shape[1]).max())
 
 
 def dropped(beside: dict[str, Any], entries: Entries, chosen: Bool[Array, "B Hk S"]) -> tuple[Entries, dict]:

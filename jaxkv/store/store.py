@@ -1,8 +1,8 @@
 """What every store has: the entries of one layer, where the next token goes, and what is held beside the slots.
 
-A store is `Slots` (every KV head has as many), a `Pool` (the heads share the layer's) or a `View` of a `Line` (the
-layers share the model's). What a policy computes of every slot it computes in the store's *scored form*, `[B, H, S]`:
-`[B, Hk, C]` of slots, `[B, 1, P]` of a pool, as of one long head.
+A store is `Slots` (every KV head has as many), a `Pool` (the heads share the layer's), or a layer's `View` of the
+model's line (the layers share). What a policy computes of every slot it computes in the store's *scored form*,
+`[B, H, S]`: `[B, Hk, C]` of slots, `[B, 1, P]` of a pool, as of one long head.
 """
 
 import dataclasses
