@@ -1,10 +1,26 @@
 """Choosing an implementation: the first one that takes the arguments, or the one that is asked for."""
 
+import importlib
 from collections.abc import Callable, Mapping
 
 import jax
 
 EVERYWHERE = "reference"  # plain jnp; every other implementation bears the name of the platform that it is for
+
+
+def imported(module: str, name: str) -> Callable:
+    """A kernel that is imported when it is called: Pallas takes a quarter of a second, not every jaxlib carries Mosaic
+    GPU, and numba is not everywhere. Where its module cannot be had, the call raises `NotImplementedError`.
+    """
+
+    def call(*args, **kwargs):
+        try:
+            kernel = getattr(importlib.import_module(f"pallas_kernels.{module}"), name)
+        except ImportError as error:
+            raise NotImplementedError(str(error)) from error
+        return kernel(*args, **kwargs)
+
+    return call
 
 
 def dispatch(implementations: Mapping[str, Callable], implementation: str | None, *args, **kwargs):

@@ -2,17 +2,14 @@
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import dispatch
-from pallas_kernels.prefill_attend_mass import reference, tpu
+from pallas_kernels.dispatch import dispatch, imported
+from pallas_kernels.prefill_attend_mass import reference
 
-
-def _gpu(*args, **kwargs) -> Float[Array, "B Hq S"]:
-    from pallas_kernels.prefill_attend_mass import gpu  # when called: not every jaxlib carries Mosaic GPU
-
-    return gpu.prefill_attend_mass(*args, **kwargs)
-
-
-IMPLEMENTATIONS = {"tpu": tpu.prefill_attend_mass, "gpu": _gpu, "reference": reference.prefill_attend_mass}
+IMPLEMENTATIONS = {
+    "tpu": imported("prefill_attend_mass.tpu", "prefill_attend_mass"),
+    "gpu": imported("prefill_attend_mass.gpu", "prefill_attend_mass"),
+    "reference": reference.prefill_attend_mass,
+}
 
 
 def prefill_attend_mass(*args, implementation: str | None = None, **kwargs) -> Float[Array, "B Hq S"]:
