@@ -169,7 +169,7 @@ class Prompt:
         elif observe is not None and observe.extra:
             behind = self.behind(observe.behind(self.ids, config.vocab_size, None))
         learned = self.params.learned_for(policy.learns, policy.name)
-        shapes, limits = plan(policy, config, None, np.array([len(self.ids)]), 0, learned=learned)
+        shapes, _, limits = plan(policy, config, None, np.array([len(self.ids)]), 0, learned=learned)
         model = run.model_of(config, self.params.weights) if OUTPUT in policy.needs else None
         return [
             cut(
@@ -198,8 +198,8 @@ class Prompt:
         keys = jax.vmap(jax.random.key)(same(0))
         state = run.DecodeState(cache, jnp.zeros(rows, bool), same(steps + 1), None, keys)
         _, tokens = run.decode(
-            self.params.weights, state, steps=steps, config=self.params.config, policy=FULL, sampler=Sampler(),
-            stop=(),
+            self.params.weights, state, jnp.int32(steps), room=steps, config=self.params.config, policy=FULL,
+            sampler=Sampler(), stop=(),
         )  # fmt: skip
         return np.concatenate([np.full((rows, 1), self.first), np.asarray(tokens)], axis=1)
 

@@ -109,8 +109,8 @@ def seconds_per_step(
     for turn in range(rounds + 1):
         started = time.perf_counter()
         state, _ = run.decode(
-            params.weights, state, steps=steps, config=params.config, policy=policy, sampler=Sampler(), stop=(),
-            implementation=options.implementation,
+            params.weights, state, jnp.int32(steps), room=steps, config=params.config, policy=policy,
+            sampler=Sampler(), stop=(), implementation=options.implementation,
         )  # fmt: skip
         jax.block_until_ready(state)
         if turn:

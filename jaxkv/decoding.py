@@ -21,6 +21,8 @@ from jaxkv.speculative.session import Session
 from jaxkv.stop_strings import StopStrings
 from jaxkv.weights.params import Params
 
+CHUNK = 32  # the most decode steps at a time: the host looks in between
+
 
 @dataclasses.dataclass
 class Decoding:
@@ -46,14 +48,12 @@ class Decoding:
         self._stop = StopStrings(self.request.stop, self.params.tokenizer)
 
     def run(self, chunk: int) -> Iterator[bool]:
-        """Run chunks of about so many steps until every row has ended; yields whether it was the last one."""
-        steps = self.request.max_new_tokens - max(map(len, self.tokens))
-        size = -(-steps // max(1, -(-steps // chunk)))
+        """Run chunks of so many steps until every row has ended; yields whether it was the last one."""
         while not self._ended():
             yield False
             before = jax.tree.map(jnp.copy, (self.state, self._drafting())) if self._stop else None
             started = time.perf_counter()
-            new = self._chunk(size)
+            new = self._chunk(chunk)
             counts = self._counts(new)
             if before is not None and (counts < np.sum(new >= 0, axis=1)).any():
                 # A stop string ended a row inside the chunk: run it again so that the cache holds nothing behind it.
@@ -62,7 +62,7 @@ class Decoding:
                 self.state = dataclasses.replace(state, left=left)
                 if self.session is not None:
                     self.session.drafting = drafting
-                new = self._chunk(size)
+                new = self._chunk(chunk)
             self.chunk_seconds.append((int(np.sum(new >= 0)), time.perf_counter() - started))
             if self.session is not None:
                 self.session.tally(self.chunk_seconds[-1][1])
@@ -131,8 +131,9 @@ class Decoding:
             self.state, new = self.session.chunk(params.weights, self.state, steps, shared)
         else:
             self.state, new = run.decode(
-                params.weights, self.state, steps=steps, layout=params.layout, learned=self.learned, **shared
-            )
+                params.weights, self.state, params.layout.put(np.int32(steps)), room=CHUNK, layout=params.layout,
+                learned=self.learned, **shared,
+            )  # fmt: skip
         return np.asarray(new)
 
     def _counts(self, new: np.ndarray) -> np.ndarray:

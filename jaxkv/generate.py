@@ -1,6 +1,6 @@
 """prompt -> tokens: the main line.
 
-tokens -> prefill in blocks -> bounded cache -> scan of decode steps -> tokens
+tokens -> prefill in blocks -> bounded cache -> loop of decode steps -> tokens
 """
 
 import dataclasses
@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import run
-from jaxkv.decoding import Decoding
+from jaxkv.decoding import CHUNK, Decoding
 from jaxkv.errors import BadValue
 from jaxkv.generation import Generation
-from jaxkv.plan import plan
+from jaxkv.plan import SIZES, plan
 from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.catalogue import policy as by_name
 from jaxkv.policies.observe import Observer
@@ -31,7 +31,6 @@ from jaxkv.store import EMPTY, KVCache
 from jaxkv.store.cache import branched, grown, repeated
 from jaxkv.weights.params import Params
 
-CHUNK = 32  # decode steps per compiled scan: the host looks in between
 STREAM_CHUNK = 4
 
 
@@ -54,6 +53,7 @@ def generate(
     speculative: Speculative | None = None,
     implementation: str | None = None,
     scan_layers: bool = False,
+    sizes: int = SIZES,
     progress: Progress | None = None,
 ) -> Generation:
     """Continue the prompt under the policy (none: full cache), or go on from `cache` with or without a new prompt.
@@ -64,6 +64,7 @@ def generate(
     `speculative`, such as `jaxkv.speculative.AASD()`, drafts several tokens and verifies them in one pass.
     `repetition_penalty` counts the text that the cache has seen too, and drafts come from it as well.
     `scan_layers` runs layers that are alike as one loop at prefill: it compiles sooner, and then runs a little slower.
+    `sizes`: prompts are padded to so many sizes per doubling of the length, each compiled once: more of them pad less.
     Raises `BadValue`, `BadCheckpoint` and their kin before anything is compiled.
     """
     request = checked_request(
@@ -71,7 +72,7 @@ def generate(
         sampler=Sampler(temperature, top_k, top_p, min_p, repetition_penalty), stop_tokens=stop_tokens, stop=stop,
         speculative=speculative,
     )  # fmt: skip
-    decoding = _begin(params, prompt, cache, request, Execution(implementation, scan_layers, progress))
+    decoding = _begin(params, prompt, cache, request, Execution(implementation, scan_layers, sizes, progress))
     for _ in decoding.run(CHUNK):
         pass
     return decoding.finish()
@@ -119,6 +120,7 @@ def stream(
     speculative: Speculative | None = None,
     implementation: str | None = None,
     scan_layers: bool = False,
+    sizes: int = SIZES,
     progress: Progress | None = None,
 ) -> Stream:
     """`generate` for one prompt, giving its text as it comes: `for piece in jaxkv.stream(...)`."""
@@ -127,7 +129,7 @@ def stream(
         sampler=Sampler(temperature, top_k, top_p, min_p, repetition_penalty), stop_tokens=stop_tokens, stop=stop,
         speculative=speculative,
     )  # fmt: skip
-    decoding = _begin(params, prompt, cache, request, Execution(implementation, scan_layers, progress))
+    decoding = _begin(params, prompt, cache, request, Execution(implementation, scan_layers, sizes, progress))
     if len(decoding.tokens) != 1:
         raise BadValue(f"{len(decoding.tokens)} prompts to stream: expected one; use generate for a batch")
     return Stream(decoding)
@@ -143,6 +145,7 @@ def prefill(
     pseudo: np.ndarray | None = None,
     implementation: str | None = None,
     scan_layers: bool = False,
+    sizes: int = SIZES,
     progress: Progress | None = None,
 ) -> KVCache:
     """The cache that the prompt leaves under the policy, to `generate(..., cache=cache)` from, any number of times.
@@ -155,7 +158,7 @@ def prefill(
     chosen = checked_policy(params, policy, cache)
     if pseudo is not None:
         pseudo = checked_pseudo(np.asarray(pseudo), len(rows), chosen, params.config.vocab_size)
-    execution = Execution(implementation, scan_layers, progress)
+    execution = Execution(implementation, scan_layers, sizes, progress)
     return _prefill(params, rows, chosen, cache, execution, room=room, pseudo=pseudo)[0]
 
 
@@ -232,7 +235,7 @@ def _prefill(
     top: int = 0,
     limit: int = 0,
     pseudo: np.ndarray | None = None,
-) -> tuple[KVCache, jax.Array, run.Expected]:
+) -> tuple[KVCache, jax.Array, run.Expected | None]:
     """Run the rows, on top of the cache if there is one; the new cache and the logits `[B, V]` of the last tokens.
 
     With `top` also the likeliest tokens after each token of the padded rows, as far as `limit` reaches (EMPTY after
@@ -250,9 +253,11 @@ def _prefill(
         rows = [np.append(pending[i], row).astype(np.int32) if pending[i] >= 0 else row for i, row in enumerate(rows)]
     learned = params.learned_for(policy.learns, policy.name)
     new = np.array([len(row) for row in rows])
-    shapes, limits = plan(policy, config, cache, new, room, parts=layout.parts, learned=learned)
+    shapes, blocks, limits = plan(
+        policy, config, cache, new, room, parts=layout.parts, learned=learned, sizes=execution.sizes
+    )
     lengths = np.zeros(batch, np.int32) if cache is None else np.asarray(cache.lengths)
-    tokens, positions = left_padded(rows, shapes.length, lengths)
+    tokens, positions = left_padded(rows, blocks.length, lengths)
     if policy.prefill is None or not shapes.look:
         pseudo = np.zeros((batch, 0), np.int32)
     elif pseudo is None:
@@ -262,11 +267,11 @@ def _prefill(
     else:
         layers = _keeping(cache.layers, policy)
     layers, logits, expected = run.prefill(
-        params.weights, layers, *map(layout.put, (tokens, positions, pseudo, lengths, limits)),
-        config=config, policy=policy, plan=shapes, layout=layout, implementation=execution.implementation,
-        progress=execution.progress, top=top, limit=limit, scan_layers=execution.scan_layers, learned=learned,
+        params.weights, layers, tokens, positions, pseudo, lengths, limits, blocks=blocks, config=config, policy=policy,
+        plan=shapes, layout=layout, implementation=execution.implementation, progress=execution.progress, top=top,
+        limit=limit, scan_layers=execution.scan_layers, learned=learned,
     )  # fmt: skip
-    if top:
+    if expected is not None:
         expected = jnp.where(positions[..., None] < 0, EMPTY, expected[0]), expected[1]
     texts = [np.zeros(0, np.int32)] * batch if cache is None else cache.texts()
     cache = KVCache(
@@ -301,7 +306,7 @@ def _pseudo_tokens(
         cache = dataclasses.replace(cache, pending=jnp.full_like(cache.pending, -1))
     return generate(
         params, rows, policy=draft, max_new_tokens=observe.extra, cache=cache, stop_tokens=(),
-        implementation=execution.implementation, scan_layers=execution.scan_layers,
+        implementation=execution.implementation, scan_layers=execution.scan_layers, sizes=execution.sizes,
     ).tokens  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from flax import nnx
 
 from jaxkv import run
 from jaxkv.models import ModelConfig, abstract_weights
+from jaxkv.models.linear import Blocks
 from jaxkv.plan import plan
 from jaxkv.policies.policy import NOTHING, Learned, Policy
 from jaxkv.sampling import Sampler
@@ -20,7 +21,9 @@ from jaxkv.store import KVCache
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """`prefill` and `decode` as `jax.stages.Lowered`, and the shapes of the weights and of the cache between them."""
+    """`prefill` (of the blocks behind the first, where there are some) and `decode` as `jax.stages.Lowered`, and the
+    shapes of the weights and of the cache between them.
+    """
 
     prefill: Any
     decode: Any
@@ -42,30 +45,36 @@ def lower(
     implementation: str | None = None,
     scan_layers: bool = False,
     learned: Learned = NOTHING,
+    kept: str | None = None,
 ) -> Lowered:
-    """Prefill of `batch` prompts of `tokens` tokens each, and `steps` greedy decode steps after it; nothing runs.
+    """Prefill of `batch` prompts of `tokens` tokens each, and up to `steps` greedy decode steps; nothing runs.
 
     On the mesh of `layout` weights and cache are divided as `load` and `generate` do it. `room` is the new tokens that
-    a policy which only adds must hold; `panels` as in `abstract_weights`, `scan_layers` as in `generate`; `learned` is
-    what the policy `learns`. Raises `BadValue` for a text longer than the model's context.
+    a policy which only adds must hold; `panels` as in `abstract_weights`, `kept`: what `load` calls `weights`,
+    `scan_layers` as in `generate`; `learned` is what the policy `learns`. Raises `BadValue` for a text longer than the
+    model's context.
     """
-    weights = _weights(config, dtype, panels, layout)
-    shapes, limits = plan(policy, config, None, np.full(batch, tokens), room, parts=layout.parts, learned=learned)
+    weights = _weights(config, dtype, panels, layout, kept)
+    shapes, blocks, limits = plan(
+        policy, config, None, np.full(batch, tokens), room, parts=layout.parts, learned=learned
+    )
     static = {"config": config, "policy": policy, "layout": layout, "implementation": implementation}
     placed = lambda layers: tuple(  # noqa: E731
         layout.each(layer, lambda leaf, *axes: _array(layout, leaf, axes)) for layer in layers
     )
-    layers = jax.eval_shape(lambda: run.empty_layers(config, policy, batch, dtype))
-    ints = (
-        (batch, shapes.length), (batch, shapes.length), (batch, policy.extra if shapes.look else 0), (batch,),
-        limits.shape,
-    )  # fmt: skip
-    arguments = (
-        weights,
-        placed(layers),
-        *(_array(layout, jax.ShapeDtypeStruct(shape, jnp.int32)) for shape in ints),
-    )
-    prefill = run.prefill.lower(*arguments, **static, plan=shapes, scan_layers=scan_layers, learned=learned)
+    layers = placed(jax.eval_shape(lambda: run.empty_layers(config, policy, batch, dtype)))
+
+    def block(program: Any, layers: Any, length: int) -> Any:
+        width = policy.extra if shapes.look else 0
+        ints = ((batch, length), (batch, length), (batch, width), (batch,), (batch,), limits.shape)
+        given = [_array(layout, jax.ShapeDtypeStruct(shape, jnp.int32)) for shape in ints]
+        given.append(_array(layout, jax.ShapeDtypeStruct((), jnp.bool_)))
+        return program.lower(weights, layers, *given, **static, plan=shapes, scan_layers=scan_layers, learned=learned)
+
+    prefill = block(run.first_block, layers, blocks.first)
+    if blocks.count:
+        between = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), prefill.out_info[0])
+        prefill = block(run.next_block, placed(between), blocks.size)
 
     def state(layers) -> run.DecodeState:
         row = jnp.zeros(batch, jnp.int32)
@@ -80,7 +89,8 @@ def lower(
         layers=placed(begun.cache.layers),
     )
     begun = dataclasses.replace(jax.tree.map(lambda leaf: _array(layout, leaf), begun), cache=cache)
-    decode = run.decode.lower(weights, begun, **static, steps=steps, sampler=Sampler(), stop=(), learned=learned)
+    count = _array(layout, jax.ShapeDtypeStruct((), jnp.int32))
+    decode = run.decode.lower(weights, begun, count, **static, room=steps, sampler=Sampler(), stop=(), learned=learned)
     return Lowered(prefill, decode, weights, begun.cache)
 
 
@@ -95,12 +105,18 @@ def held_by_one(tree: Any) -> int:
     return sum(math.prod(shape) * size for shape, size in shapes)
 
 
-def _weights(config: ModelConfig, dtype: Any, panels: bool | None, layout: Layout) -> Any:
+def _weights(config: ModelConfig, dtype: Any, panels: bool | None, layout: Layout, kept: str | None) -> Any:
     if layout.mesh is None:
-        return abstract_weights(config, dtype, panels=panels)
-    flat = nnx.to_flat_state(abstract_weights(config, dtype, panels=False))
+        return abstract_weights(config, dtype, panels=panels, weights=kept)
+    flat = nnx.to_flat_state(abstract_weights(config, dtype, panels=False, weights=kept))
+
+    def placed(name: str, value: Any) -> Any:
+        if not isinstance(value, Blocks):
+            return _array(layout, value, layout.rule(name))
+        return jax.tree.map(lambda array: placed(name, array), value)
+
     return nnx.from_flat_state(
-        (path, leaf.replace(_array(layout, leaf, layout.rule("/".join(map(str, path)))))) for path, leaf in flat
+        (path, leaf.replace(placed("/".join(map(str, path)), leaf.get_value()))) for path, leaf in flat
     )
 
 

@@ -1,6 +1,7 @@
-"""The static shapes of a run: slots per layer, blocks of the prompt; and every row's budget."""
+"""The shapes of a run: slots per layer and blocks of the prompt, in few sizes; and every row's budget."""
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -10,28 +11,47 @@ from jaxkv.policies.policy import NOTHING, Learned, Policy
 from jaxkv.sharding.layout import on_host
 from jaxkv.store import KVCache
 
-ROUND = 16  # the first block is padded to a multiple of this, so that near lengths share a compilation
+ROUND = 16  # sizes are multiples of this
+SIZES = 4  # a prompt's first block has one of so many sizes per doubling of its length
+SLOT_SIZES = 8  # and so have the slots for tokens that are only added: up to an eighth of them is spare
+
+
+def rounded(count: int, sizes: int) -> int:
+    """The count, rounded up to a multiple of 16 and to one of `sizes` sizes per doubling: each size is a program."""
+    step = max(ROUND, (1 << max(count - 1, 1).bit_length() - 1) // sizes)
+    return -(-count // step) * step
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """`slots` per layer; the padded prompt is `first` tokens and then `blocks` times `block`.
+    """What the programs of a prompt are compiled for: the `slots` per layer.
 
     `look` is False when every row's budget holds all of it: then nothing need be scored, and no pseudo token runs.
     `reach` is the most slots per KV head of a layer that shares the model's budget.
     """
 
     slots: tuple[int, ...]
-    first: int
-    blocks: int
-    block: int
     look: bool
     reach: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How the padded prompt is cut: `first` tokens, and then `count` times `size`."""
+
+    first: int
+    count: int
+    size: int
 
     @property
     def length(self) -> int:
         """Tokens of the padded prompt."""
-        return self.first + self.blocks * self.block
+        return self.first + self.count * self.size
+
+    def __iter__(self) -> Iterator[slice]:
+        """Where each block lies in the padded prompt."""
+        ends = [self.first + number * self.size for number in range(self.count + 1)]
+        return map(slice, [0, *ends], ends)
 
 
 def plan(
@@ -43,11 +63,14 @@ def plan(
     *,
     parts: int = 1,
     learned: Learned = NOTHING,
-) -> tuple[Plan, np.ndarray]:
+    sizes: int = SIZES,
+) -> tuple[Plan, Blocks, np.ndarray]:
     """The shapes for `new [B]` prompt tokens per row and `room` tokens decoded after them, and limits int32 [L, B].
 
-    The slots of every layer are rounded up to a multiple of `parts`, for the devices that share them. Blocks are
-    counted from the end of the prompt, so a row is cut at the same places whatever stands beside it.
+    The slots of every layer are rounded up to a multiple of `parts`, for the devices that share them. A layer has the
+    slots of its budget; where nothing is evicted while decoding, those for new tokens are rounded up, and so is a
+    prompt that fits. Blocks are counted from the end of the prompt, so a row is cut at the same places whatever stands
+    beside it; the first is padded to one of `sizes` sizes per doubling.
     Raises `BadValue` for a text longer than the model's context under a policy that keeps text positions.
     """
     seen = np.zeros_like(new) if cache is None else np.asarray(cache.lengths)
@@ -78,16 +101,15 @@ def plan(
         if policy.decode is not None:
             count = limit + (policy.decode.every if policy.decode.every > 1 else 0)
         else:
-            count = min(limit, int(held[layer] + new.max())) + room
+            count = min(limit, rounded(int(held[layer] + new.max()), SLOT_SIZES)) + rounded(room, SLOT_SIZES)
         count = count if window is None or policy.decode is not None else min(count, window)
         slots.append(-(-count // parts) * parts)
 
-    blocks = max(0, -(-int(new.max()) // block) - 1)
-    first = int(new.max()) - blocks * block
+    more = max(0, -(-int(new.max()) // block) - 1)
+    first = int(new.max()) - more * block
     reach = policy.allocate.reach(max(slots), int(limits.max()))
-    return Plan(
-        tuple(slots), min(-(-first // ROUND) * ROUND, block), blocks, block, _looks(policy, total, limits), reach
-    ), limits
+    blocks = Blocks(min(rounded(first, sizes), block), more, block)
+    return Plan(tuple(slots), _looks(policy, total, limits), reach), blocks, limits
 
 
 def _held(cache: KVCache) -> np.ndarray:

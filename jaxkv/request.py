@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.errors import BadCheckpoint, BadValue
+from jaxkv.plan import SIZES
 from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.policy import Policy
 from jaxkv.sampling import Sampler
@@ -20,11 +21,18 @@ Progress = Callable[[str, int, int], None]  # ("prefill" or "decode", done, of)
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """How programs run: the kernels' `implementation` (None: the device's), layers in a loop, who hears of progress."""
+    """How programs run: the kernels' `implementation` (None: the device's), layers in a loop, `sizes` of prompts per
+    doubling of their length, and who hears of progress.
+    """
 
     implementation: str | None = None
     scan_layers: bool = False
+    sizes: int = SIZES
     progress: Progress | None = None
+
+    def __post_init__(self):
+        if isinstance(self.sizes, bool) or not isinstance(self.sizes, int | np.integer) or self.sizes < 1:
+            raise BadValue(f"sizes={self.sizes!r}: expected a whole number of sizes per doubling, at least 1")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,21 +1,24 @@
-"""The compiled programs: prefill in blocks, and decode as a scan of one step.
+"""The compiled programs: a block of a prompt, and decode as a loop of one step.
 
 Everything here is pure and jitted with static config, policy and plan; `generate.py` calls these from the host.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxkv.attend import Ask, Facts, LayerIn, decode_layer, divided, prefill_layer
-from jaxkv.models import Decoder, ModelConfig, graphdef
-from jaxkv.plan import Plan
+from jaxkv.models import ModelConfig, graphdef
+from jaxkv.models.decoder import Decoder
+from jaxkv.plan import Blocks, Plan
 from jaxkv.policies.flow import Block
 from jaxkv.policies.needs import HIDDEN, OUTPUT
 from jaxkv.policies.policy import NOTHING, Learned, Policy
@@ -51,101 +54,120 @@ def empty_layers(config: ModelConfig, policy: Policy, batch: int, dtype) -> Laye
     return tuple(layers)
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("config", "policy", "plan", "layout", "implementation", "progress", "top", "limit", "scan_layers"),
-)
 def prefill(
+    weights,
+    layers: Layers,
+    tokens: Int[np.ndarray, "B T"],
+    positions: Int[np.ndarray, "B T"],
+    pseudo: Int[np.ndarray, "B N"],
+    lengths: Int[np.ndarray, "B"],
+    limits: Int[np.ndarray, "L B"],
+    *,
+    blocks: Blocks,
+    layout: Layout = ONE_DEVICE,
+    progress: Callable[[str, int, int], None] | None = None,
+    top: int = 0,
+    limit: int = 0,
+    **static: Any,
+) -> tuple[Layers, Float[Array, "B V"], Expected | None]:
+    """Run the left-padded prompt (padding at position -1) block by block; the layers it leaves and the last logits.
+
+    One program runs the first block and one all others, so that a prompt of any length needs these two. With `top`
+    also the likeliest tokens after each prompt token, for at least the last `limit` of them. `static` is what
+    `first_block` is compiled for.
+    """
+    ends = lengths + np.sum(positions >= 0, axis=1, dtype=np.int32)
+    fixed = tuple(map(layout.put, (pseudo, lengths, ends, limits)))
+    logits, expected = None, []
+    for number, part in enumerate(blocks):
+        run = next_block if number else first_block
+        wanted = layout.put(np.bool_((blocks.count - number) * blocks.size < limit))
+        block = map(layout.put, (tokens[:, part], positions[:, part]))
+        layers, logits, likely = run(weights, layers, *block, *fixed, wanted, layout=layout, top=top, **static)
+        expected.append(likely)
+        if progress is not None:
+            jax.block_until_ready(logits)
+            progress("prefill", number + 1, blocks.count + 1)
+    assert logits is not None  # there is a first block
+    if not top:
+        return layers, logits, None
+    return layers, logits, cast(Any, jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), *expected))
+
+
+def _block(
     weights,
     layers: Layers,
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     pseudo: Int[Array, "B N"],
     lengths: Int[Array, "B"],
+    ends: Int[Array, "B"],
     limits: Int[Array, "L B"],
+    wanted: Bool[Array, ""],
     *,
     config: ModelConfig,
     policy: Policy,
     plan: Plan,
+    begins: bool,
     layout: Layout = ONE_DEVICE,
     implementation: str | None = None,
-    progress=None,
     top: int = 0,
-    limit: int = 0,
     scan_layers: bool = False,
     learned: Learned = NOTHING,
 ) -> tuple[Layers, Float[Array, "B V"], Expected]:
-    """Run the left-padded prompt (padding at position -1) in blocks; the layers it leaves and the last logits.
+    """Run a block of the prompt and cut what it leaves to the budget; the layers, and the logits of its last token.
 
-    `lengths [B]` tokens were seen before. The pseudo tokens run behind every block, at the positions that the first
-    decoded tokens will have; when the block itself is replayed, they are its instruction and come before it. With
-    `top` also the likeliest tokens after each prompt token, for at least the last `limit` of them.
+    `lengths [B]` tokens were seen before the prompt, `ends [B]` are with it. The pseudo tokens run behind the block, at
+    the positions that the first decoded tokens will have; when the block itself is replayed, they are its instruction
+    and come before it. With `top` also the likeliest tokens after each of the block's, where they are `wanted`.
     """
-    model = model_of(config, weights)
-    # the slots of a cache to go on from lie as decoding left them; from here on they stay in time order
-    layers = tuple(layout.gathered(layer).in_time_order() if layer.slots else layer for layer in layers)
+    model, length = model_of(config, weights), tokens.shape[1]
+    if begins:  # the slots of a cache to go on from lie as decoding left them; from here on they stay in time order
+        layers = tuple(layout.gathered(layer).in_time_order() if layer.slots else layer for layer in layers)
     full = [layer for layer, spec in enumerate(config.specs) if spec.window is None]
     replays = plan.look and policy.prefill is not None and policy.prefill.observe.replays
-    end = lengths + jnp.sum(positions >= 0, axis=-1, dtype=jnp.int32)
-    ahead = end[:, None] + jnp.arange(pseudo.shape[1], dtype=jnp.int32)
+    front = ((0, 0), (-(length + pseudo.shape[1]) % layout.parts, 0))  # equal parts for the devices
+    tokens, positions = jnp.pad(tokens, front), jnp.pad(positions, front, constant_values=EMPTY)
+    now = jnp.where(positions[:, -1] < 0, lengths, positions[:, -1] + 1)  # a row of padding has not begun
+    ahead = ends[:, None] + jnp.arange(pseudo.shape[1], dtype=jnp.int32)
+    behind, places = (pseudo, ahead) if not replays else _replayed(pseudo, tokens, positions, now)
 
-    def block(layers: Layers, tokens, positions, wanted):
-        length = tokens.shape[1]
-        front = ((0, 0), (-(length + pseudo.shape[1]) % layout.parts, 0))  # equal parts for the devices
-        tokens, positions = jnp.pad(tokens, front), jnp.pad(positions, front, constant_values=EMPTY)
-        now = jnp.where(positions[:, -1] < 0, lengths, positions[:, -1] + 1)  # a row of padding has not begun
-        behind, places = (pseudo, ahead) if not replays else _replayed(pseudo, tokens, positions, now)
+    def attend_at(positions):
+        return functools.partial(prefill_layer, policy, positions, now, layout, implementation)
 
-        def attend_at(positions):
-            return functools.partial(prefill_layer, policy, positions, now, layout, implementation)
-
-        attend, flow = attend_at(jnp.concatenate([positions, places], axis=1)), policy.flow
-        passing = Block(
-            positions, places, config.num_layers, full, max(plan.slots), layout.parts, attend, attend_at, layout.lay
-        )  # fmt: skip
-        given = [
-            LayerIn(
-                store,
-                limits[i],
-                Facts(i, model.output_matrix(i) if OUTPUT in policy.needs else None, _of_layer(learned, i)),
-                Ask(
-                    plan.reach if plan.reach and i in full else plan.slots[i],
-                    plan.look,
-                    behind.shape[1],
-                    flow.going(passing, i) if plan.look else 0,
-                    plan.look and flow.leads(i, passing),
-                ),
-            )
-            for i, store in enumerate(opened(layers))
-        ]
-        everything, last = layout.lay("tokens", jnp.concatenate([tokens, behind], axis=1)), tokens.shape[1] - 1
-        hidden, left = model(
-            everything, given, attend, layout.lay, behind=None if top else behind.shape[1], route=flow.route(passing),
-            sizes=plan.look and HIDDEN in policy.needs, scan=scan_layers,
-        )  # fmt: skip
-        expected = _expected(model, hidden[:, tokens.shape[1] - length :], (tokens.shape[0], length), top, wanted)
-        layers = divided(policy, cast(Any, left), full, plan, now, limits, lambda i: _of_layer(learned, i))
-        return (layers, hidden[:, last if top else 0]), expected
-
-    (layers, hidden), expected = block(
-        layers, tokens[:, : plan.first], positions[:, : plan.first], jnp.bool_(plan.blocks * plan.block < limit)
+    attend, flow = attend_at(jnp.concatenate([positions, places], axis=1)), policy.flow
+    passing = Block(
+        positions, places, config.num_layers, full, max(plan.slots), layout.parts, attend, attend_at, layout.lay
     )
+    given = [
+        LayerIn(
+            store,
+            limits[i],
+            Facts(i, model.output_matrix(i) if OUTPUT in policy.needs else None, _of_layer(learned, i)),
+            Ask(
+                plan.reach if plan.reach and i in full else plan.slots[i],
+                plan.look,
+                behind.shape[1],
+                flow.going(passing, i) if plan.look else 0,
+                plan.look and flow.leads(i, passing),
+            ),
+        )
+        for i, store in enumerate(opened(layers))
+    ]
+    everything, last = layout.lay("tokens", jnp.concatenate([tokens, behind], axis=1)), tokens.shape[1] - 1
+    hidden, left = model(
+        everything, given, attend, layout.lay, behind=None if top else behind.shape[1], route=flow.route(passing),
+        sizes=plan.look and HIDDEN in policy.needs, scan=scan_layers,
+    )  # fmt: skip
+    expected = _expected(model, hidden[:, tokens.shape[1] - length :], (tokens.shape[0], length), top, wanted)
+    layers = divided(policy, cast(Any, left), full, plan, now, limits, lambda i: _of_layer(learned, i))
+    logits = model.logits(hidden[:, last if top else 0])
+    return tuple(map(layout.layer, layers)), layout.constrain(logits), expected
 
-    def more(carry, turn):
-        layers, _ = carry
-        number, tokens, positions = turn
-        if progress is not None:
-            jax.debug.callback(functools.partial(progress, "prefill"), number, plan.blocks + 1)
-        return block(layers, tokens, positions, (plan.blocks - number) * plan.block < limit)
 
-    if plan.blocks:
-        rest = [
-            jnp.moveaxis(x[:, plan.first :].reshape(-1, plan.blocks, plan.block), 1, 0) for x in (tokens, positions)
-        ]
-        (layers, hidden), later = lax.scan(more, (layers, hidden), (jnp.arange(1, plan.blocks + 1), *rest))
-        in_order = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], x.shape[0] * x.shape[2], top)  # noqa: E731
-        expected = jax.tree.map(lambda a, b: jnp.concatenate([a, in_order(b)], axis=1), expected, later)
-    return tuple(map(layout.layer, layers)), layout.constrain(model.logits(hidden)), expected
+STATIC = ("config", "policy", "plan", "layout", "implementation", "top", "scan_layers")
+first_block = jax.jit(functools.partial(_block, begins=True), static_argnames=STATIC)
+next_block = jax.jit(functools.partial(_block, begins=False), static_argnames=STATIC, donate_argnames="layers")
 
 
 def _expected(
@@ -196,12 +218,17 @@ class DecodeState:
     seen: Bool[Array, "B V"] | None
     keys: Key[Array, "B"]
 
+    @property
+    def going(self) -> Bool[Array, "B"]:
+        """Rows that go on."""
+        return ~self.done & (self.left > 0)
+
 
 def emit(
     sampler: Sampler, stop: tuple[int, ...], state: DecodeState, logits: Float[Array, "B V"]
 ) -> tuple[DecodeState, Int[Array, "B"]]:
     """Sample each running row's next token into `pending`; finished rows give -1."""
-    running = ~state.done & (state.left > 0)
+    running = state.going
     token = sampler.sample(logits, state.seen, state.keys, state.cache.lengths)
     seen = state.seen
     if seen is not None:
@@ -265,7 +292,7 @@ def decode_step(
     learned: Learned = NOTHING,
 ) -> tuple[DecodeState, Int[Array, "B"]]:
     """Run each running row's pending token through the model and sample the next; -1 for rows that have finished."""
-    running = ~state.done & (state.left > 0)
+    running = state.going
     cache, logits = decode_logits(weights, state.cache, running, config, policy, layout, implementation, learned)
     state, token = emit(sampler, stop, dataclasses.replace(state, cache=cache), logits)
     return layout.state(state), layout.constrain(token)
@@ -273,14 +300,15 @@ def decode_step(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("steps", "config", "policy", "sampler", "stop", "layout", "implementation"),
+    static_argnames=("room", "config", "policy", "sampler", "stop", "layout", "implementation"),
     donate_argnames="state",
 )
 def decode(
     weights,
     state: DecodeState,
+    steps: Int[Array, ""],
     *,
-    steps: int,
+    room: int,
     config: ModelConfig,
     policy: Policy,
     sampler: Sampler,
@@ -288,13 +316,25 @@ def decode(
     layout: Layout = ONE_DEVICE,
     implementation: str | None = None,
     learned: Learned = NOTHING,
-) -> tuple[DecodeState, Int[Array, "B steps"]]:
-    """`steps` decode steps as one scan; the state is donated."""
+) -> tuple[DecodeState, Int[Array, "B room"]]:
+    """At most `steps` decode steps (up to `room`), ending early when every row has; the state is donated.
 
-    def step(state: DecodeState, _):
-        return decode_step(weights, state, config, policy, sampler, stop, layout, implementation, learned)
+    The number of steps is data, so that one program serves every length of an answer.
+    """
 
-    state, tokens = lax.scan(step, state, length=steps)
+    def going(carry):
+        step, some, *_ = carry
+        return (step < steps) & some
+
+    def body(carry):
+        step, _, state, tokens = carry
+        state, token = decode_step(weights, state, config, policy, sampler, stop, layout, implementation, learned)
+        tokens = lax.dynamic_update_slice(tokens, token[None], (step, jnp.int32(0)))
+        return step + 1, layout.constrain(jnp.any(state.going)), state, tokens
+
+    nothing = layout.constrain(jnp.full((room, state.done.shape[0]), EMPTY, jnp.int32))
+    start = (jnp.int32(0), layout.constrain(jnp.any(state.going)), state, nothing)
+    _, _, state, tokens = lax.while_loop(going, body, start)
     return layout.state(state), layout.constrain(tokens.T)
 
 
@@ -310,3 +350,6 @@ def first_token(
     """`emit` as a program of its own, for the token behind the prompt."""
     state, token = emit(sampler, stop, state, logits)
     return layout.state(state), layout.constrain(token)
+
+
+PROGRAMS = (first_block, next_block, first_token, decode)  # of a call of `generate` without drafts

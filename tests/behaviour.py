@@ -4,10 +4,8 @@ The runs are made so that rounding decides nothing: no token comes twice while d
 rounding), nor in the tiny model's prompts; and of several prompts those are taken on which results agree.
 """
 
-import contextlib
 import dataclasses
 import functools
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -89,22 +87,10 @@ def _prose() -> np.ndarray:
     return np.array(loaded("smollm2").tokenizer(prose())["input_ids"], np.int32)
 
 
-@contextlib.contextmanager
-def short_chunks():
-    """Inside, decoding runs CHUNK steps at a time."""
-    module = sys.modules["jaxkv.generate"]  # jaxkv.generate is its function
-    before, module.CHUNK = module.CHUNK, CHUNK
-    try:
-        yield
-    finally:
-        module.CHUNK = before
-
-
 def generated(params, rows, chosen, steps=STEPS, **options):
     """A run of so many decode steps behind the prompts' first token; going on from a cache, of so many tokens."""
     tokens = steps + (rows is not None)
-    with short_chunks():
-        return jaxkv.generate(params, rows, policy=chosen, max_new_tokens=tokens, **SAMPLING, **options)
+    return jaxkv.generate(params, rows, policy=chosen, max_new_tokens=tokens, **SAMPLING, **options)
 
 
 def held(cache) -> list[np.ndarray]:

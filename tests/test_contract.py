@@ -179,11 +179,11 @@ def test_budget_holds_at_prefill_and_decode(tiny, name, block):
 
 @chiefly("streaming-llm", "snapkv", "dapq-longflow", "adakv-h2o", bounded=True)
 def test_enough_budget_is_the_full_cache(tiny, name):
-    params, steps = tiny(FAMILY), 12
-    prompt = ids(30)
+    params, steps = tiny(FAMILY), 16
+    prompt = ids(32)  # sizes that need no rounding up
     full = generated(params, prompt, None, steps)
     decode = policy(name).decode
-    chosen = policy(name, budget=30 + (steps if decode else 0) - (decode.every if decode and decode.every > 1 else 0))
+    chosen = policy(name, budget=32 + (steps if decode else 0) - (decode.every if decode and decode.every > 1 else 0))
     chosen = dataclasses.replace(chosen, prefill=dataclasses.replace(chosen.prefill, reserve=0))
     ours = generated(params, prompt, chosen, steps)
     assert ours.tokens.tolist() == full.tokens.tolist()
@@ -223,9 +223,9 @@ def test_padding_and_batch_change_nothing(tiny, name, size):
 def test_one_compilation_per_shape(tiny, name):
     params, chosen = tiny(FAMILY), policy(name)
     generated(params, [ids(40, 1), ids(33, 2)], chosen, 9)
-    before = run.prefill._cache_size(), run.decode._cache_size()
+    before = [program._cache_size() for program in run.PROGRAMS]
     generated(params, [ids(40, 3), ids(21, 4)], chosen, 9)
-    assert (run.prefill._cache_size(), run.decode._cache_size()) == before
+    assert [program._cache_size() for program in run.PROGRAMS] == before
 
 
 @chiefly("full", "streaming-llm", "h2o", "adakv-h2o")
@@ -286,7 +286,7 @@ def test_rules_of_the_family(tiny, name):
     seed, before = behaviour.record("tiny", name, 20) or (0, None)
     prompts = behaviour.prompts("tiny", seed)
     first, whole = jaxkv.prefill(params, prompts, policy=chosen, room=STEPS + 1), ran(params, prompts, chosen)
-    compiled = run.prefill._cache_size(), run.decode._cache_size()
+    compiled = [program._cache_size() for program in run.PROGRAMS]
     for cache in (first, whole.cache):
         for row in range(len(prompts)):
             assert_rules(cache, chosen, row)
@@ -318,7 +318,7 @@ def test_rules_of_the_family(tiny, name):
         assert other.tokens[mine].tolist() == out.tokens[its].tolist()
         for ours, theirs in zip(other.cache.views, cache.views, strict=True):
             assert entries(ours, mine) == entries(theirs, its)
-    assert (run.prefill._cache_size(), run.decode._cache_size()) == compiled
+    assert [program._cache_size() for program in run.PROGRAMS] == compiled
     if chosen.decode is None:
         return  # from here on it is the full cache's code
     clean, dirty = (behaviour.generated(params, None, None, CHUNK, cache=each) for each in (cache, poisoned(cache)))

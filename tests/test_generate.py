@@ -214,10 +214,10 @@ def test_a_longer_text_compiles_nothing(tiny):
     options = {"policy": policy, "max_new_tokens": 5, "stop_tokens": (), "repetition_penalty": 1.2}
     first = jaxkv.generate(params, ids(33), **options)
     jaxkv.generate(params, cache=first.cache, **options)
-    compiled = run.prefill._cache_size(), run.decode._cache_size()
+    compiled = [program._cache_size() for program in run.PROGRAMS]
     second = jaxkv.generate(params, ids(41), **options)
     jaxkv.generate(params, cache=second.cache, **options)
-    assert (run.prefill._cache_size(), run.decode._cache_size()) == compiled
+    assert [program._cache_size() for program in run.PROGRAMS] == compiled
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(second.cache))
 
 

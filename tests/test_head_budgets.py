@@ -329,9 +329,9 @@ def test_the_shares_compile_once_for_every_split(tiny):
     """What was measured is data: other scores, other borders, the same program and bytes."""
     params, policy = tiny(FAMILY), jaxkv.policy("headkv", budget=24, window=6)
     one = jaxkv.prefill(params, ids(TOKENS), policy=policy)
-    before = jaxkv.run.prefill._cache_size()
+    before = jaxkv.run.first_block._cache_size()
     turned = {**params.learned, "retrieval": jnp.flip(jnp.asarray(params.learned["retrieval"]), axis=-1)}
     two = jaxkv.prefill(dataclasses.replace(params, learned=turned), ids(TOKENS), policy=policy)
-    assert jaxkv.run.prefill._cache_size() == before and one.nbytes == two.nbytes
+    assert jaxkv.run.first_block._cache_size() == before and one.nbytes == two.nbytes
     moved = [np.asarray(a.offsets) != np.asarray(b.offsets) for a, b in zip(one.layers, two.layers, strict=True)]
     assert np.any(moved)

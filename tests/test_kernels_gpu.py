@@ -466,19 +466,20 @@ def test_decode_of_a_model_lowers_for_cuda(name):
     config, policy = llama(), jaxkv.policy(name, budget=512)
     state = begun(config, policy, 2, 512)
     assert all(pooled(layer) == policy.allocate.pooled for layer in state.cache.layers)
-    text = lowered(programs.decode, config, policy, state, steps=4, sampler=Sampler(), stop=())
+    text = lowered(programs.decode, config, policy, state, jnp.int32(4), room=4, sampler=Sampler(), stop=())
     assert calls(text, "mosaic_gpu") == 2
 
 
 def test_prefill_of_a_model_lowers_for_cuda():
     batch, slots, config, policy = 2, 512, llama(), jaxkv.policy("dapq-longflow", budget=512)
 
-    plan = Plan((slots,) * 2, 256, 3, 256, True)
+    plan = Plan((slots,) * 2, True)
     layers = programs.empty_layers(config, policy, batch, jnp.bfloat16)
-    tokens, rows = jnp.zeros((batch, plan.length), jnp.int32), jnp.zeros(batch, jnp.int32)
+    tokens, rows = jnp.zeros((batch, 256), jnp.int32), jnp.zeros(batch, jnp.int32)
     pseudo, limits = jnp.zeros((batch, policy.extra), jnp.int32), jnp.zeros((2, batch), jnp.int32)
-    text = lowered(programs.prefill, config, policy, layers, tokens, tokens, pseudo, rows, limits, plan=plan)
-    assert calls(text, "mosaic_gpu") == 2 * 2 * 3  # the first block and the others, attention and two passes of mass
+    given = (layers, tokens, tokens, pseudo, rows, rows, limits, jnp.bool_(False))
+    text = lowered(programs.first_block, config, policy, *given, plan=plan)
+    assert calls(text, "mosaic_gpu") == 2 * 3  # a layer's attention and two passes of mass
 
 
 @pytest.mark.slow

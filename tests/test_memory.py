@@ -21,13 +21,15 @@ BOUNDED = [
 ]
 
 
-def bytes_needed(config, policy, tokens):
-    """Without the weights: temporary + argument bytes of prefill, and of decode after it."""
+def programs_of(config, policy, tokens):
+    """Prefill, and decode after it."""
     made_up = measured(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)
     learned = {name: made_up[name] for name in policy.learns}
-    programs = lower(
-        config, policy, batch=1, tokens=tokens, room=0 if policy.decode else 64, steps=4, learned=learned
-    )  # fmt: skip
+    return lower(config, policy, batch=1, tokens=tokens, room=0 if policy.decode else 64, steps=4, learned=learned)
+
+
+def bytes_needed(programs):
+    """Without the weights: temporary + argument bytes of prefill, and of decode after it."""
     found = []
     for program in (programs.prefill, programs.decode):
         memory = program.compile().memory_analysis()
@@ -43,19 +45,25 @@ def config(smollm2):
 
 
 @pytest.mark.parametrize("name", BOUNDED)
-def test_bytes_do_not_depend_on_the_prompt(config, name):
+def test_programs_do_not_depend_on_the_prompt(config, name):
+    """A prompt four times as long runs the same two programs, so in the same bytes."""
     policy = jaxkv.policy(name, budget=BUDGET, block=BLOCK)
-    (short_prefill, short_decode), (long_prefill, long_decode) = (bytes_needed(config, policy, n) for n in (2048, 8192))
-    assert long_prefill <= 1.05 * short_prefill
-    assert long_decode == short_decode
+    short, long = (programs_of(config, policy, tokens) for tokens in (2048, 8192))
+    assert short.prefill.as_text() == long.prefill.as_text()
+    assert short.decode.as_text() == long.decode.as_text()
 
 
-def test_the_full_cache_grows(config):
-    """Else the test above would show nothing."""
-    policy = jaxkv.policy("full", block=BLOCK)
-    (short_prefill, short_decode), (long_prefill, long_decode) = (bytes_needed(config, policy, n) for n in (2048, 8192))
-    assert long_prefill > 2 * short_prefill
-    assert long_decode > 2 * short_decode
+def test_the_bytes_are_those_of_the_budget(config):
+    """And not of the prompt, for which the full cache's programs need more and more."""
+    sizes = {
+        (name, tokens): bytes_needed(programs_of(config, jaxkv.policy(name, block=BLOCK, **size), tokens))
+        for name, size in (("full", {}), ("h2o", {"budget": BUDGET}))
+        for tokens in ((2048, 8192) if name == "full" else (8192,))
+    }
+    (short_prefill, short_decode), (long_prefill, long_decode) = sizes["full", 2048], sizes["full", 8192]
+    assert long_prefill > 2 * short_prefill and long_decode > 2 * short_decode
+    prefill, decode = sizes["h2o", 8192]
+    assert prefill < short_prefill and decode < short_decode / 2
 
 
 @pytest.mark.parametrize("name", ["h2o", "adakv-h2o", "global-h2o"])

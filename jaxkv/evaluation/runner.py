@@ -99,7 +99,7 @@ def evaluate(
     started, times, last = time.perf_counter(), [], steps[0].cell if steps else None
     for number, step in enumerate(steps):
         if step.cell != last:  # the programs of the one before are of no more use, and hundreds would fill the memory
-            for program in (run.prefill, run.decode, forced.followed):
+            for program in (*run.PROGRAMS, forced.followed):
                 program.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
         last = step.cell
         if progress is not None:

@@ -1,21 +1,93 @@
 """The one place that knows how weight matrices lie in memory.
 
 Plain: `[in, out]`. Panels: `[out / 64, in, 64]`, strips of 64 outputs that are contiguous, because XLA's CPU dot walks
-a plain matrix in such strips with a stride of a whole row; measured 1.4 to 2 times faster for 2 to 16 rows.
+a plain matrix in such strips with a stride of a whole row; measured 1.4 to 2 times faster for 2 to 16 rows. Either may
+be in blocks of 8 or 4 bits.
 """
 
+import dataclasses
+from types import EllipsisType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
+
+from jaxkv.errors import BadValue
+from pallas_kernels.block_product import block_product
+from pallas_kernels.block_product.reference import GROUP, numbers
 
 PANEL = 64
 LARGE_PAGE = 2**21  # bytes
 ASKED_FOR = 2**22  # bytes from which NumPy asks the kernel for large pages
 MANY_ROWS = 128  # above it arithmetic is the bound, and one matrix product is faster than one per panel
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """A matrix in 8 or 4 bits: `codes * scale + offset`, with a float16 scale (and offset, or None) for each output, or
+    for every 32 inputs of it; in the `dtype` of what is computed with it.
+
+    Each array lies as a matrix of floats would: plain or in panels; of an embedding table `[V, M]` as the table.
+    """
+
+    codes: Any
+    scale: Any
+    offset: Any
+    dtype: Any = dataclasses.field(metadata={"static": True})
+
+    def __getitem__(self, everything: EllipsisType) -> "Blocks":
+        """Itself, as `weight[...]` gives an array."""
+        return self
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """The arrays that there are, by name."""
+        named = {"codes": self.codes, "scale": self.scale, "offset": self.offset}
+        return {name: array for name, array in named.items() if array is not None}
+
+
+FORMS = {"int8": (1, None), "int4": (2, GROUP)}  # codes in a byte, and inputs that share a scale (None: all)
+
+
+def in_blocks(leaf: Any, kind: str, axis: int) -> Blocks:
+    """The shapes of a matrix's arrays in blocks; `axis` is its inputs'. Raises `BadValue` where they don't fit."""
+    each, group = FORMS[kind]
+
+    def shape(size: int, dtype: Any) -> jax.ShapeDtypeStruct:
+        sizes = list(leaf.shape)
+        sizes[axis] = size
+        return jax.ShapeDtypeStruct(tuple(sizes), dtype)
+
+    inputs = leaf.shape[axis]
+    if inputs % (group or 1):
+        raise BadValue(f"weights={kind!r} for a matrix of {inputs} inputs: expected a multiple of {group}; use 'int8'")
+    scale = shape(1 if group is None else inputs // group, jnp.float16)
+    codes = shape(inputs // each, jnp.int8 if each == 1 else jnp.uint8)
+    return Blocks(codes, scale, None if group is None else scale, leaf.dtype)
+
+
+def quantised(weight: np.ndarray, kind: str) -> dict[str, np.ndarray]:
+    """The arrays of `Blocks` for a matrix `[out, in]`, by name, each `[out, ...]`.
+
+    "int8": an output's largest magnitude becomes 127. "int4": of 32 inputs the least becomes 0 and the largest 15.
+    """
+    weight, tiny = weight.astype(np.float32, copy=False), np.finfo(np.float16).smallest_subnormal
+    if kind == "int8":
+        scale = np.maximum((np.abs(weight).max(axis=1, keepdims=True) / 127).astype(np.float16), tiny)
+        codes = np.rint(np.clip(weight / scale.astype(np.float32), -127, 127)).astype(np.int8)
+        return {"codes": codes, "scale": scale}
+    grouped = weight.reshape(len(weight), -1, GROUP)
+    least = grouped.min(axis=2).astype(np.float16)
+    offset = least.astype(np.float32)
+    scale = np.maximum(((grouped.max(axis=2) - offset) / 15).astype(np.float16), tiny)
+    steps = (grouped - offset[..., None]) / scale[..., None].astype(np.float32)
+    codes = np.rint(np.clip(steps, 0, 15)).astype(np.uint8)
+    halves = codes[..., : GROUP // 2] | codes[..., GROUP // 2 :] << 4
+    return {"codes": halves.reshape(len(weight), -1), "scale": scale, "offset": least}
 
 
 def prefers_panels() -> bool:
@@ -56,25 +128,35 @@ def settled(weight: np.ndarray) -> jax.Array:
     return jax.device_put(on_large_pages(weight) if jax.default_backend() == "cpu" else weight)
 
 
-def project(x: Float[Array, "*lead I"], weight: Float[Array, "..."], out_dtype: Any = None) -> Float[Array, "*lead O"]:
+def project(
+    x: Float[Array, "*lead I"], weight: Float[Array, "..."] | Blocks, out_dtype: Any = None
+) -> Float[Array, "*lead O"]:
     """`x @ weight` for a stored matrix, in the dtype of both unless `out_dtype` says otherwise."""
     dtype = jnp.dtype(out_dtype or x.dtype)
+    if isinstance(weight, Blocks):
+        out = block_product(x.reshape(-1, x.shape[-1]), weight.codes, weight.scale, weight.offset, out_dtype=dtype)
+        return out.reshape(*x.shape[:-1], out.shape[-1])
     if weight.ndim == 2:
         return jnp.matmul(x, weight, preferred_element_type=dtype)
     panels, inner, width = weight.shape
     rows = x.reshape(-1, inner)
     if rows.shape[0] > MANY_ROWS:
         # the barrier has the plain matrix made where it is used; without, XLA makes all of them ahead and holds them
-        x, weight = lax.optimization_barrier((x, weight))
-        plain = jnp.swapaxes(weight, 0, 1).reshape(inner, panels * width)
-        return jnp.matmul(x, plain, preferred_element_type=dtype)
+        x, own = lax.optimization_barrier((x, jnp.asarray(weight)))
+        return jnp.matmul(x, _plain(own), preferred_element_type=dtype)
     each = jnp.broadcast_to(rows, (panels, *rows.shape))
     out = lax.dot_general(each, weight, (((2,), (1,)), ((0,), (0,))), preferred_element_type=dtype)
     return jnp.swapaxes(out, 0, 1).reshape(*x.shape[:-1], panels * width)
 
 
-def plain(weight: Float[Array, "..."]) -> Float[Array, "I O"]:
-    """A stored matrix as `[in, out]`."""
+def plain(weight: Float[Array, "..."] | Blocks) -> Float[Array, "I O"]:
+    """A stored matrix as `[in, out]` of floats."""
+    if isinstance(weight, Blocks):
+        return _plain(numbers(weight.codes, weight.scale, weight.offset)).astype(weight.dtype)
+    return _plain(weight)
+
+
+def _plain(weight: Shaped[Array, "..."]) -> Shaped[Array, "I O"]:
     return weight if weight.ndim == 2 else jnp.swapaxes(weight, 0, 1).reshape(weight.shape[1], -1)
 
 
@@ -83,13 +165,29 @@ def packed_table(table: np.ndarray, panels: bool) -> np.ndarray:
     return packed(table, True) if panels and table.shape[0] % PANEL == 0 else np.ascontiguousarray(table)
 
 
-def lookup(table: Float[Array, "..."], tokens: Int[Array, "*lead"]) -> Float[Array, "*lead M"]:
+def lookup(table: Float[Array, "..."] | Blocks, tokens: Int[Array, "*lead"]) -> Float[Array, "*lead M"]:
     """The tokens' rows of an embedding table `[V, M]`, or of one stored as panels."""
+    if isinstance(table, Blocks):
+        rows = {name: _lookup(array, tokens) for name, array in table.arrays.items()}
+        return numbers(rows["codes"], rows["scale"], rows.get("offset"), axis=-1).astype(table.dtype)
+    return _lookup(table, tokens)
+
+
+def _lookup(table: Shaped[Array, "..."], tokens: Int[Array, "*lead"]) -> Shaped[Array, "*lead M"]:
     return table[tokens] if table.ndim == 2 else table[tokens // PANEL, :, tokens % PANEL]
 
 
-def unembed(x: Float[Array, "*lead M"], table: Float[Array, "..."], out_dtype: Any = None) -> Float[Array, "*lead V"]:
+def unembed(
+    x: Float[Array, "*lead M"], table: Float[Array, "..."] | Blocks, out_dtype: Any = None
+) -> Float[Array, "*lead V"]:
     """`x @ table.T` for an embedding table `[V, M]`, or for one stored as panels."""
+    if isinstance(table, Blocks):
+        if table.codes.ndim == 3:
+            return project(x, table, out_dtype)
+        if table.scale.shape[1] == 1 and table.offset is None:
+            found = unembed(x, table.codes.astype(x.dtype), jnp.float32) * table.scale[:, 0].astype(jnp.float32)
+            return found.astype(out_dtype or x.dtype)
+        table = numbers(table.codes, table.scale, table.offset, axis=-1).astype(x.dtype)
     if table.ndim == 3:
         return project(x, table, out_dtype)
     contract = (((x.ndim - 1,), (1,)), ((), ()))

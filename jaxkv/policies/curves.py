@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
-from scipy.optimize import isotonic_regression
 
 from jaxkv.errors import BadValue
 from jaxkv.policies.allocator import Learned
@@ -96,6 +95,8 @@ def best_split(gains: np.ndarray) -> np.ndarray:
     kept is the largest, but that a head's gains are first smoothed so that they fall: its cumulative gain is replaced
     by the least concave curve above it. Source: LU-KV's relaxation and greedy choice.
     """
+    from scipy.optimize import isotonic_regression
+
     heads, entries = gains.shape
     falling = np.stack([isotonic_regression(each, increasing=False).x for each in gains.astype(np.float64)])
     best = np.argsort(-falling.ravel(), kind="stable") // entries

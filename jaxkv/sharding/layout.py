@@ -198,9 +198,11 @@ class Layout:
 
     @staticmethod
     def rule(path: str) -> tuple[Names, ...]:
-        """What divides the weight of a path such as "layers/3/qkv". Raises `BadValue` where no rule fits."""
+        """What divides the weight of a path such as "layers/3/qkv", or "layers/3/qkv#codes" of its blocks. Raises
+        `BadValue` where no rule fits.
+        """
         for pattern, axes in RULES:
-            if re.fullmatch(pattern, path):
+            if re.fullmatch(pattern, path.partition("#")[0]):
                 return axes
         raise BadValue(f"weight {path!r} has no rule in jaxkv/sharding/layout.py: add one that says what divides it")
 

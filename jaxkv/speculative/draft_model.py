@@ -94,7 +94,7 @@ class ModelDrafter:
         """
         cache = state.cache
         model = model_of(self.config, weights)
-        active = ~state.done & (state.left > 0)
+        active = state.going
 
         def step(carry, number):
             layers, token = carry

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from jaxkv.attend import LayerIn
 from jaxkv.models import ModelConfig
@@ -90,11 +90,11 @@ def speculate(
 
     def going(carry):
         turn, state, *_ = carry
-        return (turn < rounds) & jnp.any(running(state))
+        return (turn < rounds) & jnp.any(state.going)
 
     def body(carry):
         turn, state, drafting, out, counts = carry
-        active = running(state)
+        active = state.going
         kinds, hint = drafter.look(drafting.drafts)
         kinds = jnp.where(active, kinds, 0)
         worth = jnp.any(kinds > 0)
@@ -128,16 +128,11 @@ def speculate(
     return state, drafting, out, counts
 
 
-def running(state: DecodeState) -> Bool[Array, "B"]:
-    """Rows that go on."""
-    return ~state.done & (state.left > 0)
-
-
 def _tree_round(
     weights, extra, state, drafting, counts, kinds, hint, drafter, config, policy, sampler, stop, verify
 ) -> tuple[DecodeState, Drafting, Counts, Int[Array, "B levels"]]:
     """Draft, verify in one pass, and write what was accepted as if it had come token by token."""
-    active = running(state)
+    active = state.going
     shape, cache = drafter.shape, state.cache
     tree, chances, drafts = drafter.draft(extra, drafting.drafts, kinds, hint, state, sampler)
     tree = pruned(shape, tree, jnp.where(active, state.left, 0))
@@ -184,7 +179,7 @@ def _taken(
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     ends = jnp.isin(tokens, jnp.array(stop, jnp.int32)) if stop else jnp.zeros(tokens.shape, bool)
     before = jnp.cumsum(ends, axis=1, dtype=jnp.int32) - ends.astype(jnp.int32)  # stop tokens in front of this one
-    kept = (tokens >= 0) & (before == 0) & (steps < state.left[:, None]) & running(state)[:, None]
+    kept = (tokens >= 0) & (before == 0) & (steps < state.left[:, None]) & state.going[:, None]
     count = jnp.sum(kept, axis=1, dtype=jnp.int32)
     last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     seen = state.seen

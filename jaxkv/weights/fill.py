@@ -1,6 +1,9 @@
 """Tensors of a file -> the model's weights: names resolved, shapes and values checked, parts joined, laid out."""
 
+import functools
+import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -8,12 +11,13 @@ import numpy as np
 from flax import nnx
 
 from jaxkv.errors import BadValue, BadWeights
-from jaxkv.models import ModelConfig, abstract_weights
+from jaxkv.models import ModelConfig, abstract_weights, inputs_axis
 from jaxkv.models.joined import Segment, order
-from jaxkv.models.linear import packed, packed_table
+from jaxkv.models.linear import Blocks, in_blocks, packed, packed_table, quantised
 from jaxkv.weights.tables import OUTSIDE_LAYERS, Table, shapes, wanted
 
 SHOWN = 12  # problems listed in one error
+AT_ONCE = 4  # weights that are read side by side
 ALL = slice(None)
 
 
@@ -69,12 +73,14 @@ def fill(
     panels: bool,
     place: Place,
     where: str,
+    weights: str | None = None,
 ) -> Any:
-    """The model's weights (an `nnx.State`), one by one, so that little more than the result is ever in memory.
+    """The model's weights (an `nnx.State`), a few at a time, so that little more than the result is ever in memory.
 
-    Matrices and biases are cast to `dtype`, norms stay float32. `place(path, shape, read)` makes the array of a path
-    such as "layers/3/qkv" on its devices; `read(index)` gives the part of it that a device needs, and reads no more of
-    the file. Raises `BadWeights` as `resolve` does, and for a tensor that holds NaN or infinity.
+    Matrices and biases are cast to `dtype`, norms stay float32; with `weights` matrices become blocks of 8 or 4 bits.
+    `place(path, shape, read)` makes the array of a path such as "layers/3/qkv" on its devices (of blocks:
+    "layers/3/qkv#codes"); `read(index)` gives the part of it that a device needs, and reads no more of the file. Raises
+    `BadWeights` as `resolve` does, and for a tensor that holds NaN or infinity.
     """
     names = resolve(tensors, table, config, where)
 
@@ -85,23 +91,41 @@ def fill(
             raise BadWeights(f"{where}: tensor {name} holds NaN or infinity: the file is damaged, get it again")
         return value if change is None else change(config, value)[_at(value, rows, columns)]
 
-    filled = []
-    for path, leaf in nnx.to_flat_state(abstract_weights(config, dtype, panels=panels)):
+    def filled(path: tuple, leaf: Any) -> tuple[tuple, Any]:
         target, layer = str(path[-1]), None if path[0] in OUTSIDE_LAYERS else int(str(path[1]))
+        value, name = leaf.get_value(), "/".join(map(str, path))
 
-        def read(index: Index, target=target, layer=layer, leaf=leaf) -> np.ndarray:
-            def outputs(rows: slice, columns: slice = ALL) -> np.ndarray:
-                joined = order(target, config)
-                if not joined:
-                    return part(target, layer, rows, columns).astype(leaf.dtype)
-                return _joined(
-                    joined, rows, lambda name, rows: part(f"{target}#{name}", layer, rows, columns).astype(leaf.dtype)
-                )
+        def outputs(rows: slice, columns: slice = ALL) -> np.ndarray:
+            """Some of the matrix `[out, in]`, or of the vector, as files hold it."""
+            joined = order(target, config)
+            if not joined:
+                return part(target, layer, rows, columns).astype(value.dtype, copy=False)
+            return _joined(
+                joined,
+                rows,
+                lambda name, rows: part(f"{target}#{name}", layer, rows, columns).astype(value.dtype, copy=False),
+            )
 
-            return _laid_out(target, leaf.shape, index, outputs, tied=config.tie_embeddings)
+        laid = functools.partial(_laid_out, target, tied=config.tie_embeddings)
+        kind = weights
+        if kind is None or value.ndim == 1:
+            return path, leaf.replace(place(name, value.shape, lambda index: laid(value.shape, index, outputs)))
 
-        filled.append((path, leaf.replace(place("/".join(map(str, path)), leaf.shape, read))))
-    return nnx.from_flat_state(filled)
+        @functools.cache
+        def arrays(start: int | None, stop: int | None) -> dict[str, np.ndarray]:
+            return quantised(outputs(slice(start, stop)), kind)
+
+        def in_place(array: str, shape: tuple[int, ...]) -> Any:
+            some = lambda rows, columns=ALL: arrays(rows.start, rows.stop)[array][:, columns]  # noqa: E731
+            return place(f"{name}#{array}", shape, lambda index: laid(shape, index, some))
+
+        blocks = in_blocks(value, kind, inputs_axis(path, value))
+        placed = {array: in_place(array, each.shape) for array, each in blocks.arrays.items()}
+        return path, leaf.replace(Blocks(placed["codes"], placed["scale"], placed.get("offset"), value.dtype))
+
+    leaves = [*nnx.to_flat_state(abstract_weights(config, dtype, panels=panels))]
+    with ThreadPoolExecutor(min(AT_ONCE, os.cpu_count() or 1)) as pool:  # NumPy works outside Python's lock
+        return nnx.from_flat_state(list(pool.map(filled, *zip(*leaves, strict=True))))
 
 
 def _at(value: np.ndarray, rows: slice, columns: slice) -> Index:

@@ -18,6 +18,7 @@ from jaxkv.errors import BadWeights
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 VERSIONS = (2, 3)
+STRETCH = 2**18  # values dequantised in one call: they and what they are made of stay in a core's cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +40,14 @@ class GgufTensor:
         data = np.memmap(self.path, dtype=item, mode="r", offset=self.offset, shape=self.stored)
         if len(self.shape) == 1:
             return gguf.dequantize(data, kind).reshape(self.shape).astype(np.float32, copy=False)[rows]
-        values = gguf.dequantize(data[rows], kind).reshape(-1, self.shape[1])
-        return values[:, columns].astype(np.float32, copy=False)
+        stored = np.asarray(data)[rows]
+        values = np.empty((len(stored), self.shape[1]), np.float32)
+        some = max(1, STRETCH // self.shape[1])
+        for start in range(0, len(stored), some):
+            # as one row of blocks: gguf takes 16 rows at a time, which for a row of a matrix is little work a call
+            part = stored[start : start + some]
+            values[start : start + some] = gguf.dequantize(part.reshape(1, -1), kind).reshape(len(part), -1)
+        return values[:, columns]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from jaxkv.errors import BadWeights
-from jaxkv.weights.source import appearing, cache_folder
+from jaxkv.folders import cache_folder
+from jaxkv.weights.source import appearing
 
 Learned = Mapping[str, Any]  # name -> array [L, ...]
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,36 +14,42 @@ from jax.sharding import Mesh
 
 from jaxkv.errors import BadValue, BadWeights, JaxkvError, MissingModel
 from jaxkv.models import ModelConfig
-from jaxkv.models.linear import prefers_panels
+from jaxkv.models.linear import FORMS, prefers_panels
 from jaxkv.sharding.layout import Layout
-from jaxkv.weights import learned, orbax_folder
+from jaxkv.weights import learned
 from jaxkv.weights.fill import Tensor, check_dtype, fill
 from jaxkv.weights.gguf_file import read_gguf
-from jaxkv.weights.orbax_folder import is_orbax
 from jaxkv.weights.params import Params
 from jaxkv.weights.safetensors_files import read_safetensors
-from jaxkv.weights.source import locate
+from jaxkv.weights.source import is_orbax, locate
 from jaxkv.weights.tables import GGUF, HF, Table
 from jaxkv.weights.tokenizer import from_folder, from_gguf
 
 
-def load(source: str | os.PathLike, *, dtype: Any = None, mesh: Mesh | None = None) -> Params:
+def load(
+    source: str | os.PathLike, *, dtype: Any = None, mesh: Mesh | None = None, weights: str | None = None
+) -> Params:
     """The model of a name ("smollm2-135m"), a folder (Hugging Face's, or `save_weights`'), a .gguf file, or a hub name
     ("org/name").
 
     `dtype` of the matrices and the cache: float32, bfloat16 or float16; by default float32 on CPU and bfloat16 on
-    accelerators, whatever the file holds. With a `mesh` (`jaxkv.mesh`) the weights are divided over it, every host
-    reading only the parts that its devices hold, and `generate` runs there. Raises `UnknownName` for an unknown name
-    or family, `MissingModel` with the command that installs it, `BadWeights` for files that are truncated, incomplete,
-    of wrong shapes or hold NaN, `BadValue` for a wrong dtype or mesh or an unsupported feature.
+    accelerators, whatever the file holds. `weights="int8"` holds matrices in 8 bits with a scale for each output,
+    "int4" in 4 with a scale and an offset for 32 inputs (5 bits in all); they become numbers inside each product. With
+    a `mesh` (`jaxkv.mesh`) the weights are divided over it, every host reading only the parts that its devices hold,
+    and `generate` runs there. Raises `UnknownName`
+    for an unknown name or family, `MissingModel` with the command that installs it, `BadWeights` for files that are
+    truncated, incomplete, of wrong shapes or hold NaN, `BadValue` for a wrong dtype, weights or mesh or an unsupported
+    feature.
     """
     dtype = check_dtype(default_dtype() if dtype is None else dtype)
+    if weights is not None and weights not in FORMS:
+        raise BadValue(f"weights={weights!r}: expected {', '.join(map(repr, FORMS))}, or None for what the dtype says")
     path = locate(source)
     if path.is_dir():
-        return _with_learned(_load_folder(path, dtype, mesh), path)
+        return _with_learned(_load_folder(path, dtype, mesh, weights), path)
     if path.suffix != ".gguf":
         raise BadValue(f"{path} is neither a folder nor a .gguf file: expected one of these")
-    return _with_learned(_load_gguf(path, dtype, mesh), path.parent)
+    return _with_learned(_load_gguf(path, dtype, mesh, weights), path.parent)
 
 
 def _with_learned(params: Params, folder: Path) -> Params:
@@ -59,29 +66,42 @@ def default_dtype() -> Any:
 
 
 def _filled(
-    tensors: Mapping[str, Tensor], table: Table, config: ModelConfig, dtype: Any, mesh: Mesh | None, where: Path
+    tensors: Mapping[str, Tensor],
+    table: Table,
+    config: ModelConfig,
+    dtype: Any,
+    mesh: Mesh | None,
+    kept: str | None,
+    where: Path,
 ) -> tuple[Any, Layout]:
     """The weights on their devices, and the layout that divides them; what is laid over a mesh stays plain."""
     layout = Layout.of(mesh, config)
     panels = prefers_panels() and mesh is None
-    return fill(tensors, table, config, dtype=dtype, panels=panels, place=layout.weight, where=str(where)), layout
+    filled = fill(
+        tensors, table, config, dtype=dtype, panels=panels, place=layout.weight, where=str(where), weights=kept
+    )
+    return filled, layout
 
 
-def _load_folder(folder: Path, dtype: Any, mesh: Mesh | None) -> Params:
+def _load_folder(folder: Path, dtype: Any, mesh: Mesh | None, kept: str | None) -> Params:
     if is_orbax(folder):
+        from jaxkv.weights import orbax_folder
+
         config = orbax_folder.config_of(folder)
         layout = Layout.of(mesh, config)
-        weights = orbax_folder.read_weights(folder, config, dtype, layout, prefers_panels() and mesh is None)
+        weights = orbax_folder.read_weights(folder, config, dtype, layout, prefers_panels() and mesh is None, kept)
         return Params(weights, config, from_folder(folder), layout)
     config = config_of(folder)
     tensors = {_without_wrapper(name): tensor for name, tensor in read_safetensors(folder).items()}
-    weights, layout = _filled(tensors, HF[config.family], config, dtype, mesh, folder)
+    weights, layout = _filled(tensors, HF[config.family], config, dtype, mesh, kept, folder)
     return Params(weights, config, from_folder(folder), layout)
 
 
 def config_of(folder: Path) -> ModelConfig:
     """The config of a Hugging Face folder, with the stop tokens of its generation config, or of saved weights."""
     if is_orbax(folder):
+        from jaxkv.weights import orbax_folder
+
         return orbax_folder.config_of(folder)
     facts = _json(folder / "config.json")
     if facts is None:
@@ -115,7 +135,7 @@ def _without_wrapper(name: str) -> str:
     return name
 
 
-def _load_gguf(path: Path, dtype: Any, mesh: Mesh | None) -> Params:
+def _load_gguf(path: Path, dtype: Any, mesh: Mesh | None, kept: str | None) -> Params:
     file = read_gguf(path)
     factors = file.tensors.get("rope_freqs.weight")
     try:
@@ -126,5 +146,7 @@ def _load_gguf(path: Path, dtype: Any, mesh: Mesh | None) -> Params:
         )
     except BadValue as error:
         raise BadWeights(f"{path}: {error}") from error
-    weights, layout = _filled(file.tensors, GGUF[config.family], config, dtype, mesh, path)
-    return Params(weights, config, from_gguf(file.fields), layout)
+    with ThreadPoolExecutor(1) as aside:  # importing transformers takes as long as reading a small model
+        tokenizer = aside.submit(from_gguf, file.fields)
+        weights, layout = _filled(file.tensors, GGUF[config.family], config, dtype, mesh, kept, path)
+        return Params(weights, config, tokenizer.result(), layout)

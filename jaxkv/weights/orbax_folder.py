@@ -13,25 +13,27 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxkv.errors import BadCheckpoint, BadWeights, first_line
+from jaxkv.errors import BadCheckpoint, BadValue, BadWeights, first_line
 from jaxkv.models import ModelConfig, abstract_weights
-from jaxkv.models.linear import packed, packed_table, plain, settled
+from jaxkv.models.linear import Blocks, packed, packed_table, plain, quantised, settled
 from jaxkv.models.rope import Rope
 from jaxkv.sharding.hosts import together
-from jaxkv.sharding.layout import Layout
+from jaxkv.sharding.layout import Layout, on_host
 from jaxkv.weights.params import Params
+from jaxkv.weights.source import INSIDE
 
 FORMAT = 1
-INSIDE = "jaxkv-weights"  # the checkpoint, beside the tokenizer's files
 
 
 def save_weights(params: Params, path: str | os.PathLike) -> Path:
     """Write weights, config and tokenizer to a new folder that `load` reads, all of it or nothing.
 
     On many hosts each calls this, with a path that all of them see. Raises `BadCheckpoint` where something stands
-    already.
+    already, and `BadValue` for weights in blocks.
     """
     path = Path(path).absolute()
+    if any(isinstance(leaf.get_value(), Blocks) for _, leaf in nnx.to_flat_state(params.weights)):
+        raise BadValue("weights in blocks are not saved: save them as floats, and load that with weights=")
     if path.exists():
         raise BadCheckpoint(f"{path} exists already: expected a new path; remove it or save elsewhere")
     making = path.with_name(path.name + ".part")
@@ -58,11 +60,6 @@ def save_weights(params: Params, path: str | os.PathLike) -> Path:
     return path
 
 
-def is_orbax(folder: Path) -> bool:
-    """Whether `save_weights` wrote the folder."""
-    return (folder / INSIDE).is_dir()
-
-
 def config_of(folder: Path) -> ModelConfig:
     """The config beside the weights. Raises `BadWeights`."""
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
@@ -77,8 +74,12 @@ def config_of(folder: Path) -> ModelConfig:
             raise BadWeights(_unreadable(folder, error)) from error
 
 
-def read_weights(folder: Path, config: ModelConfig, dtype: Any, layout: Layout, panels: bool) -> Any:
-    """The weights (an `nnx.State`) in `dtype` on the layout's devices. Raises `BadWeights` for a damaged checkpoint."""
+def read_weights(
+    folder: Path, config: ModelConfig, dtype: Any, layout: Layout, panels: bool, kept: str | None = None
+) -> Any:
+    """The weights (an `nnx.State`) in `dtype`, or with matrices `kept` in blocks, on the layout's devices. Raises
+    `BadWeights` for a damaged checkpoint.
+    """
     wanted = nnx.to_flat_state(abstract_weights(config, dtype, panels=False))
     template = {}
     for where, leaf in wanted:
@@ -99,7 +100,10 @@ def read_weights(folder: Path, config: ModelConfig, dtype: Any, layout: Layout, 
         value = values[names]
         if not bool(jnp.isfinite(value).all()):
             raise BadWeights(f"{folder}: {'/'.join(names)} holds NaN or infinity: the checkpoint is damaged")
-        filled.append((where, leaf.replace(_packed(names[-1], value, config) if panels else value)))
+        if kept is not None and value.ndim == 2:
+            filled.append((where, leaf.replace(_in_blocks(where, value, config, kept, layout, panels))))
+        else:
+            filled.append((where, leaf.replace(_packed(names[-1], value, config) if panels else value)))
     return nnx.from_flat_state(filled)
 
 
@@ -116,6 +120,22 @@ def _packed(name: str, value: jax.Array, config: ModelConfig) -> jax.Array:
         return value
     whole = np.asarray(value)
     return settled(packed_table(whole, config.tie_embeddings) if name == "embed" else packed(whole.T, True))
+
+
+def _in_blocks(where: tuple, value: jax.Array, config: ModelConfig, kept: str, layout: Layout, panels: bool) -> Blocks:
+    """The matrix `[in, out]`, or the table `[V, M]`, in blocks."""
+    name = str(where[-1])
+    whole = on_host(value)
+    arrays = quantised(whole if name == "embed" else whole.T, kept)
+    path = "/".join(map(str, where))
+
+    def placed(array: np.ndarray) -> jax.Array:
+        if panels:
+            return settled(packed_table(array, config.tie_embeddings) if name == "embed" else packed(array, True))
+        return layout.put(array if name == "embed" else np.ascontiguousarray(array.T), *layout.rule(path))
+
+    found = {key: placed(array) for key, array in arrays.items()}
+    return Blocks(found["codes"], found["scale"], found.get("offset"), value.dtype)
 
 
 def _config(facts: dict[str, Any]) -> ModelConfig:

@@ -31,7 +31,7 @@ class Params:
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the matrices, and so of the cache."""
+        """The dtype of what is computed, and so of the cache: that of the matrices, or of what they are codes for."""
         return self.weights["embed"][...].dtype
 
     def learned_for(self, names: tuple[str, ...], policy: str) -> dict[str, Any]:

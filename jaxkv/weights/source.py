@@ -14,8 +14,10 @@ from typing import Any
 
 from jaxkv.configs import config_files
 from jaxkv.errors import BadValue, BadWeights, MissingModel, unknown
+from jaxkv.folders import cache_folder
 
 CHUNK = 1 << 22
+INSIDE = "jaxkv-weights"  # the checkpoint in a folder of `save_weights`, beside the tokenizer's files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +44,11 @@ class Named:
 def model_names() -> list[str]:
     """The models that `load` knows by name."""
     return sorted(config_files("models"))
+
+
+def is_orbax(folder: Path) -> bool:
+    """Whether `save_weights` wrote the folder."""
+    return (folder / INSIDE).is_dir()
 
 
 def named(name: str) -> Named:
@@ -147,11 +154,6 @@ def appearing(target: Path) -> Iterator[Path]:
         draft.replace(target)
     finally:
         draft.unlink(missing_ok=True)
-
-
-def cache_folder() -> Path:
-    """Where joined models are kept: `$JAXKV_CACHE`, else `~/.cache/jaxkv`."""
-    return Path(os.environ.get("JAXKV_CACHE") or Path.home() / ".cache" / "jaxkv")
 
 
 def _from_hub(name: str) -> Path:

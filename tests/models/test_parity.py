@@ -12,7 +12,8 @@ import pytest
 from flax import nnx
 
 import jaxkv
-from jaxkv.models import Decoder, ModelConfig, abstract_weights, graphdef
+from jaxkv.models import ModelConfig, abstract_weights, graphdef
+from jaxkv.models.decoder import Decoder
 
 _spec = importlib.util.spec_from_file_location("causal", Path(__file__).parent / "causal.py")
 causal = importlib.util.module_from_spec(_spec)

@@ -8,10 +8,10 @@ import tomllib
 import pytest
 
 import jaxkv
+from jaxkv import folders
 from jaxkv.configs import config_files
 from jaxkv.errors import BadValue, BadWeights, MissingModel, UnknownName
 from jaxkv.models import ModelConfig
-from jaxkv.weights import source
 from jaxkv.weights.source import Named, Part, installed, join, locate, model_names, named
 
 PIECES = [b"first", b"second one", b"third"]
@@ -183,4 +183,4 @@ def test_hub_model_is_loaded_from_its_folder(monkeypatch, goldens):
 def test_cache_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("JAXKV_CACHE", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert source.cache_folder() == tmp_path / ".cache" / "jaxkv"
+    assert folders.cache_folder() == tmp_path / ".cache" / "jaxkv"

@@ -1,0 +1,181 @@
+"""Weights in blocks of 8 and 4 bits: what they stand for, every implementation of their product, and models of them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+import jaxkv
+from jaxkv.errors import BadValue
+from jaxkv.models.linear import FORMS, GROUP, Blocks, lookup, packed, plain, project, quantised, unembed
+from jaxkv.sharding.layout import on_host
+from pallas_kernels.block_product import api
+from pallas_kernels.block_product.reference import numbers
+
+MODEL = "qwen2"  # whose matrices all have multiples of 32 inputs
+TEXTS = [np.arange(5, 45) % 97 + 3, np.arange(9, 20) + 3]
+
+
+def matrix(outputs: int, inputs: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(outputs, inputs)).astype(np.float32) / inputs**0.5
+
+
+def stored(weight: np.ndarray, kind: str, panels: bool) -> Blocks:
+    """The matrix `[out, in]` in blocks, as a model holds it."""
+    found = {name: jnp.asarray(packed(array, panels)) for name, array in quantised(weight, kind).items()}
+    return Blocks(found["codes"], found["scale"], found.get("offset"), jnp.dtype(jnp.float32))
+
+
+def meant(weight: np.ndarray, kind: str) -> np.ndarray:
+    """What the codes of the matrix `[out, in]` stand for, by hand."""
+    found = quantised(weight, kind)
+    codes = found["codes"]
+    if kind == "int4":
+        pairs = codes.reshape(len(weight), -1, GROUP // 2)
+        codes = np.concatenate([pairs % 16, pairs // 16], axis=2).reshape(weight.shape)
+    each = weight.shape[1] // found["scale"].shape[1]
+    value = codes * np.repeat(found["scale"].astype(np.float64), each, axis=1)
+    return value + np.repeat(found["offset"].astype(np.float64), each, axis=1) if "offset" in found else value
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@given(
+    weight=arrays.arrays(
+        np.float32, (3, 2 * GROUP), elements=st.floats(-4, 4, width=32).filter(lambda x: x == 0 or abs(x) > 1e-3)
+    )
+)
+@settings(max_examples=50, deadline=None)
+def test_codes_are_the_nearest(kind, weight):
+    """Off by half a step at most, and by the rounding of a scale and an offset to 16 bits."""
+    scale = np.repeat(
+        quantised(weight, kind)["scale"], weight.shape[1] // quantised(weight, kind)["scale"].shape[1], axis=1
+    )
+    largest = np.abs(weight).max()
+    assert (np.abs(meant(weight, kind) - weight) <= 0.5 * scale + 0.02 * scale * 15 + 1e-3 * largest).all()
+
+
+@pytest.mark.parametrize("implementation", api.IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("rows", [1, 2, 8, 33])
+@pytest.mark.parametrize("outputs, inputs", [(64, 32), (1088, 96)])
+def test_every_implementation_gives_the_product(implementation, kind, rows, outputs, inputs):
+    if implementation == "cpu":
+        pytest.importorskip("numba")
+    weight, x = matrix(outputs, inputs), matrix(rows, inputs, 1)
+    blocks = stored(weight, kind, panels=True)
+
+    def product():
+        return api.block_product(
+            jnp.asarray(x), blocks.codes, blocks.scale, blocks.offset, implementation=implementation
+        )
+
+    if implementation == "cpu" and rows > 32:
+        with pytest.raises(NotImplementedError, match="33 rows"):
+            product()
+        return
+    want = x.astype(np.float64) @ meant(weight, kind).T
+    np.testing.assert_allclose(jax.jit(product)(), want, atol=2e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 3e-8, 1.0, 6e4])
+def test_scales_of_every_size_are_read(scale):
+    """The CPU's kernel decodes 16 bits by hand: subnormal numbers, normal ones and the largest."""
+    pytest.importorskip("numba")
+    codes = jnp.ones((1, GROUP, 64), jnp.int8)
+    each = jnp.full((1, 1, 64), scale, jnp.float16).at[0, 0, ::2].multiply(-1)
+    got = api.block_product(jnp.ones((1, GROUP)), codes, each, None, implementation="cpu")
+    np.testing.assert_allclose(got[0], GROUP * np.asarray(each[0, 0], np.float64), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("panels", [False, True])
+def test_a_stored_matrix_is_what_its_codes_mean(kind, panels):
+    weight, x = matrix(128, 64), matrix(3, 64, 1)
+    blocks, want = stored(weight, kind, panels), meant(weight, kind)
+    np.testing.assert_allclose(plain(blocks), want.T, atol=1e-6)
+    np.testing.assert_allclose(project(jnp.asarray(x), blocks), x @ want.T, atol=1e-5)
+    table = blocks
+    if not panels:  # a table lies as [V, M]
+        found = {name: jnp.asarray(array) for name, array in quantised(weight, kind).items()}
+        table = Blocks(found["codes"], found["scale"], found.get("offset"), jnp.dtype(jnp.float32))
+        np.testing.assert_allclose(numbers(table.codes, table.scale, table.offset, axis=-1), want, atol=1e-6)
+    np.testing.assert_allclose(lookup(table, jnp.array([[5, 77]])), want[[[5, 77]]], atol=1e-6)
+    np.testing.assert_allclose(unembed(jnp.asarray(x), table), x @ want.T, atol=1e-5)
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(goldens, kind):
+    return jaxkv.load(goldens / "tiny" / MODEL, weights=kind)
+
+
+def generated(params, **options):
+    return jaxkv.generate(
+        params, TEXTS, policy=jaxkv.policy("h2o", budget=16), max_new_tokens=8, stop_tokens=(), **options
+    )
+
+
+def test_all_matrices_are_in_blocks(model, kind):
+    leaves = jax.tree.leaves(model.weights, is_leaf=lambda leaf: isinstance(leaf, Blocks))
+    blocks = [leaf for leaf in leaves if isinstance(leaf, Blocks)]
+    assert len(blocks) == 4 * model.config.num_layers + (1 if model.config.tie_embeddings else 2)
+    assert all(leaf.ndim == 1 for leaf in leaves if not isinstance(leaf, Blocks))
+    assert model.dtype == jnp.float32
+    numbers_of = sum(leaf.codes.size * FORMS[kind][0] for leaf in blocks)
+    held = sum(array.nbytes for leaf in blocks for array in leaf.arrays.values())
+    assert held <= numbers_of * (1.1 if kind == "int8" else 0.63)
+
+
+def test_a_model_in_blocks_is_the_model_of_their_numbers(goldens, model):
+    """The same tokens from the floats that the codes stand for."""
+    floats = jaxkv.load(goldens / "tiny" / MODEL)
+    filled = []
+    for (path, leaf), (_, other) in zip(
+        nnx.to_flat_state(model.weights), nnx.to_flat_state(floats.weights), strict=True
+    ):
+        value = leaf[...]
+        if isinstance(value, Blocks):
+            axis = -1 if str(path[-1]) == "embed" and other.ndim == 2 else -2
+            value = numbers(value.codes, value.scale, value.offset, axis=axis)
+        filled.append((path, other.replace(value)))
+    want = generated(dataclasses.replace(floats, weights=nnx.from_flat_state(filled)))
+    got = generated(model)
+    assert got.tokens.tolist() == want.tokens.tolist()
+    for mine, theirs in zip(got.cache.views, want.cache.views, strict=True):
+        np.testing.assert_array_equal(mine.positions, theirs.positions)
+    assert generated(model, scan_layers=True).tokens.tolist() == want.tokens.tolist()
+
+
+def test_from_saved_weights_and_over_a_mesh(goldens, model, kind, tmp_path):
+    source = goldens / "tiny" / MODEL
+    jaxkv.save_weights(jaxkv.load(source), tmp_path / "saved")
+    want = generated(model).tokens.tolist()
+    again = jaxkv.load(tmp_path / "saved", weights=kind)
+    for mine, theirs in zip(jax.tree.leaves(again.weights), jax.tree.leaves(model.weights), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    mesh = jaxkv.mesh(data=2, model=4)
+    for folder in (source, tmp_path / "saved"):
+        spread = jaxkv.load(folder, weights=kind, mesh=mesh)
+        assert generated(spread).tokens.tolist() == want
+    codes = spread.weights["layers"][0]["gate_up"][...].codes
+    assert on_host(codes).shape == codes.shape and codes.sharding.shard_shape(codes.shape)[1] == codes.shape[1] // 4
+
+
+def test_what_is_refused(goldens, model, tmp_path):
+    with pytest.raises(BadValue, match="weights='int3': expected 'int8', 'int4', or None"):
+        jaxkv.load(goldens / "tiny" / MODEL, weights="int3")
+    with pytest.raises(BadValue, match="matrix of 80 inputs: expected a multiple of 32"):
+        jaxkv.load(goldens / "tiny" / "llama3", weights="int4")
+    with pytest.raises(BadValue, match="save them as floats"):
+        jaxkv.save_weights(model, tmp_path / "there")
+    assert not (tmp_path / "there").exists()
