@@ -1,10 +1,12 @@
-"""`jaxkv` on the command line: generate, chat, policies, info, calibrate, eval, report."""
+"""`jaxkv` on the command line: generate, chat, warmup, policies, info, calibrate, eval, report, cache."""
 
 import dataclasses
 import json
 import os
 import sys
+import threading
 import tomllib
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -151,6 +153,29 @@ class Chat:
 
 
 @dataclasses.dataclass(frozen=True)
+class Warmup:
+    """Compile ahead what `generate` and `chat` will need; the programs are kept for later."""
+
+    lengths: Positional[tuple[int, ...]] = (64, 256, 1024)
+    """Prompt lengths in tokens; near ones share programs."""
+    model: str = DEFAULT_MODEL
+    dtype: str | None = None
+    batch: int = 1
+    cut: Cut = Cut()
+    draw: Draw = Draw()
+    drafting: Drafting = Drafting()
+
+
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """The compiled programs that are kept in jaxkv's cache folder."""
+
+    clear: bool = False
+    """Remove them."""
+    json: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Policies:
     """The catalogue of methods, or the parts of one."""
 
@@ -228,12 +253,15 @@ class Report:
 Command = (
     Annotated[Generate, subcommand("generate")]
     | Annotated[Chat, subcommand("chat")]
+    | Annotated[Warmup, subcommand("warmup")]
     | Annotated[Policies, subcommand("policies")]
     | Annotated[Info, subcommand("info")]
     | Annotated[Calibrate, subcommand("calibrate")]
     | Annotated[Eval, subcommand("eval")]
     | Annotated[Report, subcommand("report")]
+    | Annotated[Cache, subcommand("cache")]
 )
+RUNS = (Generate, Chat, Warmup, Calibrate, Eval)  # the commands that run a model
 
 
 def main(args: list[str] | None = None) -> int:
@@ -241,13 +269,14 @@ def main(args: list[str] | None = None) -> int:
 
     When another host of a run over many fails, the process ends at once with 3.
     """
-    os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")  # libtpu without a TPU warns about worker hostnames
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # and transformers about the absence of torch
+    _quieten()
     command = tyro.cli(Command, prog="jaxkv", args=args, config=(OmitArgPrefixes,))
     try:
+        if isinstance(command, RUNS):
+            _keep_programs()
         return {
-            Generate: _generate, Chat: _chat, Policies: _policies, Info: _info, Calibrate: _calibrate, Eval: _eval,
-            Report: _report,
+            Generate: _generate, Chat: _chat, Warmup: _warmup, Policies: _policies, Info: _info, Calibrate: _calibrate,
+            Eval: _eval, Report: _report, Cache: _cache,
         }[type(command)](command)  # fmt: skip
     except JaxkvError as error:
         print(f"jaxkv: {error}", file=sys.stderr)
@@ -262,6 +291,17 @@ def main(args: list[str] | None = None) -> int:
         os._exit(3)  # leaving in order would wait for the host that is gone
     except KeyboardInterrupt:
         return 130
+
+
+def _quieten() -> None:
+    """Libraries keep to themselves what is of no use here: that there is no TPU, or no torch."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
+    if not any(path.exists() for path in (Path("/dev/accel0"), Path("/dev/vfio"))):
+        # libtpu, where it is installed for its compiler, would look for a TPU at length and complain
+        facts = {"SKIP_MDS_QUERY": "1", "ACCELERATOR_TYPE": "v5litepod-4", "WORKER_HOSTNAMES": "localhost"}
+        for name, value in facts.items():
+            os.environ.setdefault(f"TPU_{name}", value)
 
 
 def _generate(command: Generate) -> int:
@@ -285,6 +325,45 @@ def _generate(command: Generate) -> int:
     else:
         print(out.text)
         _note(_summary(chosen, out.stats))
+    return 0
+
+
+def _keep_programs() -> None:
+    """Compiled programs stay, unless the folder cannot be written: then everything works but the next start is slow."""
+    from jaxkv.programs import keep_programs
+
+    try:
+        keep_programs()
+    except BadValue as error:
+        _note(f"compiled programs are not kept: {error}")
+
+
+def _warmup(command: Warmup) -> int:
+    import jaxkv
+
+    chosen, method = command.cut.build(), command.drafting.build()
+    params = jaxkv.load(command.model, dtype=command.dtype)
+    options = {"policy": chosen, "speculative": method, "scan_layers": True, **_drawn(command.draw)}
+    for length in command.lengths:
+        (seconds,) = jaxkv.warmup(params, (length,), batch=command.batch, **options).values()
+        print(f"{length} tokens: {seconds:.1f} s", flush=True)
+    return 0
+
+
+def _cache(command: Cache) -> int:
+    from jaxkv import programs
+
+    if command.clear:
+        programs.forget_programs()
+    found = programs.kept()
+    if command.json:
+        print(json.dumps([{**dataclasses.asdict(each), "folder": str(each.folder)} for each in found]))
+        return 0
+    print(f"at most {programs.LIMIT / 2**20:.0f} MiB of compiled programs for each jaxlib and CPU")
+    for each in found:
+        print(f"{each.folder}  {each.programs} programs, {each.bytes / 2**20:.1f} MiB")
+    if not found:
+        print(f"none in {programs.own_folder()}")
     return 0
 
 
@@ -443,8 +522,8 @@ def _calibrate(command: Calibrate) -> int:
     from pathlib import Path
 
     import jaxkv
+    from jaxkv.folders import cache_folder
     from jaxkv.weights import learned
-    from jaxkv.weights.source import cache_folder
 
     params = jaxkv.load(command.model, dtype=command.dtype)
     measured = jaxkv.calibrate(
@@ -551,24 +630,32 @@ def _note(text: str) -> None:
 
 
 class _Meter:
-    """A progress bar on a terminal, nothing elsewhere."""
+    """A progress bar on a terminal, nothing elsewhere; it says when a program is being compiled for the first time."""
+
+    PATIENCE = 1.0  # seconds after which a program is not read from those that are kept, but compiled
 
     def __init__(self, quiet: bool):
         self._quiet = quiet or not sys.stderr.isatty()
         self._tasks: dict[str, Any] = {}
+        self._timer: threading.Timer | None = None
 
     def __enter__(self) -> "_Meter":
         if not self._quiet:
+            import jax
             from rich.console import Console
             from rich.progress import Progress
 
             self._bar = Progress(console=Console(stderr=True), transient=True)
             self._bar.start()
+            jax.monitoring.register_event_listener(self._event)
+            jax.monitoring.register_event_duration_secs_listener(self._ended)
         return self
 
     def __exit__(self, *_: object) -> None:
         if not self._quiet:
+            self._compiled()
             self._bar.stop()
+            self._quiet = True
 
     def update(self, kind: str, done: Any, of: Any) -> None:
         """`generate`'s progress callback."""
@@ -577,6 +664,30 @@ class _Meter:
         if kind not in self._tasks:
             self._tasks[kind] = self._bar.add_task(kind, total=int(of))
         self._bar.update(self._tasks[kind], completed=int(done))
+
+    def _event(self, event: str, **_: Any) -> None:
+        if not self._quiet and event.endswith("/compile_requests_use_cache"):
+            self._compiled()
+            self._timer = threading.Timer(self.PATIENCE, self._compiling)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _ended(self, event: str, duration_secs: float, **_: Any) -> None:
+        if not self._quiet and event.endswith("/backend_compile_duration"):
+            self._compiled()
+
+    def _compiling(self) -> None:
+        what = "decoding" if "prefill" in self._tasks else "the prompt"
+        text = f"compiling for {what}: the first time with this model, policy and size; kept for later"
+        self._tasks["compiling"] = self._bar.add_task(text, total=None)
+
+    def _compiled(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        task = self._tasks.pop("compiling", None)
+        if task is not None:
+            self._bar.remove_task(task)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Strictness for every test, and the models that they share."""
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 if not any(Path("/dev").glob("accel*")) and not any(Path("/dev").glob("vfio/*")):
@@ -12,6 +14,12 @@ if not any(Path("/dev").glob("accel*")) and not any(Path("/dev").glob("vfio/*"))
 
 # most of the suite's time is XLA's compiler at work on programs that run once: a third less without LLVM's passes
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+# a program that one worker has compiled is read by the others, and by the processes that tests start
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAXKV_TESTS_PROGRAMS"] = tempfile.mkdtemp(prefix="jaxkv-tests-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["JAXKV_TESTS_PROGRAMS"]
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import jax
 import jaxtyping
@@ -26,6 +34,11 @@ GOLDENS = Path(__file__).parent / "goldens"
 
 def pytest_addoption(parser):
     parser.addoption("--large", action="store_true", help="run the tests that need the large model wheels")
+
+
+def pytest_unconfigure(config):
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ.get("JAXKV_TESTS_PROGRAMS", ""), ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -94,17 +107,12 @@ def scored(monkeypatch):
 
     A worth is [Hk, S] in the order of the text. Nothing is compiled, so that the values can be looked at.
     """
-    import jax.numpy as jnp
     from ordered import in_text_order
 
     import jaxkv
-    from jaxkv import run
     from jaxkv.attend import aim, prompt
 
-    priority, prefill = prompt.priority, run.prefill
-
-    def arrays_in(*args, **kwargs):  # compiling would have made them jax's
-        return prefill(*jax.tree.map(jnp.asarray, args), **kwargs)
+    priority = prompt.priority
 
     def scored_prefill(params, ids, policy):
         worths = []
@@ -118,7 +126,6 @@ def scored(monkeypatch):
         with monkeypatch.context() as patched, jax.disable_jit():
             for module in (prompt, aim):
                 patched.setattr(module, "priority", recorded)
-            patched.setattr(run, "prefill", arrays_in)
             cache = jaxkv.prefill(params, ids, policy=policy)
         assert len(worths) == params.config.num_layers
         return cache, worths

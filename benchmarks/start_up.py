@@ -1,0 +1,87 @@
+"""How long a first answer takes: fresh processes of the command line, and prompts of new lengths in a running one.
+
+    python -m benchmarks.start_up
+
+Everything runs `--rounds` times; medians in seconds. "first" has an empty folder of compiled programs, "later" what the
+first left there.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.report import table, write
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Name three colours.",
+    "How many days has a week, and which is the first?",
+)
+NEW_LENGTH = """
+import time, numpy as np, jaxkv
+jaxkv.keep_programs()
+params, policy = jaxkv.load("smollm2-135m"), jaxkv.policy("dapq-longflow", budget=256)
+def seconds(length):
+    started = time.perf_counter()
+    jaxkv.generate(params, np.arange(length) + 100, policy=policy, max_new_tokens=1, stop_tokens=())
+    return time.perf_counter() - started
+seconds(300), seconds(300)
+known, new = min(seconds(300) for _ in range(3)), [seconds(length) for length in (270, 290, 310, 320)]
+print(max(new) - known)
+"""
+
+
+def took(command: list[str], cache: Path) -> tuple[float, str]:
+    """Seconds that a process takes, and what it prints."""
+    started = time.perf_counter()
+    environment = {**os.environ, "JAXKV_CACHE": str(cache)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return time.perf_counter() - started, done.stdout
+
+
+def main() -> None:
+    """Measure, print the table, store the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    python, found = [sys.executable], {}
+
+    def add(name: str, *seconds: float) -> None:
+        found.setdefault(name, []).extend(seconds)
+
+    with tempfile.TemporaryDirectory() as folder:
+        cache = Path(folder)
+        for _ in range(options.rounds):
+            add("import jax", took([*python, "-c", "import jax"], cache)[0])
+            add("import jaxkv", took([*python, "-c", "import jaxkv"], cache)[0])
+            add("jaxkv policies", took([*python, "-m", "jaxkv.cli", "policies"], cache)[0])
+            shutil.rmtree(cache / "programs", ignore_errors=True)
+            for question in QUESTIONS:
+                first = "first" if question == QUESTIONS[0] else "another question"
+                command = [*python, "-m", "jaxkv.cli", "generate", question, "--chat"]
+                add(f"jaxkv generate, {first}", took(command, cache)[0])
+            add(
+                "jaxkv generate, again",
+                took([*python, "-m", "jaxkv.cli", "generate", QUESTIONS[0], "--chat"], cache)[0],
+            )
+            add(
+                "a new length in a known bucket, more than a known one",
+                float(took([*python, "-c", NEW_LENGTH], cache)[1]),
+            )
+    rows = [
+        (name, f"{statistics.median(each):.2f}", f"{min(each):.2f}", f"{max(each):.2f}") for name, each in found.items()
+    ]
+    print(table("seconds", ("what", "median", "least", "most"), rows))
+    ratio = statistics.median(found["import jaxkv"]) / statistics.median(found["import jax"])
+    print(f"import jaxkv over import jax: {ratio:.2f}")
+    print("written to", write("start_up", {"rounds": options.rounds, "seconds": found, "import_ratio": ratio}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Compiled programs that stay: JAX's compilation cache in a folder of the user's, with a bound on its size."""
+
+import dataclasses
+import hashlib
+import os
+import platform
+import shutil
+import time
+from pathlib import Path
+
+from jaxkv.errors import BadValue
+from jaxkv.folders import cache_folder
+
+LIMIT = 2 * 2**30  # bytes
+UNUSED = 30 * 24 * 3600  # seconds after which the programs of another jaxlib or CPU are removed
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """What lies in a folder: the number of programs, and their bytes."""
+
+    folder: Path
+    programs: int
+    bytes: int
+
+
+def keep_programs(folder: str | os.PathLike | None = None, *, limit: int = LIMIT) -> Path:
+    """From here on JAX writes what it compiles into a folder, and later processes read it there; gives the folder.
+
+    By default the folder is in jaxkv's cache folder (`$JAXKV_CACHE`, else `~/.cache/jaxkv`), a part of its own for each
+    jaxlib and CPU; JAX itself tells programs apart by their text, flags and devices. At most `limit` bytes stay, those
+    that were used last. A folder that was chosen before, as by `JAX_COMPILATION_CACHE_DIR`, is left as it is.
+    Raises `BadValue` for a limit below 1 and a folder that cannot be written.
+    """
+    import jax
+
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise BadValue(f"limit={limit!r}: expected bytes, at least 1; to keep nothing, do not call keep_programs")
+    chosen = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if chosen:
+        return Path(chosen)
+    target = own_folder() if folder is None else Path(folder).expanduser()
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        if folder is None:
+            _forget_unused(target)
+    except OSError as error:
+        raise BadValue(f"{target} cannot be written ({error}): give another folder, or set JAXKV_CACHE") from error
+    if not os.access(target, os.W_OK):
+        raise BadValue(f"{target} cannot be written: give another folder, or set JAXKV_CACHE")
+    jax.config.update("jax_compilation_cache_dir", str(target))
+    jax.config.update("jax_compilation_cache_max_size", limit)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # the small ones are many
+    return target
+
+
+def own_folder() -> Path:
+    """Where the programs of this jaxlib on this CPU are kept."""
+    from importlib.metadata import version
+
+    return _root() / f"jaxlib-{version('jaxlib')}-{_cpu()}"
+
+
+def kept() -> list[Kept]:
+    """What is kept, by jaxlib and CPU."""
+    root = _root()
+    folders = sorted(folder for folder in root.iterdir() if folder.is_dir()) if root.is_dir() else []
+    sizes = [[file.stat().st_size for file in folder.glob("*-cache")] for folder in folders]
+    return [Kept(folder, len(each), sum(each)) for folder, each in zip(folders, sizes, strict=True)]
+
+
+def forget_programs() -> None:
+    """Removes all compiled programs that are kept."""
+    shutil.rmtree(_root(), ignore_errors=True)
+
+
+def _root() -> Path:
+    return cache_folder() / "programs"
+
+
+def _cpu() -> str:
+    """Names the host's CPU by what it can do: code that was compiled for another may not run."""
+    facts = [platform.system(), platform.machine(), platform.processor()]
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        lines = info.read_text(errors="replace").split("\n\n")[0].splitlines()
+        facts += [line for line in lines if line.split(":")[0].strip() in ("model name", "flags", "Features")]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]
+
+
+def _forget_unused(own: Path) -> None:
+    """Removes the folders beside this one that nobody has used for long."""
+    for folder in own.parent.iterdir():
+        times = [file.stat().st_mtime for file in (folder, *folder.glob("*"))] if folder.is_dir() else []
+        if folder != own and times and max(times) < time.time() - UNUSED:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,28 @@
+"""`warmup`: compile what later calls will need, before anybody waits for it."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkv.errors import BadValue
+from jaxkv.generate import generate
+from jaxkv.weights.params import Params
+
+
+def warmup(params: Params, lengths: Sequence[int] = (256,), *, batch: int = 1, **asked: Any) -> dict[int, float]:
+    """Seconds that each of the prompt `lengths` (tokens) took to get ready; afterwards `generate` starts at once.
+
+    `asked` are the arguments of `generate` that will be used: the policy, `max_new_tokens`, how tokens are drawn, stop
+    tokens, drafts. Prompts of near lengths share programs. With `keep_programs` later processes find them too.
+    Raises `BadValue` for a length or batch below 1, and what `generate` raises.
+    """
+    if batch < 1 or not lengths or min(lengths) < 1:
+        raise BadValue(f"batch={batch}, lengths={list(lengths)}: expected a batch and lengths of at least 1")
+    took = {}
+    for length in lengths:
+        started = time.perf_counter()
+        generate(params, np.zeros((batch, length), np.int32), **asked)
+        took[length] = time.perf_counter() - started
+    return took

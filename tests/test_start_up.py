@@ -1,0 +1,168 @@
+"""A first answer comes soon: what is imported, which programs are compiled, and where they stay."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxkv
+from jaxkv import programs, run
+from jaxkv.cli import main
+from jaxkv.errors import BadValue
+from jaxkv.plan import SIZES, rounded
+
+HEAVY = ("jax", "flax", "orbax", "transformers", "scipy", "numba")
+
+
+def told(code: str, **environment: str) -> str:
+    """What a fresh process prints."""
+    inherited = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    environment = {**inherited, "JAX_PLATFORMS": "cpu", **environment}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "first, absent",
+    [
+        ("import jaxkv", HEAVY),
+        ("import jaxkv; jaxkv.policies.catalogue()", (*HEAVY[1:], "jax.experimental.pallas")),
+    ],
+)  # fmt: skip
+def test_only_what_is_used_is_imported(first, absent):
+    assert told(f"{first}; import sys; print(*(set({absent}) & sys.modules.keys()))") == ""
+
+
+def test_every_name_is_there():
+    for name in jaxkv.HOMES:
+        assert getattr(jaxkv, name) is not None and name in dir(jaxkv)
+    with pytest.raises(AttributeError, match="nothing_of_this_name"):
+        _ = jaxkv.nothing_of_this_name
+
+
+def test_a_function_stays_one_when_its_module_is_imported():
+    asked = "import jaxkv.generate, jaxkv.calibrate; print(callable(jaxkv.generate), callable(jaxkv.calibrate))"
+    assert told(asked) == "True True"
+
+
+KEPT = """
+import jax, jaxkv
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("/cache_hits")))
+jaxkv.keep_programs()
+jax.jit(lambda x: x * 2 + 1)(3.0)
+print(any(hits))
+"""
+
+
+def test_a_later_process_finds_the_programs(tmp_path, monkeypatch, capsys):
+    here = {"JAXKV_CACHE": str(tmp_path)}
+    assert [told(KEPT, **here), told(KEPT, **here)] == ["False", "True"]
+    assert told(KEPT, **here, XLA_FLAGS="--xla_cpu_enable_fast_math=true") == "False", "other flags, another program"
+    monkeypatch.setenv("JAXKV_CACHE", str(tmp_path))
+    (kept,) = programs.kept()
+    assert kept.folder == programs.own_folder() and kept.programs > 0 and kept.bytes > 0
+    assert main(["cache", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["programs"] == kept.programs
+    assert main(["cache", "--clear"]) == 0 and "none in" in capsys.readouterr().out
+    assert programs.kept() == []
+
+
+def test_the_folder_is_bounded(tmp_path):
+    code = """
+import jax, jaxkv
+folder = jaxkv.keep_programs({folder!r}, limit=20000)
+for k in range(12):
+    jax.jit(lambda x: x * k + jax.numpy.sort(x))(jax.numpy.arange(100.0 + k))
+print(sum(file.stat().st_size for file in folder.glob("*-cache")))
+"""
+    assert 0 < int(told(code.format(folder=str(tmp_path / "here")))) <= 20000
+
+
+def test_what_was_chosen_before_stays(tmp_path):
+    code = "import jaxkv; print(jaxkv.keep_programs())"
+    assert told(code, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "mine")) == str(tmp_path / "mine")
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadValue, match="cannot be written"):
+        programs.keep_programs(tmp_path / "file" / "inside")
+    with pytest.raises(BadValue, match="limit=0: expected bytes"):
+        programs.keep_programs(tmp_path, limit=0)
+
+
+def test_what_nobody_uses_any_more_is_removed(tmp_path):
+    old, own = tmp_path / "jaxlib-old", tmp_path / "jaxlib-own"
+    for folder in (old, own):
+        folder.mkdir()
+        (folder / "a-cache").write_text("x")
+    past = time.time() - programs.UNUSED - 60
+    for path in (old / "a-cache", old, own / "a-cache"):
+        os.utime(path, (past, past))
+    programs._forget_unused(own)
+    assert not old.exists() and own.exists()
+
+
+@given(count=st.integers(1, 10**6), sizes=st.sampled_from([1, 2, 4, 8]))
+def test_sizes_are_few_and_near(count, sizes):
+    assert count <= rounded(count, sizes) < count + max(16, count / sizes) and rounded(count, sizes) % 16 == 0
+
+
+def test_a_block_has_few_sizes():
+    assert len({rounded(count, SIZES) for count in range(1, 2049)}) == 24
+
+
+@pytest.mark.parametrize("name, size", [("full", {}), ("snapkv", {"budget": 24, "window": 6}), ("h2o", {"budget": 24})])
+def test_near_sizes_share_programs(tiny, name, size):
+    """Prompts of other lengths in one bucket, and other numbers of new tokens."""
+    params, policy = tiny("llama3"), jaxkv.policy(name, **size)
+
+    def generated(length, tokens):
+        prompt = np.arange(length, dtype=np.int32) + 3
+        return jaxkv.generate(params, prompt, policy=policy, max_new_tokens=tokens, stop_tokens=())
+
+    generated(33, 9)
+    compiled = [program._cache_size() for program in run.PROGRAMS]
+    assert [generated(length, tokens).lengths[0] for length, tokens in ((37, 5), (48, 9), (41, 14))] == [5, 9, 14]
+    assert [program._cache_size() for program in run.PROGRAMS] == compiled
+
+
+def test_a_prompt_of_many_blocks_needs_two_programs(tiny):
+    params, policy = tiny("llama3"), jaxkv.policy("h2o", budget=24, block=16)
+    prompts = [np.arange(length, dtype=np.int32) + 3 for length in (40, 56, 90)]
+    jaxkv.prefill(params, prompts[0], policy=policy)
+    compiled = run.first_block._cache_size(), run.next_block._cache_size()
+    for prompt in prompts[1:]:
+        jaxkv.prefill(params, prompt, policy=policy)
+    assert (run.first_block._cache_size(), run.next_block._cache_size()) == compiled
+
+
+def test_after_a_warmup_nothing_is_compiled(tiny):
+    params, policy = tiny("llama3"), jaxkv.policy("tova", budget=20)
+    options = {"policy": policy, "max_new_tokens": 6, "stop_tokens": ()}
+    took = jaxkv.warmup(params, (30, 60), batch=2, **options)
+    assert [*took] == [30, 60] and min(took.values()) > 0
+    compiled = [program._cache_size() for program in run.PROGRAMS]
+    for length in (25, 57):
+        jaxkv.generate(params, np.ones((2, length), np.int32), **options)
+    assert [program._cache_size() for program in run.PROGRAMS] == compiled
+    with pytest.raises(BadValue, match="at least 1"):
+        jaxkv.warmup(params, (0,))
+
+
+def test_decoding_ends_with_the_last_row(tiny):
+    """A chunk of steps is left when every row has ended: what it would have given is not computed."""
+    params, policy = tiny("llama3"), jaxkv.policy("h2o", budget=24)
+    free = jaxkv.generate(params, np.arange(20) + 3, policy=policy, max_new_tokens=30, stop_tokens=())
+    stop = int(free.tokens[0, 4])
+    out = jaxkv.generate(params, np.arange(20) + 3, policy=policy, max_new_tokens=30, stop_tokens=(stop,))
+    count = free.tokens[0].tolist().index(stop) + 1
+    assert out.tokens[0, : out.lengths[0]].tolist() == free.tokens[0, :count].tolist()
+    assert int(out.cache.lengths[0]) == 20 + count - 1
