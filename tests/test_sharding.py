@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from letters import Letters
 from measured import calibrated, measured
-from small import CORE, SMALL
+from small import SMALL
 
 import jaxkv
 from benchmarks.family_cost import first_layers
@@ -28,14 +28,14 @@ from jaxkv.sharding.traffic import collectives
 
 NAMES = sorted(catalogue())
 MESHES = {"8,1,1": (8, 1, 1), "1,8,1": (1, 8, 1), "1,1,8": (1, 1, 8), "2,2,2": (2, 2, 2)}
-ALWAYS = ("dapq-longflow",)  # on every mesh; CORE and POOLS on 2,2,2; the rest are slow
-POOLS = ("global-h2o", "razorattention")
+ALWAYS = ("dapq-longflow",)  # on every mesh
+ONCE = ("full", "h2o", "adakv-h2o", "global-h2o", "razorattention")  # each way through the code, on 2,2,2
 CASES = [
     pytest.param(
         name,
         axes,
         id=f"{name}-{axes}",
-        marks=() if (axes == "2,2,2" and name in (*CORE, *POOLS)) or name in ALWAYS else pytest.mark.slow,
+        marks=() if (axes == "2,2,2" and name in ONCE) or name in ALWAYS else pytest.mark.slow,
     )
     for name in NAMES
     for axes in MESHES
