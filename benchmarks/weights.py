@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8], help="none: KL and bytes alone")
     parser.add_argument("--budget", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()

@@ -1,6 +1,7 @@
 """`jaxkv` on the command line: generate, chat, warmup, policies, info, calibrate, eval, report, cache."""
 
 import dataclasses
+import gc
 import json
 import os
 import sys
@@ -270,6 +271,9 @@ def main(args: list[str] | None = None) -> int:
     When another host of a run over many fails, the process ends at once with 3.
     """
     _quieten()
+    gc.set_threshold(
+        100_000, 50, 50
+    )  # imports and tracing make many objects that stay: half a second of a first answer
     command = tyro.cli(Command, prog="jaxkv", args=args, config=(OmitArgPrefixes,))
     try:
         if isinstance(command, RUNS):

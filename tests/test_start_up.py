@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -90,6 +91,16 @@ def test_what_was_chosen_before_stays(tmp_path):
     assert told(code, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "mine")) == str(tmp_path / "mine")
 
 
+@pytest.fixture
+def nothing_chosen():
+    """Without the folder that tests share."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.mark.usefixtures("nothing_chosen")
 def test_a_folder_that_cannot_be_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(BadValue, match="cannot be written"):

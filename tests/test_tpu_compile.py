@@ -353,3 +353,18 @@ def test_llama_on_four_chips_of_v5e(unchecked):
     keys = (BATCH, 2, SLOTS, 128)
     assert decode.memory_analysis().alias_size_in_bytes >= config.num_layers * 2 * int(np.prod(keys)) * 2
     assert made_of(keys, decode.as_text()) <= {*NAMES_ONLY, "while"}
+
+
+@pytest.mark.slow
+def test_llama_in_8_bits_on_one_chip_of_v5e(unchecked):
+    """Eight rows of 4096 tokens beside Llama 3 8B in 8 bits; no matrix is made whole in floats while decoding."""
+    config, policy = model("llama-3-8b"), jaxkv.policy("dapq-longflow", budget=4096, block=128)
+    chip = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS["v5e"]).devices[0]
+    programs = lower(
+        config, policy, batch=BATCH, tokens=8192, steps=4, dtype=jnp.bfloat16, implementation="tpu", kept="int8",
+        layout=Layout.of(jaxkv.mesh(devices=[chip]), config),
+    )  # fmt: skip
+    prefill, decode = programs.prefill.compile(), programs.decode.compile()
+    assert needed(prefill) < HBM["v5e"] and needed(decode) < 0.8 * HBM["v5e"]
+    smallest = config.hidden_size * config.head_dim * (config.num_heads + 2 * config.num_kv_heads) * 2
+    assert decode.memory_analysis().temp_size_in_bytes < 2 * smallest
