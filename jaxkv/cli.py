@@ -271,9 +271,8 @@ def main(args: list[str] | None = None) -> int:
     When another host of a run over many fails, the process ends at once with 3.
     """
     _quieten()
-    gc.set_threshold(
-        100_000, 50, 50
-    )  # imports and tracing make many objects that stay: half a second of a first answer
+    # imports and tracing make many objects that stay: looking for garbage among them is half a second of a first answer
+    gc.set_threshold(100_000, 50, 50)
     command = tyro.cli(Command, prog="jaxkv", args=args, config=(OmitArgPrefixes,))
     try:
         if isinstance(command, RUNS):
@@ -523,8 +522,6 @@ def _info(command: Info) -> int:
 
 
 def _calibrate(command: Calibrate) -> int:
-    from pathlib import Path
-
     import jaxkv
     from jaxkv.folders import cache_folder
     from jaxkv.weights import learned

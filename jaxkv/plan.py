@@ -36,7 +36,7 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class PromptBlocks:
     """How the padded prompt is cut: `first` tokens, and then `count` times `size`."""
 
     first: int
@@ -64,7 +64,7 @@ def plan(
     parts: int = 1,
     learned: Learned = NOTHING,
     sizes: int = SIZES,
-) -> tuple[Plan, Blocks, np.ndarray]:
+) -> tuple[Plan, PromptBlocks, np.ndarray]:
     """The shapes for `new [B]` prompt tokens per row and `room` tokens decoded after them, and limits int32 [L, B].
 
     The slots of every layer are rounded up to a multiple of `parts`, for the devices that share them. A layer has the
@@ -108,7 +108,7 @@ def plan(
     more = max(0, -(-int(new.max()) // block) - 1)
     first = int(new.max()) - more * block
     reach = policy.allocate.reach(max(slots), int(limits.max()))
-    blocks = Blocks(min(rounded(first, sizes), block), more, block)
+    blocks = PromptBlocks(min(rounded(first, sizes), block), more, block)
     return Plan(tuple(slots), _looks(policy, total, limits), reach), blocks, limits
 
 

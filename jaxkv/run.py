@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jaxkv.attend import Ask, Facts, LayerIn, decode_layer, divided, prefill_layer
 from jaxkv.models import ModelConfig, graphdef
 from jaxkv.models.decoder import Decoder
-from jaxkv.plan import Blocks, Plan
+from jaxkv.plan import Plan, PromptBlocks
 from jaxkv.policies.flow import Block
 from jaxkv.policies.needs import HIDDEN, OUTPUT
 from jaxkv.policies.policy import NOTHING, Learned, Policy
@@ -63,7 +63,7 @@ def prefill(
     lengths: Int[np.ndarray, "B"],
     limits: Int[np.ndarray, "L B"],
     *,
-    blocks: Blocks,
+    blocks: PromptBlocks,
     layout: Layout = ONE_DEVICE,
     progress: Callable[[str, int, int], None] | None = None,
     top: int = 0,

@@ -29,7 +29,7 @@ def matrix(outputs: int, inputs: int, seed: int = 0) -> np.ndarray:
 def stored(weight: np.ndarray, kind: str, panels: bool) -> Blocks:
     """The matrix `[out, in]` in blocks, as a model holds it."""
     found = {name: jnp.asarray(packed(array, panels)) for name, array in quantised(weight, kind).items()}
-    return Blocks(found["codes"], found["scale"], found.get("offset"), jnp.dtype(jnp.float32))
+    return Blocks(**found, dtype=jnp.dtype(jnp.float32))
 
 
 def meant(weight: np.ndarray, kind: str) -> np.ndarray:
@@ -103,7 +103,7 @@ def test_a_stored_matrix_is_what_its_codes_mean(kind, panels):
     table = blocks
     if not panels:  # a table lies as [V, M]
         found = {name: jnp.asarray(array) for name, array in quantised(weight, kind).items()}
-        table = Blocks(found["codes"], found["scale"], found.get("offset"), jnp.dtype(jnp.float32))
+        table = Blocks(**found, dtype=jnp.dtype(jnp.float32))
         np.testing.assert_allclose(numbers(table.codes, table.scale, table.offset, axis=-1), want, atol=1e-6)
     np.testing.assert_allclose(lookup(table, jnp.array([[5, 77]])), want[[[5, 77]]], atol=1e-6)
     np.testing.assert_allclose(unembed(jnp.asarray(x), table), x @ want.T, atol=1e-5)

@@ -36,8 +36,8 @@ class Blocks:
 
     codes: Any
     scale: Any
-    offset: Any
     dtype: Any = dataclasses.field(metadata={"static": True})
+    offset: Any = None
 
     def __getitem__(self, everything: EllipsisType) -> "Blocks":
         """Itself, as `weight[...]` gives an array."""
@@ -67,7 +67,7 @@ def in_blocks(leaf: Any, kind: str, axis: int) -> Blocks:
         raise BadValue(f"weights={kind!r} for a matrix of {inputs} inputs: expected a multiple of {group}; use 'int8'")
     scale = shape(1 if group is None else inputs // group, jnp.float16)
     codes = shape(inputs // each, jnp.int8 if each == 1 else jnp.uint8)
-    return Blocks(codes, scale, None if group is None else scale, leaf.dtype)
+    return Blocks(codes, scale, leaf.dtype, None if group is None else scale)
 
 
 def quantised(weight: np.ndarray, kind: str) -> dict[str, np.ndarray]:
@@ -169,7 +169,7 @@ def lookup(table: Float[Array, "..."] | Blocks, tokens: Int[Array, "*lead"]) -> 
     """The tokens' rows of an embedding table `[V, M]`, or of one stored as panels."""
     if isinstance(table, Blocks):
         rows = {name: _lookup(array, tokens) for name, array in table.arrays.items()}
-        return numbers(rows["codes"], rows["scale"], rows.get("offset"), axis=-1).astype(table.dtype)
+        return numbers(**rows, axis=-1).astype(table.dtype)
     return _lookup(table, tokens)
 
 

@@ -107,9 +107,9 @@ def fill(
             )
 
         laid = functools.partial(_laid_out, target, tied=config.tie_embeddings)
-        kind = weights
-        if kind is None or value.ndim == 1:
+        if weights is None or value.ndim == 1:
             return path, leaf.replace(place(name, value.shape, lambda index: laid(value.shape, index, outputs)))
+        kind = weights
 
         @functools.cache
         def arrays(start: int | None, stop: int | None) -> dict[str, np.ndarray]:
@@ -121,7 +121,7 @@ def fill(
 
         blocks = in_blocks(value, kind, inputs_axis(path, value))
         placed = {array: in_place(array, each.shape) for array, each in blocks.arrays.items()}
-        return path, leaf.replace(Blocks(placed["codes"], placed["scale"], placed.get("offset"), value.dtype))
+        return path, leaf.replace(Blocks(**placed, dtype=value.dtype))
 
     leaves = [*nnx.to_flat_state(abstract_weights(config, dtype, panels=panels))]
     with ThreadPoolExecutor(min(AT_ONCE, os.cpu_count() or 1)) as pool:  # NumPy works outside Python's lock

@@ -135,7 +135,7 @@ def _in_blocks(where: tuple, value: jax.Array, config: ModelConfig, kept: str, l
         return layout.put(array if name == "embed" else np.ascontiguousarray(array.T), *layout.rule(path))
 
     found = {key: placed(array) for key, array in arrays.items()}
-    return Blocks(found["codes"], found["scale"], found.get("offset"), value.dtype)
+    return Blocks(**found, dtype=value.dtype)
 
 
 def _config(facts: dict[str, Any]) -> ModelConfig:
