@@ -9,6 +9,7 @@ import functools
 from pathlib import Path
 
 import numpy as np
+from archives import arrays
 from measured import calibrated
 from ordered import heads_of
 from small import SMALL
@@ -128,8 +129,7 @@ def stored(model: str) -> dict[str, np.ndarray]:
     file = STORED / f"{model}.npz"
     if not file.exists():
         return {}
-    with np.load(file) as archive:
-        return dict(archive)
+    return arrays(file)
 
 
 def record(model: str, name: str, block: int) -> tuple[int, dict[str, np.ndarray]] | None:

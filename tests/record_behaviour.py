@@ -20,6 +20,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import behaviour
 import jax
 import numpy as np
+from archives import arrays
 from behaviour import SETTINGS, TRIES
 
 from jaxkv.policies import catalogue
@@ -72,7 +73,7 @@ def both(model: str, names: list[str], seeds: list[int]) -> list[dict[str, np.nd
         ]
         if any([process.wait() for process in running]):
             raise SystemExit(f"{model}: a run failed")
-        return [dict(np.load(file)) for file in files]
+        return [arrays(file) for file in files]
 
 
 def agreed(runs: list[dict[str, np.ndarray]], front: str) -> dict[str, np.ndarray] | None:

@@ -3,6 +3,7 @@
 import d2o_numpy as d2o
 import numpy as np
 import pytest
+from archives import arrays
 
 CASES = ("two", "two-again", "four", "grouped")
 UNIT = 16  # inputs are stored as multiples of 1 / 16
@@ -10,7 +11,7 @@ UNIT = 16  # inputs are stored as multiples of 1 / 16
 
 @pytest.fixture(scope="module")
 def golden(goldens):
-    return dict(np.load(goldens / "policies" / "d2o.npz"))
+    return arrays(goldens / "policies" / "d2o.npz")
 
 
 def close(mine, theirs):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from archives import arrays
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ordered import heads_of
@@ -77,7 +78,7 @@ def entries_of(keys, values, positions):
 def cuts(goldens, case):
     """Of each cut of the release: alpha and beta, what it cut, with the new token behind it, and what it left."""
     golden, cache = (
-        np.load(goldens / "policies" / "d2o.npz"),
+        arrays(goldens / "policies" / "d2o.npz"),
         collections.namedtuple("Cache", "keys values positions tau"),
     )
     keys, values = (golden[f"{case}/{name}"] / 16 for name in "kv")

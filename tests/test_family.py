@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from archives import arrays
 from ordered import heads_of
 
 import jaxkv
@@ -122,13 +123,13 @@ def _compare(ours, theirs):
 
 def _check_twin(goldens, tiny, scored, monkeypatch, family, method, ratio):
     monkeypatch.setattr(Leverage, "gaussian", _sketch)
-    golden = np.load(goldens / "kvpress" / f"{family}-{METHODS[method][0]}.npz")
+    golden = arrays(goldens / "kvpress" / f"{family}-{METHODS[method][0]}.npz")
     params, ids = tiny(family), golden["ids"][0]
     if family == "mistral":  # as kvpress saw it, without its window
         facts = json.loads((goldens / "tiny" / family / "config-full.json").read_text())
         params = dataclasses.replace(params, config=ModelConfig.from_hf(facts))
     case = f"{method}/r{ratio}"
-    layers = sorted({int(key.split("/")[2][5:]) for key in golden.files if key.startswith(case + "/")})
+    layers = sorted({int(key.split("/")[2][5:]) for key in golden if key.startswith(case + "/")})
     budget = golden[f"{case}/layer{layers[0]}/kept"].shape[1]  # ChunkKV's is a multiple of its chunk
     cache, worths = scored(params, ids, _twin(method, budget))
     for layer in layers:
@@ -177,7 +178,7 @@ REPLAYED = [
 @pytest.mark.parametrize(("family", "method", "ratio"), REPLAYED)
 def test_replay_as_in_kvpress(goldens, tiny, scored, family, method, ratio):
     """KVzip and KVzip+: scores, and what heads that compete for a layer's budget keep; the instruction in tokens."""
-    golden = np.load(goldens / "kvpress" / f"{family}-replay.npz")
+    golden = arrays(goldens / "kvpress" / f"{family}-replay.npz")
     params, ids = tiny(family), golden["ids"][0]
     if family == "mistral":
         facts = json.loads((goldens / "tiny" / family / "config-full.json").read_text())

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from archives import arrays
 from letters import Letters
 
 import jaxkv
@@ -384,7 +385,7 @@ def test_another_process_goes_on_bit_for_bit(goldens, tiny, tmp_path):
     paths = [str(path) for path in (goldens / "tiny" / FAMILY, tmp_path / "cache", tmp_path / "there.npz")]
     subprocess.run([sys.executable, "-c", ELSEWHERE, *paths], check=True)
     here = jaxkv.generate(params, cache=begun.cache, max_new_tokens=9, stop_tokens=())
-    there = np.load(tmp_path / "there.npz")
+    there = arrays(tmp_path / "there.npz")
     assert np.array_equal(there["tokens"], here.tokens)
     for index, layer in enumerate(here.cache.layers):
         assert np.array_equal(there[f"keys{index}"], layer.keys)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from archives import arrays
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ordered import heads_of
@@ -189,7 +190,7 @@ def test_how_many_heads_are_local(heads, count):
 @pytest.mark.parametrize("ratio", ["0.3", "0.5", "0.75"])
 def test_curves_as_in_kvpress(goldens, tiny, family, ratio):
     """LU-KV's layers and heads keep the entries that kvpress leaves unmasked, and hold no slot more."""
-    golden, params = np.load(goldens / "kvpress" / f"{family}-curves.npz"), tiny(family)
+    golden, params = arrays(goldens / "kvpress" / f"{family}-curves.npz"), tiny(family)
     tokens, held = golden["ids"][0], []
     cache = jaxkv.prefill(params, tokens, policy=jaxkv.policy("lu-kv", ratio=float(ratio)))
     for index, layer in enumerate(cache.layers):

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from archives import arrays
 from ordered import in_text_order
 
 import jaxkv
@@ -50,7 +51,7 @@ def _family(goldens, tiny, family):
 
 
 def _layers(golden, case) -> list[int]:
-    return sorted({int(key.split("/")[2].removeprefix("layer")) for key in golden.files if key.startswith(case + "/")})
+    return sorted({int(key.split("/")[2].removeprefix("layer")) for key in golden if key.startswith(case + "/")})
 
 
 def _same_scores(method, ours, theirs):
@@ -70,7 +71,7 @@ def _same_scores(method, ours, theirs):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kvpress_on_tiny_models(goldens, tiny, scored, family, method):
     """Scores and kept positions of every layer that kvpress compresses (Gemma: the full ones), at every ratio."""
-    golden = np.load(goldens / "kvpress" / f"{family}.npz")
+    golden = arrays(goldens / "kvpress" / f"{family}.npz")
     params, ids = _family(goldens, tiny, family), golden["ids"][0]
     name, options = KVPRESS[method]
     for ratio in ("0.3", "0.5", "0.75"):
@@ -89,7 +90,7 @@ def test_kvpress_on_tiny_models(goldens, tiny, scored, family, method):
 @pytest.mark.parametrize("method", TINY_METHODS)
 def test_kvpress_when_compiled(goldens, tiny, method):
     """The same kept positions through the compiled prefill, which is what everybody runs."""
-    golden = np.load(goldens / "kvpress" / "llama3.npz")
+    golden = arrays(goldens / "kvpress" / "llama3.npz")
     name, options = KVPRESS[method]
     ids = golden["ids"][0]
     cache = jaxkv.prefill(tiny("llama3"), ids, policy=jaxkv.policy(name, budget=len(ids) // 2, **options))
@@ -107,7 +108,7 @@ def test_kvpress_on_smollm2(goldens, smollm2, scored, method, ratio):
     the same key) or a near tie: where the margin is not clear, the entries that kvpress keeps must be worth, one by
     one, what ours are worth.
     """
-    golden = np.load(goldens / "kvpress" / "smollm2.npz")
+    golden = arrays(goldens / "kvpress" / "smollm2.npz")
     ids, case = golden["ids"][0], f"{method}/r{ratio}"
     name, options = KVPRESS[method]
     policy = jaxkv.policy(name, budget=int(len(ids) * (1 - float(ratio))), **options)
@@ -150,7 +151,7 @@ DECODE_CASES = {
 @pytest.mark.parametrize(("method", "case"), [(m, case) for m, cases in DECODE_CASES.items() for case in cases])
 def test_decode_step_by_step(goldens, tiny, method, case):
     """Tokens, positions held and the next victim at each of 40 steps, and the same from one scan."""
-    golden = np.load(goldens / "policies" / f"{method}.npz")
+    golden = arrays(goldens / "policies" / f"{method}.npz")
     ids, tokens, held, victims = (golden[f"{case}/{key}"] for key in ("ids", "tokens", "held", "victims"))
     params, policy = tiny("llama2"), _decode_policy(method, case)
     once = {"max_new_tokens": 1, "stop_tokens": ()}
@@ -189,7 +190,7 @@ def _same_totals(layer, held, values):
 @pytest.mark.parametrize("content", ["prompt", "random"])
 def test_dapq(goldens, tiny, scored, monkeypatch, content, budget):
     """Scores from 8 pseudo tokens and what they keep; the random ones are the golden's, as no generator is shared."""
-    golden = np.load(goldens / "policies" / "dapq.npz")
+    golden = arrays(goldens / "policies" / "dapq.npz")
     params, ids, pseudo = tiny("llama2"), golden["ids"], golden[f"{content}/pseudo"]
     policy = jaxkv.policy("dapq", budget=budget, count=8, prefix=4, content=content, pool="none")
     if content == "random":
@@ -226,6 +227,6 @@ def test_smollm2_tokens(goldens, smollm2):
 @pytest.mark.parametrize("prompt", ["short", "code", "chat", "medium", "long"])
 def test_smollm2_greedy(goldens, smollm2, prompt):
     """64 greedy tokens, as transformers' float32 model gives them."""
-    golden = np.load(goldens / "smollm2" / "logits.npz")
+    golden = arrays(goldens / "smollm2" / "logits.npz")
     out = jaxkv.generate(smollm2, golden[f"{prompt}/ids"], max_new_tokens=64, stop_tokens=())
     np.testing.assert_array_equal(out.tokens[0], golden[f"{prompt}/greedy"])

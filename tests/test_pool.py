@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from archives import arrays
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
@@ -74,13 +75,13 @@ def twin(method, budget):
 @pytest.mark.parametrize(("family", "method", "ratio"), CASES)
 def test_kept_as_in_kvpress(goldens, tiny, family, method, ratio):
     """The same entries of every head, in every layer that kvpress compresses, and no slot more than they need."""
-    golden = np.load(goldens / "kvpress" / f"{family}-{KVPRESS[method][0]}.npz")
+    golden = arrays(goldens / "kvpress" / f"{family}-{KVPRESS[method][0]}.npz")
     params, tokens = tiny(family), golden["ids"][0]
     if family == "mistral":  # as kvpress saw it, without its window
         facts = json.loads((goldens / "tiny" / family / "config-full.json").read_text())
         params = dataclasses.replace(params, config=ModelConfig.from_hf(facts))
     case = f"{method}/r{ratio}"
-    layers = sorted({int(key.split("/")[2][5:]) for key in golden.files if key.startswith(case + "/")})
+    layers = sorted({int(key.split("/")[2][5:]) for key in golden if key.startswith(case + "/")})
     budget = int(len(tokens) * (1 - float(ratio)))
     cache = jaxkv.prefill(params, tokens, policy=twin(method, budget))
     for index in layers:
@@ -96,7 +97,7 @@ def test_kept_as_in_kvpress(goldens, tiny, family, method, ratio):
 
 @pytest.mark.parametrize("ratio", ["0.3", "0.5", "0.75"])
 def test_a_pyramid_of_layers_as_in_kvpress(goldens, tiny, ratio):
-    golden, params = np.load(goldens / "kvpress" / "llama3-more.npz"), tiny(FAMILY)
+    golden, params = arrays(goldens / "kvpress" / "llama3-more.npz"), tiny(FAMILY)
     tokens = golden["ids"][0]
     policy = jaxkv.policy("pyramidkv", budget=int(len(tokens) * (1 - float(ratio))), window=8)
     cache = jaxkv.prefill(params, tokens, policy=policy)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from archives import arrays
 from flax import nnx
 
 import jaxkv
@@ -25,7 +26,7 @@ VARIANTS = [("qwen2", "sliding"), ("mistral", "full"), ("gemma3_text", "softcap"
 
 @pytest.mark.parametrize("family", TINY)
 def test_tiny(goldens, tiny, family):
-    golden = np.load(goldens / "tiny" / family / "logits.npz")
+    golden = arrays(goldens / "tiny" / family / "logits.npz")
     params = tiny(family)
     ours = causal.logits(params.config, params.weights, jnp.asarray(golden["ids"], jnp.int32))
     assert ours.dtype == jnp.float32
@@ -36,7 +37,7 @@ def test_tiny(goldens, tiny, family):
 def test_variants_of_the_config(goldens, tiny, family, variant):
     """The same weights under another config; and the plain config does not give these logits."""
     folder = goldens / "tiny" / family
-    golden = np.load(folder / f"logits-{variant}.npz")
+    golden = arrays(folder / f"logits-{variant}.npz")
     ids = jnp.asarray(golden["ids"], jnp.int32)
     config = ModelConfig.from_hf(json.loads((folder / f"config-{variant}.json").read_text()))
     params = tiny(family)
@@ -47,7 +48,7 @@ def test_variants_of_the_config(goldens, tiny, family, variant):
 
 
 def test_smollm2(goldens, smollm2):
-    golden = np.load(goldens / "smollm2" / "logits.npz")
+    golden = arrays(goldens / "smollm2" / "logits.npz")
     prompts = ("short", "code", "chat", "medium", "long")
     rows = [golden[f"{prompt}/ids"] for prompt in prompts]
     tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)  # what comes behind a prompt is not seen by it
@@ -114,7 +115,7 @@ def test_modules_abstract_and_loaded_weights_agree(tiny, family, panels):
 def test_bfloat16_is_near_float32_and_stays_bfloat16(goldens, tiny):
     exact, rough = tiny("gemma3_text"), jaxkv.load(goldens / "tiny" / "gemma3_text", dtype=jnp.bfloat16)
     assert rough.dtype == jnp.bfloat16
-    ids = jnp.asarray(np.load(goldens / "tiny" / "gemma3_text" / "logits.npz")["ids"], jnp.int32)
+    ids = jnp.asarray(arrays(goldens / "tiny" / "gemma3_text" / "logits.npz")["ids"], jnp.int32)
     seen = []
 
     def attend(spec, query, key, value, state):
@@ -135,9 +136,9 @@ def test_bfloat16_is_near_float32_and_stays_bfloat16(goldens, tiny):
 @pytest.mark.parametrize("name", ["gemma3-270m", "qwen2.5-coder-1.5b"])
 def test_large(name):
     """Logits and 64 greedy tokens of the large wheels' models (goldens of large/make.py)."""
-    golden = np.load(Path(__file__).parent / "large" / f"{name}.npz")
+    golden = arrays(Path(__file__).parent / "large" / f"{name}.npz")
     params, vocabulary = jaxkv.load(name, dtype=jnp.float32), golden["vocabulary"]
-    prompts = sorted({key.split("/")[0] for key in golden.files if "/" in key})
+    prompts = sorted({key.split("/")[0] for key in golden if "/" in key})
     assert len(prompts) == 5
     for prompt in prompts:
         ids = golden[f"{prompt}/ids"]
