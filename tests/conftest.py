@@ -1,6 +1,8 @@
 """Strictness for every test, and the models that they share."""
 
+import itertools
 import os
+import random
 import shutil
 import tempfile
 from pathlib import Path
@@ -42,7 +44,16 @@ def pytest_unconfigure(config):
         shutil.rmtree(os.environ.get("JAXKV_TESTS_PROGRAMS", ""), ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
 def pytest_collection_modifyitems(config, items):
+    for _, cases in itertools.groupby(items, lambda item: item.nodeid.split("[")[0]):
+        run = [case for case in cases if not {"slow", "large"} & {*case.keywords}]
+        some = run and run[0].get_closest_marker("some")
+        if some:
+            chosen = random.Random(run[0].nodeid.split("[")[0]).sample(run, some.args[0])
+            for case in run:
+                if case not in chosen:
+                    case.add_marker(pytest.mark.long)
     if config.getoption("--large"):
         return
     skip = pytest.mark.skip(reason="large models: opt in with --large")

@@ -9,15 +9,14 @@ from behaviour import CASES, SETTINGS
 
 from jaxkv.policies import catalogue
 
-DEFAULT = ("streaming-llm", "dapq-longflow", "lagkv", "adakv-h2o", "global-h2o", "razorattention")  # one of each kind
+KINDS = ("streaming-llm", "dapq-longflow", "lagkv", "adakv-h2o", "global-h2o", "razorattention")  # one of each
 PARAMS = [
-    pytest.param(
-        *case, marks=() if case[1] in DEFAULT and case[0] == "smollm2" and case[2] == 128 else pytest.mark.slow
-    )
+    pytest.param(*case, marks=() if case[0] == "smollm2" and case[1] in KINDS and case[2] == 128 else pytest.mark.slow)
     for case in CASES
 ]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("model, name, block", PARAMS)
 def test_a_policy_does_what_it_did(model, name, block):
     found = behaviour.record(model, name, block)
@@ -39,7 +38,7 @@ def test_each_kind_of_policy_is_recorded_on_smollm2():
     blocks = SETTINGS["smollm2"].blocks
     names = {name for name, _ in _recorded("smollm2")}
     assert _recorded("smollm2") == {(name, str(block)) for name in names for block in blocks}
-    assert {catalogue()[name].allocate.store for name in names} == {"slots", "pool", "line"} and set(DEFAULT) <= names
+    assert {catalogue()[name].allocate.store for name in names} == {"slots", "pool", "line"} and set(KINDS) <= names
 
 
 def _recorded(model: str) -> set[tuple[str, ...]]:

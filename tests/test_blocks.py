@@ -136,6 +136,7 @@ def test_all_matrices_are_in_blocks(model, kind):
     assert held <= numbers_of * (1.1 if kind == "int8" else 0.63)
 
 
+@pytest.mark.some(1)
 def test_a_model_in_blocks_is_the_model_of_their_numbers(goldens, model):
     """The same tokens from the floats that the codes stand for."""
     floats = jaxkv.load(goldens / "tiny" / MODEL)
@@ -156,6 +157,7 @@ def test_a_model_in_blocks_is_the_model_of_their_numbers(goldens, model):
     assert generated(model, scan_layers=True).tokens.tolist() == want.tokens.tolist()
 
 
+@pytest.mark.some(1)
 def test_from_saved_weights_and_over_a_mesh(goldens, model, kind, tmp_path):
     source = goldens / "tiny" / MODEL
     jaxkv.save_weights(jaxkv.load(source), tmp_path / "saved")

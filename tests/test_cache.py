@@ -27,7 +27,7 @@ def layer_with(positions: np.ndarray, seed: int = 0) -> Slots:
 @st.composite
 def layers(draw):
     """Positions [B, Hk, S]: some empty, the rest distinct and in any order; scores with many ties."""
-    batch, heads, slots = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 12))
+    batch, heads, slots = draw(st.sampled_from([(1, 1, 1), (3, 1, 5), (2, 3, 12)]))  # each shape compiles
     seed = draw(st.integers(0, 2**16))
     rng = np.random.default_rng(seed)
     positions = np.stack([rng.permutation(40)[:slots] for _ in range(batch * heads)]).reshape(batch, heads, slots)
@@ -51,7 +51,7 @@ def sorted_between(positions: np.ndarray) -> np.ndarray:
     return ordered
 
 
-@given(layers(), st.sampled_from([1, 4, 9, 15]), st.integers(1, 15))  # each number of slots compiles
+@given(layers(), st.sampled_from([1, 4, 15]), st.integers(1, 15))  # each number of slots compiles
 @settings(max_examples=15, deadline=None)
 def test_keep_is_a_stable_top_k_in_time_order(case, slots, limit):
     positions, scores = case
@@ -73,7 +73,9 @@ def test_keep_is_a_stable_top_k_in_time_order(case, slots, limit):
 ANY = st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0, 1.0, 1e-45, -3e38, 3e38, np.inf, -np.inf])
 
 
-@given(st.lists(ANY, min_size=1, max_size=40), st.integers(0, 45))
+@given(
+    st.sampled_from([1, 2, 33]).flatmap(lambda size: st.lists(ANY, min_size=size, max_size=size)), st.integers(0, 45)
+)
 @settings(max_examples=80, deadline=None)
 def test_highest_is_exact_over_all_floats(scores, count):
     """Signs, zeros, subnormals and infinities: as a stable sort has it."""

@@ -139,6 +139,7 @@ def test_utility_curves(params, found, scored):
     assert np.ptp(curves[:, 74]) > 0.1
 
 
+@pytest.mark.long
 def test_layers_keep_by_their_errors(params, found):
     """32 tokens for each (here 10), the rest by the errors; in each the tokens that CompressKV chooses."""
     errors, budget, window = np.array([0.1, 0.5]), 24, 4

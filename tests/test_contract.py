@@ -158,6 +158,7 @@ def assert_filled(cache, chosen):
             assert (head[: len(head) - len(entries)] < 0).all(), "behind the empty slots"
 
 
+@pytest.mark.some(1)
 @chiefly("h2o", "dapq-longflow", "adakv-h2o", bounded=True)
 @pytest.mark.parametrize("block", [7, pytest.param(2048, marks=pytest.mark.slow)])
 def test_budget_holds_at_prefill_and_decode(tiny, name, block):
@@ -177,6 +178,7 @@ def test_budget_holds_at_prefill_and_decode(tiny, name, block):
                 assert set(range(89 - count, 89)) <= set(held)
 
 
+@pytest.mark.some(1)
 @chiefly("streaming-llm", "snapkv", "dapq-longflow", "adakv-h2o", bounded=True)
 def test_enough_budget_is_the_full_cache(tiny, name):
     params, steps = tiny(FAMILY), 16
@@ -198,6 +200,7 @@ def test_enough_budget_is_the_full_cache(tiny, name):
         np.testing.assert_allclose(np.where(held, mine.values, 0), np.where(held, theirs.values, 0), atol=2e-5)
 
 
+@pytest.mark.some(1)
 @chiefly("streaming-llm", "dapq-longflow", "adakv-h2o")
 @pytest.mark.parametrize("size", [{"budget": 16}, pytest.param({"ratio": 0.5}, marks=pytest.mark.slow)], ids=str)
 def test_padding_and_batch_change_nothing(tiny, name, size):
@@ -249,6 +252,7 @@ def test_scan_equals_stepping_by_hand(tiny, name):
         assert entries(mine) == entries(theirs)
 
 
+@pytest.mark.some(1)
 @chiefly("snapkv", "h2o", "adakv-h2o")
 def test_save_and_restore_equals_going_on(tiny, name, tmp_path):
     params, chosen = tiny(FAMILY), policy(name)
@@ -263,6 +267,7 @@ def test_save_and_restore_equals_going_on(tiny, name, tmp_path):
         assert np.array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.some(1)
 @chiefly("streaming-llm", "snapkv", "dapq-longflow", "adakv-h2o")
 def test_empty_slots_are_never_read(tiny, name):
     params, chosen = tiny(FAMILY), policy(name, budget=32)
@@ -338,6 +343,7 @@ def test_rules_hold_for_generated_cases_of_the_family(tiny, name):
             assert_rules(out.cache, chosen, row)
 
 
+@pytest.mark.long
 @given(
     name=st.sampled_from([name for name in CORE if name != "full"]),
     budget=st.sampled_from([9, 13, 24]),

@@ -228,6 +228,7 @@ def test_full_against_itself_is_exact_and_eviction_is_not(tiny):
     assert (cut.kl > 0.01).all() and (cut.mass < 1).all() and (cut.mass > 0).all() and (cut.overlap < 1).all()
 
 
+@pytest.mark.long
 def test_followed_tokens_give_what_generating_them_gives(tiny):
     """Teacher forcing of a policy's own greedy tokens finds exactly these most likely, and leaves the same cache."""
     params, prompt = tiny("llama3"), ids(2, 48)

@@ -98,6 +98,7 @@ def cuts(goldens, case):
                 before = cache(behind(after.keys, k), behind(after.values, v), at, after.tau)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("case", ["two", "two-again", "four", "grouped"])
 def test_merging_equals_the_release(goldens, case):
     """Cut after cut: merged keys and values, and the threshold. Which entries leave is given, as the release chose."""
@@ -155,6 +156,7 @@ def test_a_search_in_parts_is_the_whole_search(monkeypatch):
     assert (np.asarray(whole[1])[gone] == alike.argmax(-1)[gone]).all()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("every", [1, 4], ids=["overwritten", "cut"])
 def test_merging_while_decoding_moves_what_stays(tiny, every):
     """With room for everything nothing merges; under a budget the entries held are those of dropping, changed."""
@@ -215,6 +217,7 @@ def test_what_cannot_be_coded_is_refused():
         Demote(slots=0)
 
 
+@pytest.mark.long
 @given(st.lists(st.lists(st.integers(0, 1), min_size=6, max_size=6), min_size=1, max_size=4), st.integers(0, 99))
 @settings(max_examples=15, deadline=None)
 def test_the_tier_holds_the_newest_of_what_came(rounds, seed):
@@ -294,6 +297,7 @@ def test_what_is_demoted_is_attended_to(tiny):
     assert np.abs(newest(near) - want).max() < 0.2 * np.abs(newest(far) - want).max()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("bits, name", [(8, "h2o"), (4, "adakv-h2o"), (4, "global-h2o")])
 def test_any_policy_under_a_codec(tiny, bits, name):
     """The slots, pools and lines hold codes: a share of the bytes, as near to the keys as the code's step."""

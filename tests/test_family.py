@@ -703,6 +703,7 @@ def test_scope_keeps_the_prompt(tiny):
             assert set(new[-2:]) == {87, 88}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["streaming-llm", "lagkv", "lazyeviction"])
 def test_two_thousand_steps(tiny, name):
     """Sinks, recents and the order of time hold to the end, where kvpress loses them (slots in score order)."""

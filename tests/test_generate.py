@@ -52,6 +52,7 @@ def test_every_form_of_prompt(lettered):
     assert len(rows_of([chat, chat], lettered.tokenizer, 256)[0]) == 2
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("family", "name", "options"),
     [
@@ -75,6 +76,7 @@ def test_layers_in_a_loop_do_what_they_do_in_a_row(tiny, family, name, options):
         np.testing.assert_allclose(a.keys, b.keys, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("unchecked")
 def test_layers_in_a_loop_are_compiled_once(tiny):
     """The matrix products of a prefill: of one layer in the loop and of the last, which does less."""
@@ -222,6 +224,7 @@ def test_a_longer_text_compiles_nothing(tiny):
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(second.cache))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["full", "streaming-llm"])
 def test_repetition_penalty_counts_the_text_of_the_cache(tiny, name):
     """A prompt in two halves, in one, and going on after some tokens: the same text."""

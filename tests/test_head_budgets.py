@@ -121,6 +121,7 @@ CASES = {
 }
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("name", "budget", "options"), [(name, *case) for name, cases in CASES.items() for case in cases]
 )
@@ -186,6 +187,7 @@ def test_how_many_heads_are_local(heads, count):
 # ---- curves
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("family", ["llama2", "llama3"])
 @pytest.mark.parametrize("ratio", ["0.3", "0.5", "0.75"])
 def test_curves_as_in_kvpress(goldens, tiny, family, ratio):
@@ -258,6 +260,7 @@ def test_the_best_split():
 # ---- at decode
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "score"),
     [

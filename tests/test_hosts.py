@@ -67,6 +67,7 @@ def alone(name, tokens=12):
     return out.tokens.tolist()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "processes, devices, mesh, names",
     [(2, 2, {"data": 2, "model": 2}, ("dapq-longflow", "h2o")), (4, 1, {"model": 2, "context": 2}, ("dapq-longflow",))],
@@ -107,6 +108,7 @@ def test_one_process_killed_ends_the_other(tmp_path, dies):
     assert '"policy"' not in texts[0][0] and seconds < 120
 
 
+@pytest.mark.long
 def test_a_host_that_never_comes_ends_the_wait(tmp_path):
     codes, texts, seconds = run(tmp_path, 2, devices=1, mesh={"model": 2}, timeout=5, started=1)
     assert codes[0] != 0 and seconds < 60

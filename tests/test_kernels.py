@@ -102,6 +102,7 @@ RULES = {  # rule, weight, bias, limit as a share of the slots, recents
 }
 
 
+@pytest.mark.some(18)
 @cases(name=list(RULES), dtype=list(DTYPES), slots=[(40, None, True), (129, 90, True), (64, None, False)])
 def test_decode_attend_score_chooses_the_next_slot(how, name, dtype, slots):
     """The victim of the returned mass, by a plain loop."""
@@ -143,6 +144,7 @@ def test_decode_attend_score_chooses_the_next_slot(how, name, dtype, slots):
         assert np.array_equal(np.asarray(got.next_slot[b]), expected), (b, name)
 
 
+@pytest.mark.some(14)
 @cases(
     dtype=list(DTYPES),
     heads=[(3, 3, 64), (1, 16, 80), (2, 1, 96), (2, 4, 128), (1, 8, 256)],
@@ -189,6 +191,7 @@ def test_decode_attend_score(how, dtype, heads, slots):
     assert all(np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True) for a, b in zip(got, again, strict=True))
 
 
+@pytest.mark.some(2)
 @cases(heads=[(3, 2, 256, 700), (8, 1, 64, 1100)], rule=[("each", 1.0), ("sum", 0.0)])
 def test_decode_attend_score_over_many_blocks(how, heads, rule):
     """Slots that fill several blocks, one of them with nothing in it; the oldest of equal scores goes, in whatever
@@ -235,6 +238,7 @@ def test_decode_attend_score_over_many_blocks(how, heads, rule):
         assert np.array_equal(np.asarray(got.next_slot[b]), expected)
 
 
+@pytest.mark.some(12)
 @cases(
     dtype=list(DTYPES),
     heads=[(3, 3, 64), (2, 4, 128), (2, 1, 96), (1, 16, 80), (1, 2, 256)],
@@ -263,6 +267,7 @@ def test_prefill_attend(how, dtype, heads, slots):
         np.testing.assert_allclose(np.asarray(got[b, head], np.float64), expected, atol=DTYPES[dtype])
 
 
+@pytest.mark.some(2)
 @cases(dtype=list(DTYPES), sizes=[(600, 200, None), (1100, 300, 250)])
 def test_prefill_attend_when_the_own_keys_are_last(how, dtype, sizes):
     """Saying so changes nothing, and neither does a second run."""
@@ -287,6 +292,7 @@ def test_prefill_attend_when_the_own_keys_are_last(how, dtype, sizes):
     assert np.all(first[0, :, :20] == 0) and np.all(np.isfinite(first))
 
 
+@pytest.mark.some(16)
 @cases(
     reduce=["sum", "mean", "max"],
     heads=[

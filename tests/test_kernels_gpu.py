@@ -107,6 +107,7 @@ CASES = {  # G, C, D, dtype, rule, more
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_reference(name):
     group, slots, dim, dtype, rule, more = CASES[name]
@@ -148,6 +149,7 @@ def test_ties_go_to_the_older_token():
     assert int(got.positions[0, 0, got.next_slot[0, 0]]) == int(np.min(np.asarray(got.positions)))
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("slots", [997, 1000])
 @pytest.mark.parametrize(("dim", "group"), [(64, 4), (80, 1), (96, 7), (128, 16), (256, 16)])
 def test_lowers_for_cuda(dim, group, slots):
@@ -260,6 +262,7 @@ RAGGED = {  # sizes per row, P, G, D, dtype, rule, more
 }  # fmt: skip
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", RAGGED)
 def test_ragged_equals_the_reference(name):
     *shape, more = RAGGED[name]
@@ -285,6 +288,7 @@ def test_ragged_ties_go_to_the_older_token():
         assert int(got.positions[0, slot]) == int(np.min(np.asarray(got.positions[0, begin:end])))
 
 
+@pytest.mark.some(2)
 @pytest.mark.skipif(NATIVE, reason="copies are counted under the interpreter")
 @pytest.mark.parametrize("sizes", [[150, 150, 150], [1, 448, 1], [447, 1, 2], [64, 128, 258], [5, 3, 120]])
 def test_ragged_reads_each_block_once(monkeypatch, sizes):
@@ -304,6 +308,7 @@ def test_ragged_reads_each_block_once(monkeypatch, sizes):
     assert sorted(fetched) == [(row, at) for row in (1, 2) for at in range(0, sum(sizes), 64) for _ in "kv"]
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("kv_heads", [1, 8])
 @pytest.mark.parametrize(("dim", "group"), [(64, 4), (80, 1), (96, 7), (128, 8), (256, 16)])
 def test_ragged_lowers_for_cuda(dim, group, kv_heads):

@@ -44,6 +44,7 @@ def config(smollm2):
     )
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", BOUNDED)
 def test_programs_do_not_depend_on_the_prompt(config, name):
     """A prompt four times as long runs the same two programs, so in the same bytes."""
@@ -53,6 +54,7 @@ def test_programs_do_not_depend_on_the_prompt(config, name):
     assert short.decode.as_text() == long.decode.as_text()
 
 
+@pytest.mark.long
 def test_the_bytes_are_those_of_the_budget(config):
     """And not of the prompt, for which the full cache's programs need more and more."""
     sizes = {
@@ -66,6 +68,7 @@ def test_the_bytes_are_those_of_the_budget(config):
     assert prefill < short_prefill and decode < short_decode / 2
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["h2o", "adakv-h2o", "global-h2o"])
 def test_a_decode_step_copies_no_keys(config, name):
     """Slots are overwritten in place: the program has no copy of keys or values, of a layer or of the model's line.

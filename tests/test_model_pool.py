@@ -118,6 +118,7 @@ def test_d2o(apart):
         assert ours[layer] == [best(head, sizes[layer], 2, 4) for head in each], layer
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("lazy", [[True, True], [True, False], [False, False]], ids=["all", "some", "none"])
 def test_simlayerkv(apart, lazy):
     """Lazy layers hold sinks, the newest and the safeguard; all are equal where none is lazy, or all are."""
@@ -161,6 +162,7 @@ def test_one_budget_for_all(apart, safeguard):
     assert ours == [[np.flatnonzero(head).tolist() for head in layer] for layer in kept]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", EVEN, ids=lambda share: share.kind)
 def test_a_safeguard_of_all_is_an_even_share(tiny, share):
     """Then every head keeps its own best, in every block, and decodes as without a pool."""
@@ -236,6 +238,7 @@ def test_a_view_is_the_layers_own():
     np.testing.assert_allclose(after.stats["mark"], np.asarray(line.stats["mark"]) + inside, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_goes_on_with_more_text_and_with_everything(tiny):
     """A second prompt competes with what is there; under "full" nothing more is lost."""
     params = tiny(FAMILY)
@@ -249,6 +252,7 @@ def test_goes_on_with_more_text_and_with_everything(tiny):
     assert (np.asarray(out.cache.held()) == before + 18).all()
 
 
+@pytest.mark.long
 def test_sliding_layers_keep_their_windows(tiny):
     """Gemma: its global layers share, the sliding ones hold what they always hold."""
     params = tiny("gemma3_text")

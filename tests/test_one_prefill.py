@@ -17,6 +17,7 @@ def prompt(tiny):
     return run_whole(tiny("llama3"), ids, 48, 5)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_keeps_and_says_what_the_policy_does(prompt, name):
     """Kept positions of every layer, and greedy tokens where nothing is evicted while decoding."""

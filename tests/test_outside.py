@@ -46,6 +46,7 @@ def file(request, tmp_path):
     return str(path)
 
 
+@pytest.mark.some(1)
 def test_outside_parts_keep_the_contract(tiny, file, tmp_path):
     contract.test_rules_of_the_family(tiny, file)
     contract.test_save_and_restore_equals_going_on(tiny, file, tmp_path)

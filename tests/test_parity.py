@@ -87,6 +87,7 @@ def test_kvpress_on_tiny_models(goldens, tiny, scored, family, method):
             np.testing.assert_array_equal(_held(cache.layers[layer]), theirs["kept"], err_msg=f"{case} layer {layer}")
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("method", TINY_METHODS)
 def test_kvpress_when_compiled(goldens, tiny, method):
     """The same kept positions through the compiled prefill, which is what everybody runs."""
@@ -148,6 +149,7 @@ DECODE_CASES = {
 }
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(("method", "case"), [(m, case) for m, cases in DECODE_CASES.items() for case in cases])
 def test_decode_step_by_step(goldens, tiny, method, case):
     """Tokens, positions held and the next victim at each of 40 steps, and the same from one scan."""

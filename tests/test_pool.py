@@ -72,6 +72,7 @@ def twin(method, budget):
     return dataclasses.replace(policy, prefill=prefill, decode=None, rope="text", allocate=share)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("family", "method", "ratio"), CASES)
 def test_kept_as_in_kvpress(goldens, tiny, family, method, ratio):
     """The same entries of every head, in every layer that kvpress compresses, and no slot more than they need."""
@@ -95,6 +96,7 @@ def test_kept_as_in_kvpress(goldens, tiny, family, method, ratio):
         assert [pooled(layer) for layer in cache.layers] == [i in layers for i in range(len(cache.layers))]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("ratio", ["0.3", "0.5", "0.75"])
 def test_a_pyramid_of_layers_as_in_kvpress(goldens, tiny, ratio):
     golden, params = arrays(goldens / "kvpress" / "llama3-more.npz"), tiny(FAMILY)
@@ -317,6 +319,7 @@ CASES = [
 TAKES = {"cpu": ("float32",)}
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize(
     "how, shape, group, rule, dtype",
     [(how, *case) for how in DECODES for case in CASES if case[-1] in TAKES.get(how, case)],
@@ -405,6 +408,7 @@ def test_a_line_is_read_where_it_lies(rule):
 # ---- whole runs
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in POOLED]
 )
@@ -453,6 +457,7 @@ def test_cuts_every_few_tokens_move_borders(tiny):
         assert np.ptp(np.asarray(layer.held()), axis=1).max() > 0
 
 
+@pytest.mark.long
 def test_a_pool_goes_on_with_more_text_and_with_everything(tiny):
     """A second prompt competes with what is there; under "full" a pool grows, and nothing more is lost."""
     params = tiny(FAMILY)

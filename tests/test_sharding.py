@@ -99,6 +99,7 @@ def assert_same_cache(ours, theirs, atol=1e-4):
         assert np.array_equal(on_host(getattr(ours, name)), on_host(getattr(theirs, name)))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name, axes", CASES)
 def test_a_mesh_gives_what_one_device_gives(goldens, name, axes):
     folder = goldens / "tiny" / "llama3"
@@ -107,6 +108,7 @@ def test_a_mesh_gives_what_one_device_gives(goldens, name, axes):
     assert_same_cache(out.cache, expected(folder, name).cache)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
 @pytest.mark.parametrize("family, queries", [("llama3", 16), ("smollm2", 16), ("smollm2", 6)])
 def test_queries_are_shared_along_the_text(goldens, reduce, family, queries):
@@ -126,6 +128,7 @@ def test_queries_are_shared_along_the_text(goldens, reduce, family, queries):
     np.testing.assert_allclose(one, on_host(many), rtol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "axes",
     [(1, 8, 1), *(pytest.param(axes, marks=pytest.mark.slow) for axes in ((1, 3, 2), (2, 4, 1), (2, 2, 2)))],
@@ -168,6 +171,7 @@ def test_real_weights_whose_heads_no_axis_divides(name, axes):
     assert_same_cache(out.cache, really_expected(name).cache, atol=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "family, options",
     [
@@ -195,6 +199,7 @@ def test_weights_over_fsdp(goldens):
     assert_same_cache(generated(params, "h2o").cache, expected(folder, "h2o").cache)
 
 
+@pytest.mark.long
 def test_bfloat16_differs_by_rounding_only(goldens):
     folder = goldens / "tiny" / "llama3"
     policy = jaxkv.policy("full")
@@ -240,6 +245,7 @@ def test_weights_are_read_once_and_hold_what_the_file_holds(goldens, monkeypatch
             assert mine[...].addressable_shards[0].data.size * axes[1] == mine[...].size, path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [
@@ -269,6 +275,7 @@ def test_a_cache_goes_on_on_another_mesh(goldens, tmp_path, name):
 POOLED = {"allocate": {"kind": "adaptive", "safeguard": 0.2}}  # without moves of borders, which move entries
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "name, axes, options",
     [
@@ -386,6 +393,7 @@ def test_the_command_line_on_a_mesh(goldens, monkeypatch, capsys):
     assert "--coordinator without --mesh" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_chat_on_a_mesh(goldens, monkeypatch, capsys):
     load = jaxkv.load
     monkeypatch.setattr("sys.stdin", types.SimpleNamespace(isatty=lambda: False))

@@ -171,6 +171,7 @@ def grown(shape: Shape, seed: int, batch: int = 2, gaps: float = 0.2) -> Tree:
 WIDTHS = st.lists(st.integers(1, 3), min_size=1, max_size=4)
 
 
+@pytest.mark.long
 @given(widths=WIDTHS, seed=st.integers(0, 10**6), left=st.integers(0, 6))
 @settings(max_examples=12, deadline=None)
 def test_every_tree_is_walked_as_its_nodes_stand(widths, seed, left):
@@ -316,6 +317,7 @@ LAYERS = [
 ]
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("name, spec", LAYERS)
 @pytest.mark.parametrize("seed", range(3))
 def test_every_tree_of_six_nodes_equals_its_paths_token_by_token(name, spec, seed):
@@ -354,6 +356,7 @@ def test_a_stop_token_inside_a_draft_ends_its_row_there(tiny, name):
     assert len(set(plain.lengths.tolist())) > 1, "rows ended at different places"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [FLAGSHIP, slow("full")])
 def test_a_stop_string_inside_a_draft_leaves_nothing_behind(tiny, name):
     params = tiny(FAMILY)
@@ -432,6 +435,7 @@ def chi_square(found, expected) -> tuple[float, float]:
     return float(((found - expected) ** 2 / expected).sum()), freedom + 4.5 * np.sqrt(2 * freedom) + 6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("drafter", ["draft model", slow("self")])
 def test_a_draft_model_keeps_the_models_distribution(tiny, drafter):
     """Sequences of three tokens from many samples, against their exact probabilities under plain decoding."""
@@ -628,6 +632,7 @@ def test_siblings_by_probability():
     assert tree.tokens.tolist() == [[2, 3, ABSENT, ABSENT, 4, 3]], "likely enough, or not among the likeliest at all"
 
 
+@pytest.mark.long
 def test_a_bounded_table_of_a_long_prompt(tiny):
     """`limit` bounds what is kept; the text is the same whether drafts reach far back or not."""
     params = tiny(FAMILY)
@@ -689,6 +694,7 @@ def test_what_cannot_be_is_refused(tiny, call, words):
         call(tiny(FAMILY))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("drafter", ["aasd", "self", slow("lookup"), slow("noisy")])
 @pytest.mark.parametrize("name", [FLAGSHIP, slow("full"), slow("streaming-llm")])
 def test_drafts_from_a_cache_change_nothing_when_greedy(tiny, name, drafter):

@@ -165,6 +165,7 @@ def razor(query, keys, values, held, seen, position, local):
     return above / below
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("sizes", [(40,), (16, 12, 12)], ids=str)
 def test_local_heads_attend_by_the_papers_rule(sizes):
     """The queries of a prompt in one block or three, and of tokens that overwrite; one row is padded and ends early."""
@@ -261,6 +262,7 @@ def assert_summed(params, cache, rows):
     assert (np.asarray(summary.count)[:, local] > 0).any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", [1, pytest.param(4, marks=pytest.mark.slow)], ids=["overwritten", "cut"])
 def test_the_summary_is_of_all_that_was_dropped(tiny, tmp_path, every):
     """After a prompt in blocks and decode, after a save, more text, and text under "full", which drops nothing."""

@@ -94,6 +94,7 @@ QUICK = ("v5e", "smollm2-135m")  # the one that is compiled by default
 NAMES_ONLY = {"parameter", "get-tuple-element", "bitcast", "custom-call", "tuple"}  # operations that move nothing
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("shape, dtype", [*((shape, "bfloat16") for shape in SHAPES), ("llama-3-8b", "float32")])
 @pytest.mark.parametrize("name", CHIPS)
 def test_decode_kernel_compiles_and_writes_in_place(name, shape, dtype):
@@ -125,6 +126,7 @@ def pool_arrays(batch: int, kv_heads: int, group: int, slots: int, dim: int) -> 
 POOLS = [name for name, (*_, slots, _) in SHAPES.items() if slots < 100_000]  # a row's logits stay on the chip
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("shape", POOLS)
 @pytest.mark.parametrize("name", CHIPS)
 def test_pool_kernel_compiles_and_writes_in_place(name, shape):
@@ -153,6 +155,7 @@ def test_pool_kernel_moves_each_block_once(shape):
     assert call.params["cost_estimate"].bytes_accessed == pytest.approx(everything, rel=0.01)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", CHIPS)
 def test_prefill_kernels_compile(name, dtype):
@@ -294,6 +297,7 @@ def test_decode_step_copies_no_cache(name, family):
     assert len(re.findall(rf"= \(bf16\[{shape},[^=]*? copy-start\(", loop)) <= (3 if name == "v5p" else 1)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("policy", ["adakv-h2o", "layer-defensivekv"])
 def test_decode_step_of_a_pool_compiles(policy, unchecked):
     """Heads that share a layer's budget, layers that share the model's: a kernel a layer, and the cache in place."""
@@ -319,6 +323,7 @@ def prefill_program(name: str, family: str, tokens: int, layers: int | None = No
     ).prefill
 
 
+@pytest.mark.long
 def test_a_block_of_a_prompt_compiles(unchecked):
     """Nothing is sorted, which would cost XLA's TPU compiler half a minute a layer."""
     assert not re.search(r" sort\(", prefill_program("v5e", "smollm2-135m", 4 * BLOCK, layers=1).compile().as_text())

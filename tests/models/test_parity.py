@@ -64,6 +64,7 @@ def test_smollm2(goldens, smollm2):
         assert np.array_equal(ours.argmax(-1)[clear], golden[f"{prompt}/argmax"][clear])
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("family", ["llama2", "qwen2", "gemma3_text"])
 def test_panels_and_plain_matrices_give_the_same(tiny, family):
     """Few rows (one product per panel) and many (the plain product) against plain matrices."""
@@ -100,6 +101,7 @@ def test_some_weights_are_panels_on_cpu(smollm2):
     assert smollm2.weights["embed"][...].shape == (49152 // 64, 576, 64)
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("panels", [False, True])
 @pytest.mark.parametrize("family", TINY)
 def test_modules_abstract_and_loaded_weights_agree(tiny, family, panels):
