@@ -426,6 +426,7 @@ def _policies(command: Policies) -> int:
     if command.name is not None:
         (policy,) = known
         print("\n".join(filter(None, (": ".join(filter(None, (policy.name, policy.title))), policy.paper))) + "\n")
+        print(f"{'fidelity':8} {': '.join(filter(None, (policy.fidelity or 'not said', policy.differs)))}")
         for phase, text in _parts(policy).items():
             print(f"{phase:8} {text}")
         plain = {"allocate": "uniform", "flow": "straight", "read": "all", "store": "plain"}
@@ -438,11 +439,11 @@ def _policies(command: Policies) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("name", "paper", "prefill", "decode", "query-aware", "calibration")
+    table = Table("name", "paper", "fidelity", "prefill", "decode", "query-aware", "calibration")
     for policy in known:
         parts = _parts(policy)
         aware, before = "yes" if policy.query_aware else "no", "yes" if policy.calibrated else "none"
-        table.add_row(policy.name, policy.paper, parts["prefill"], parts["decode"], aware, before)
+        table.add_row(policy.name, policy.paper, policy.fidelity, parts["prefill"], parts["decode"], aware, before)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     return 0
 

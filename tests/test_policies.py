@@ -15,7 +15,13 @@ from jaxkv.policies.policy import from_dict, to_dict
 def test_every_policy_of_the_main_job_is_there():
     needed = {"full", "streaming-llm", "snapkv", "h2o", "tova", "knorm", "dapq", "longflow", "dapq-longflow"}
     assert needed <= set(catalogue())
-    assert all(policy.title and policy.paper for policy in catalogue().values())
+    assert all(policy.title and policy.paper and policy.fidelity for policy in catalogue().values())
+    assert all((policy.fidelity == "ours") == _of_nobody(policy.paper) for policy in catalogue().values())
+
+
+def _of_nobody(paper: str) -> bool:
+    """Whether a method is jaxkv's or kvpress' own, or no method at all."""
+    return paper.startswith(("ours: ", "no ", "kvpress' ")) or "with kvpress'" in paper
 
 
 @pytest.mark.parametrize("name", sorted(catalogue()))

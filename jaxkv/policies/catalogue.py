@@ -11,6 +11,7 @@ from jaxkv.configs import config_files
 from jaxkv.errors import BadValue, JaxkvError, unknown
 from jaxkv.policies.policy import Policy, from_dict, made
 
+OF_THE_METHOD = ("name", "title", "paper", "fidelity", "differs", "budget", "ratio")  # fields that are no options
 PARTS_OF_A_POLICY = ("allocate", "flow", "read", "store")
 
 
@@ -116,9 +117,7 @@ def _set(part: Any, field: str, value: Any, phase: str | None) -> tuple[Any, set
             known |= below
             if changed != inner:
                 changes[each.name] = changed
-        elif isinstance(part, Policy) and (
-            phase is not None or each.name in ("name", "title", "paper", "budget", "ratio")
-        ):
+        elif isinstance(part, Policy) and (phase is not None or each.name in OF_THE_METHOD):
             continue
         else:
             known.add(each.name)

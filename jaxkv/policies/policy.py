@@ -23,6 +23,7 @@ from jaxkv.store.codecs import Codecs
 
 UNLIMITED = 2**30  # the budget of a policy that evicts nothing
 NOTHING: Learned = {}
+FIDELITIES = ("", "faithful", "simplified", "ours")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +93,7 @@ class Policy:
     `rope="text"` keeps keys at their positions in the text; `rope="cache"` rotates them by their place in the cache,
     so that a text may go on for ever (StreamingLLM). `flow` is what happens between layers. `read` is what a decode
     step reads of what is held, `store` the codecs of the keys and values. `block` is the prompt tokens run at a time.
+    `fidelity` says how far it is what its paper describes, `differs` in one line what is not.
     Raises `BadValue` for parts that do not fit together and for a budget below sinks + recent + 1.
     """
 
@@ -108,6 +110,8 @@ class Policy:
     block: int = 2048
     title: str = ""
     paper: str = ""
+    fidelity: str = ""
+    differs: str = ""
 
     def __post_init__(self):
         if self.rope not in ("text", "cache"):
@@ -124,6 +128,11 @@ class Policy:
             raise BadValue("aggregate best= picks heads at prefill only: leave it out of the decode phase")
         if self.decode is not None and HIDDEN in self.decode.aggregate.needs:
             raise BadValue("aggregate weigh='output' reads the hidden states of a prompt: leave it out at decode")
+        if self.fidelity not in FIDELITIES or (self.fidelity == "simplified") != bool(self.differs):
+            raise BadValue(
+                f"fidelity={self.fidelity!r}, differs={self.differs!r}: expected 'faithful', 'ours' or '' (not said), or "
+                "'simplified' with differs= in one line"
+            )
         rules: dict[str, Evicted] = {}
         for rule in (phase.evicted for phase in self.phases if phase.evicted.state):
             if rules.setdefault(rule.state, rule) != rule:
