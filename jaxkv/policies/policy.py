@@ -130,7 +130,7 @@ class Policy:
             raise BadValue("aggregate weigh='output' reads the hidden states of a prompt: leave it out at decode")
         if self.fidelity not in FIDELITIES or (self.fidelity == "simplified") != bool(self.differs):
             raise BadValue(
-                f"fidelity={self.fidelity!r}, differs={self.differs!r}: expected 'faithful', 'ours' or '' (not said), or "
+                f"fidelity={self.fidelity!r}, differs={self.differs!r}: expected 'faithful', 'ours', '' (not said) or "
                 "'simplified' with differs= in one line"
             )
         rules: dict[str, Evicted] = {}
