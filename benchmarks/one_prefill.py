@@ -7,6 +7,7 @@ prefill, at the positions of the text. Results are records like those of `jaxkv 
 
     python -m benchmarks.one_prefill needles --out DIR          # a TOML of configs/evals, or your own
     python -m benchmarks.one_prefill needles --out DIR --model qwen2.5-coder-1.5b --lengths 1024 4096
+    python -m benchmarks.one_prefill code --out DIR --data FOLDER    # LongBench's lcc.jsonl stands in the folder
 """
 
 import argparse
@@ -279,13 +280,20 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=None, help="of every task")
     parser.add_argument("--depths", type=float, nargs="+", default=None, help="of every task")
     parser.add_argument("--tasks", nargs="+", default=None, help="only these of the run's")
+    parser.add_argument("--data", type=Path, default=None, help="the folder of the run's data files")
+    parser.add_argument("--limit", type=int, default=None, help="rows of each data file")
     parser.add_argument("--name", default=None, help="of the JSON file in benchmarks/results")
     parser.add_argument("--chunk", type=int, default=32, help="answers decoded side by side")
     options = parser.parse_args()
     asked = settings.load(options.run)
     given = {name: value for name in ("policies", "budgets", "lengths", "depths") if (value := getattr(options, name))}
     each = {name: tuple(given.pop(name)) for name in ("lengths", "depths") if name in given}
+    each |= {} if options.limit is None else {"limit": options.limit}
     chosen = [task for task in asked.tasks if task.name in (options.tasks or (task.name,))]
+    if options.data is not None:
+        chosen = [
+            dataclasses.replace(task, file=str(options.data / task.file)) if task.file else task for task in chosen
+        ]
     asked = dataclasses.replace(
         asked,
         model=options.model or asked.model,

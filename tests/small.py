@@ -4,8 +4,10 @@ CORE = ("full", "streaming-llm", "snapkv", "h2o", "dapq", "dapq-longflow", "adak
 SMALL = {  # published windows are longer than the tiny prompts
     "snapkv": {"window": 6},
     "longflow": {"window": 6},
-    "dapq": {"count": 6, "kernel": 5},
-    "dapq-longflow": {"count": 6, "kernel": 5},
+    "dapq": {"count": 6},
+    "dapq-longflow": {"count": 6},
+    "spans": {"kernel": 5},
+    "spans-longflow": {"kernel": 5},
     "cake": {"window": 4},
     "d2o": {"sinks": 2},
     "layer-compresskv": {"window": 4, "least": 6, "most": 1.25},

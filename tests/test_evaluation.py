@@ -128,6 +128,9 @@ def test_fitted_is_the_largest_that_fits():
         ("boxed", r"so \boxed{3} no, \boxed{42}", ("42",), 1.0),
         ("boxed", "it is 41, or rather 42.0", ("42",), 1.0),
         ("boxed", "none", ("42",), 0.0),
+        ("code", "\n# a comment\nreturn x + 1\nmore", ("return x + 1",), 1.0),
+        ("code", "abcd", ("abxx", "zz"), 0.5),  # two of four letters each way: 1 - 4 / 8
+        ("code", "# only a comment", ("x",), 0.0),
     ],
 )
 def test_scorers(name, answer, references, expected):
@@ -156,6 +159,10 @@ def test_question_is_split_from_its_context(lettered):
     assert tokenizer.decode(context) == "<user>hi<user>ab"
     assert tokenizer.decode(rest) == "\n\nc?<a>It is"
     assert asking.size(tokenizer, example) == len(context) + len(rest)
+    plain = Example("t", "ab\ncd", (Question("", ("x",)),), "code", 1, chat=False)
+    context, rest = asking.asked(tokenizer, plain, plain.questions[0])
+    assert (tokenizer.decode(context), tokenizer.decode(rest)) == ("ab\nc", "d"), "the text alone, split before its end"
+    assert asking.shortened(tokenizer, plain, 3).context == "acd" and asking.shortened(tokenizer, plain, 5) is plain
     with pytest.raises(BadValue, match="no tokenizer"):
         asking.asked(None, example, example.questions[0])
 
@@ -176,6 +183,9 @@ def test_local_data_sets(tmp_path):
     assert (third.context, third.questions[0].text, third.questions[0].answers) == ("", "2 + 2", ("4",))
     assert third.max_new_tokens == 9
     assert len(datasets.read(path, limit=1)) == 1
+    path.write_text('{"task": "lcc", "prompt": "def f", "answers": ["():"]}')
+    (whole,) = datasets.read(path, scorer="code", chat=False)
+    assert (whole.task, whole.context, whole.questions[0].text, whole.chat) == ("lcc", "def f", "", False)
     for text, message in (("{", "line 1: not JSON"), ('{"context": "x"}', "no answers"), ("[]", "list")):
         path.write_text(text)
         with pytest.raises(BadValue, match=message):
@@ -185,12 +195,13 @@ def test_local_data_sets(tmp_path):
 
 
 def test_settings():
-    for name in ("default", "needles", "ruler", "long-output", "dapq"):
+    for name in ("default", "needles", "ruler", "long-output", "dapq", "code"):
         assert settings.load(name).tasks
     default = settings.load("default")
     names = ["full", "streaming-llm", "snapkv", "h2o", "tova", "knorm", "dapq", "longflow", "dapq-longflow"]
+    names += ["spans", "spans-longflow"]
     assert [cell.label for cell in default.cells()] == ["full", *(name for name in names[1:] for _ in default.budgets)]
-    assert len(default.cells()) == 1 + 8 * 3 and all(cell.policy for cell in default.cells())
+    assert len(default.cells()) == 1 + 10 * 3 and all(cell.policy for cell in default.cells())
     two = settings.from_dict({"policies": ["snapkv", {"name": "snapkv", "window": 16}], "budgets": [32]})
     one, other = two.cells()
     assert one.policy is None and "at least 65" in one.reason

@@ -1,5 +1,6 @@
 """An example and a question -> token ids, in the model's chat format, split where the context ends."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,14 @@ def asked(tokenizer: Any, example: Example, question: Question) -> tuple[np.ndar
     """int32 ids of the part that ends with the context, and of the rest: question, turn format, the answer's prefix.
 
     Each is tokenised by itself, so that the question seen after a compressed context has the same tokens as the one in
-    a whole prompt. A model without a chat template gets the plain text. Raises `BadValue` without a tokenizer.
+    a whole prompt. A model without a chat template gets the plain text, and so does an example that wants no chat: the
+    last token of its context is then the rest, where it has no question. Raises `BadValue` without a tokenizer.
     """
     if tokenizer is None:
         raise BadValue("the tasks are text, but the model has no tokenizer: give a model folder that has one")
+    if not example.chat:
+        context, rest = ids(tokenizer, example.context), ids(tokenizer, question.text + question.prefix)
+        return (context, rest) if len(rest) else (context[:-1], context[-1:])
     if getattr(tokenizer, "chat_template", None):
         turns = [{"role": role, "content": content} for role, content in example.turns]
         last = {"role": "user", "content": f"{example.context}{MARK}\n\n{question.text}"}
@@ -27,6 +32,16 @@ def asked(tokenizer: Any, example: Example, question: Question) -> tuple[np.ndar
         text = f"{talk}{example.context}{MARK}\n\n{question.text}\n"
     context, _, rest = text.partition(MARK)
     return ids(tokenizer, context), ids(tokenizer, rest + question.prefix)
+
+
+def shortened(tokenizer: Any, example: Example, longest: int | None) -> Example:
+    """The example with at most `longest` tokens of its context, as many from each end (LongBench's `pred.py`)."""
+    tokens = ids(tokenizer, example.context)
+    if longest is None or len(tokens) <= longest:
+        return example
+    ends = (tokens[: longest // 2], tokens[len(tokens) - (longest - longest // 2) :])
+    texts = [tokenizer.decode(each, skip_special_tokens=True, clean_up_tokenization_spaces=False) for each in ends]
+    return dataclasses.replace(example, context="".join(texts))
 
 
 def ids(tokenizer: Any, text: str) -> np.ndarray:

@@ -8,12 +8,15 @@ from jaxkv.errors import BadValue
 from jaxkv.evaluation.example import Example, Question
 
 
-def read(path: str | Path, *, scorer: str = "any", max_new_tokens: int = 64, limit: int | None = None) -> list[Example]:
+def read(
+    path: str | Path, *, scorer: str = "any", max_new_tokens: int = 64, limit: int | None = None, chat: bool = True
+) -> list[Example]:
     """One example per line, at most `limit`; lines with the same context become one example with many questions.
 
-    Fields, under the names of each format: `context` (RULER: `input`, the whole prompt); `question`, `input` beside a
-    context (LongBench) or `problem` (AIME); `answers`, `outputs` or `answer`; and, where given, `answer_prefix`,
-    `max_new_tokens`, and `task`, `dataset` or the file's name. Raises `BadValue` naming the file and line.
+    Fields, under the names of each format: `context` (RULER: `input`, the whole prompt; MiniLongBench: `prompt`, the
+    same); `question`, `input` beside a context (LongBench) or `problem` (AIME); `answers`, `outputs` or `answer`; and,
+    where given, `answer_prefix`, `max_new_tokens`, and `task`, `dataset` or the file's name. Without `chat` prompts go
+    to the model as they stand. Raises `BadValue` naming the file and line.
     """
     path = Path(path).expanduser()
     if not path.is_file():
@@ -31,7 +34,7 @@ def read(path: str | Path, *, scorer: str = "any", max_new_tokens: int = 64, lim
             key = (name, context, int(row.get("max_new_tokens", max_new_tokens)))
             found.setdefault(key, []).append(question)
     return [
-        Example(name, context, tuple(questions), scorer, tokens, index=index)
+        Example(name, context, tuple(questions), scorer, tokens, index=index, chat=chat)
         for index, ((name, context, tokens), questions) in enumerate(found.items())
     ]
 
@@ -44,9 +47,11 @@ def _parts(row: Any, where: str, stem: str) -> tuple[str, str, Question]:
     if answers is None or answers == []:
         raise BadValue(f"{where}: no answers; expected a field answers, outputs or answer")
     answers = answers if isinstance(answers, list) else [answers]
-    context = row.get("context", row.get("input", ""))
+    context = row.get("context", row.get("prompt", row.get("input", "")))
     text = row.get("question", row.get("problem", row.get("input", "") if "context" in row else ""))
     if not context and not text:
-        raise BadValue(f"{where}: neither context nor question; expected a field context, input, question or problem")
+        raise BadValue(
+            f"{where}: neither context nor question; expected a field context, prompt, input, question or problem"
+        )
     name = str(row.get("task") or row.get("dataset") or stem)
     return name, context, Question(text, tuple(str(answer) for answer in answers), row.get("answer_prefix", ""))

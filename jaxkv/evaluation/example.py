@@ -26,6 +26,7 @@ class Example:
 
     `turns` are chat messages in front of the user's turn that holds context and question. `output` is text that the
     model is made to write before its answer, token by token under the policy. `scorer` is a name from `scorers`.
+    Without `chat` the text goes to the model as it is.
     """
 
     task: str
@@ -34,6 +35,7 @@ class Example:
     scorer: str
     max_new_tokens: int
     turns: tuple[Message, ...] = ()
+    chat: bool = True
     output: str = ""
     haystack: str | None = None
     length: int | None = None
@@ -44,7 +46,10 @@ class Example:
     @property
     def digest(self) -> str:
         """16 hexadecimal digits of the SHA-256 of everything in it: the example's name."""
-        return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        content = dataclasses.asdict(self)
+        if self.chat:  # what it was before there were others
+            del content["chat"]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def fitted(build: Callable[[int], Example], size: Callable[[Example], int], length: int) -> Example | None:

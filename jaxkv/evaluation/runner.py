@@ -73,7 +73,10 @@ def examples_of(settings: Settings, tokenizer: Any) -> list[Example]:
     for each in settings.tasks:
         if each.file:
             tokens = each.max_new_tokens or 64
-            out += datasets.read(each.file, scorer=each.scorer, max_new_tokens=tokens, limit=each.limit)
+            found = datasets.read(
+                each.file, scorer=each.scorer, max_new_tokens=tokens, limit=each.limit, chat=each.chat
+            )
+            out += [asking.shortened(tokenizer, example, each.longest) for example in found]
         else:
             out += tasks.generate(
                 each.name, lambda example: asking.size(tokenizer, example), lengths=each.lengths, depths=each.depths,

@@ -29,6 +29,20 @@ def boxed(answer: str, references: Sequence[str]) -> float:
     return float(bool(found) and any(_same(found[-1], reference) for reference in references))
 
 
+def code(answer: str, references: Sequence[str]) -> float:
+    """The best similarity of the answer's first line of code to a reference, 1 - distance / length by insertions and
+    deletions (LongBench, arXiv 2308.14508, lcc and repobench-p: `fuzz.ratio` of the first line that is no comment and
+    no fence). Raises `BadValue` where rapidfuzz is not installed.
+    """
+    try:
+        from rapidfuzz import fuzz
+    except ImportError:
+        raise BadValue("the scorer 'code' needs rapidfuzz, which is not installed: pip install 'jaxkv[eval]'") from None
+    lines = answer.lstrip("\n").split("\n")
+    said = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
+    return max(fuzz.ratio(said, reference) / 100 for reference in references)
+
+
 def _same(one: str, other: str) -> bool:
     try:
         return float(one) == float(other)
@@ -51,6 +65,7 @@ SCORERS: dict[str, Callable[[str, Sequence[str]], float]] = {
     "any": match_any,
     "f1": f1,
     "boxed": boxed,
+    "code": code,
 }
 
 

@@ -19,7 +19,11 @@ MODES = ("aware", "agnostic")
 
 @dataclasses.dataclass(frozen=True)
 class Tasks:
-    """One [[tasks]] table: a task's name, or a JSONL `file`, with what `tasks.generate` or `datasets.read` takes."""
+    """One [[tasks]] table: a task's name, or a JSONL `file`, with what `tasks.generate` or `datasets.read` takes.
+
+    Of a file's texts with more than `longest` tokens the middle is left out, as LongBench does; without `chat` they go
+    to the model as they stand.
+    """
 
     name: str = ""
     file: str = ""
@@ -31,6 +35,8 @@ class Tasks:
     max_new_tokens: int | None = None
     scorer: str = "any"
     limit: int | None = None
+    longest: int | None = None
+    chat: bool = True
 
     def __post_init__(self):
         if bool(self.name) == bool(self.file):
