@@ -613,7 +613,7 @@ def test_siblings_are_what_the_prefill_held_likelier(tiny):
         np.testing.assert_allclose(chance[0, column], exact[np.asarray(top[0, column])], rtol=1e-3)
 
 
-def test_siblings_by_probability():
+def test_siblings_are_drawn_by_their_chances():
     method = AASD(depth=2, siblings=(2, 1), low=0.4)
     tokens = jnp.array([[1, 2, 3, 4, 1, 2]])
     top = jnp.broadcast_to(jnp.array([3, 7, 8]), (1, 6, 3)).astype(jnp.int32)
@@ -625,11 +625,22 @@ def test_siblings_by_probability():
     state = DecodeState(cache, jnp.array([False]), jnp.array([9]), None, jax.random.split(jax.random.key(0), 1))
     tree, chances, _ = method.draft(None, text, kind, hint, state, Sampler())
     assert chances is None
-    assert tree.tokens.tolist() == [[2, 3, 7, 8, 4, 3]], "trunk 3, 4; beside 3 the next likeliest, beside 4 the first"
+    assert tree.tokens[0, :2].tolist() == [2, 3] and tree.tokens[0, 4] == 4, "trunk 3, 4"
+    assert set(tree.tokens[0, 2:4].tolist()) == {7, 8} and int(tree.tokens[0, 5]) in (3, 7, 8)
     assert tree.parents.tolist() == [[0, 0, 0, 0, 1, 1]]
     sure = dataclasses.replace(method, low=0.2)
     tree = sure.draft(None, text, kind, hint, state, Sampler())[0]
-    assert tree.tokens.tolist() == [[2, 3, ABSENT, ABSENT, 4, 3]], "likely enough, or not among the likeliest at all"
+    assert tree.tokens[0, :5].tolist() == [2, 3, ABSENT, ABSENT, 4], "likely enough: nothing beside it"
+
+    def beside(key):
+        each = dataclasses.replace(state, keys=jax.random.split(key, 1))
+        return method.draft(None, text, kind, hint, each, Sampler())[0].tokens[0, jnp.array([2, 5])]
+
+    drawn = np.asarray(jax.vmap(beside)(jax.random.split(jax.random.key(1), 4000)))
+    first = [np.mean(drawn[:, 0] == token) for token in (3, 7, 8)]
+    np.testing.assert_allclose(first, [0, 0.25 / 0.35, 0.1 / 0.35], atol=0.03)  # 3 is the trunk's own
+    second = [np.mean(drawn[:, 1] == token) for token in (3, 7, 8)]
+    np.testing.assert_allclose(second, np.array([0.3, 0.25, 0.1]) / 0.65, atol=0.03)
 
 
 @pytest.mark.long
@@ -684,6 +695,7 @@ def test_the_measured_cost_is_that_of_the_chunks(cost, seed):
         (lambda p: PromptLookup(shortest=5, longest=3), "shortest"),
         (lambda p: AASD(depth=2, siblings=(1, 1, 1)), "siblings"),
         (lambda p: AASD(low=1.5), "low=1.5"),
+        (lambda p: AASD(kept=1), "kept=1"),
         (lambda p: AASD(verify="loose"), "verify='loose'"),
         (lambda p: Conditional(floor=2.0), "floor=2.0"),
         (lambda p: Shape(()), "tree widths"),
@@ -742,7 +754,7 @@ def test_siblings_stand_only_where_the_model_was_asked(tiny):
     cache = jaxkv.prefill(params, cached)
     cache, _, expected = prefill_of(params, [asked], cache.policy, cache, Execution(), room=8, top=2, limit=100)
     start = Start(params, cache.texts(), 2, jnp.array([4, 5]), expected, 8, lambda *_: cache)
-    text, _ = AASD().begin(start)
+    text, _ = AASD(kept=2).begin(start)
     width = text.top.shape[1]
     assert text.tokens[:, width - 36 : width].tolist() == [[*cached, *asked]] * 2
     assert text.tokens[:, width].tolist() == [4, 5] and text.ends.tolist() == [width + 1] * 2

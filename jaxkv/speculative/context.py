@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from jaxkv.errors import BadValue
 from jaxkv.run import DecodeState
 from jaxkv.sampling import Sampler
 from jaxkv.speculative.method import Start
 from jaxkv.speculative.tree import ABSENT, Shape, Tree
-from jaxkv.speculative.verify import Conditional, parse
+from jaxkv.speculative.verify import SIBLING, Conditional, parse
 from jaxkv.weights.params import Params
 
 ROUND, WIDE = 64, 512  # columns for new tokens and for the prompt are multiples, so that near lengths compile once
@@ -129,7 +129,7 @@ class PromptLookup:
         at = column[:, None] + 1 + jnp.arange(self.depth, dtype=jnp.int32) % jnp.maximum(period, 1)[:, None]
         trunk = jnp.take_along_axis(text.tokens, jnp.minimum(at, text.tokens.shape[1] - 1), axis=1)
         trunk = jnp.where(kind[:, None] > 0, trunk, ABSENT)
-        return self._tree(text, trunk, at - 1, state.cache.pending), None, text
+        return self._tree(text, trunk, at - 1, state), None, text
 
     def settle(self, extra, text: Text, tokens: Int[Array, "B n"]) -> Text:
         """The text with the tokens that were taken."""
@@ -163,42 +163,56 @@ class PromptLookup:
         return extended(text, start.pending[:, None]), None
 
     def _tree(
-        self, text: Text, trunk: Int[Array, "B depth"], before: Int[Array, "B depth"], root: Int[Array, "B"]
+        self, text: Text, trunk: Int[Array, "B depth"], before: Int[Array, "B depth"], state: DecodeState
     ) -> Tree:
-        shape = self.shape
+        shape, root = self.shape, state.cache.pending
         tokens, parents = [root[:, None]], [jnp.zeros((root.shape[0], 1), jnp.int32)]
         for depth in range(1, shape.depth + 1):
             many = shape.widths[depth - 1]
-            beside = self._siblings(text, trunk[:, depth - 1], before[:, depth - 1], many - 1)
+            keys = _keys(state, depth)
+            beside = self._siblings(text, trunk[:, depth - 1], before[:, depth - 1], many - 1, keys)
             tokens += [trunk[:, depth - 1 : depth], beside]
             parents.append(jnp.full((root.shape[0], many), shape.first(depth - 1), jnp.int32))
         return Tree(jnp.concatenate(tokens, axis=1), jnp.concatenate(parents, axis=1))
 
-    def _siblings(self, text: Text, trunk: Int[Array, "B"], before: Int[Array, "B"], many: int) -> Int[Array, "B many"]:
+    def _siblings(
+        self, text: Text, trunk: Int[Array, "B"], before: Int[Array, "B"], many: int, keys: Key[Array, "B"]
+    ) -> Int[Array, "B many"]:
         return jnp.zeros((trunk.shape[0], many), jnp.int32)
+
+
+def _keys(state: DecodeState, depth: int) -> Key[Array, "B"]:
+    """A key for what is drawn beside the trunk at this depth; no draw of the text itself has it."""
+    each = jax.vmap(jax.random.fold_in)(state.keys, state.cache.lengths + depth)
+    return jax.vmap(jax.random.fold_in, (0, None))(each, SIBLING)
 
 
 @dataclasses.dataclass(frozen=True)
 class AASD(PromptLookup):
-    """Draft what followed the last tokens, and beside it what the model itself held likely there (AASD).
+    """Draft what followed the last tokens, and beside it tokens drawn from what the model itself held likely there.
 
     Where the model's distribution after the retrieved context, kept from the prefill, gave the retrieved token less
-    than `low`, the likeliest tokens of that distribution stand beside it: `siblings[d - 1]` at most at depth d. They
-    have no children. Source: alignment sampling, arXiv 2505.13204; the match, `low`, the numbers of siblings and that
-    nothing hangs below them are ours (the paper's are not known), as is taking the likeliest instead of sampling. One
-    sibling is the default for a CPU's sake; more suit hardware on which the longer pass costs less.
+    than `low`, tokens drawn from that distribution stand beside it, no two alike: `siblings[d - 1]` at most at depth
+    d. They have no children. Of each distribution the `kept` likeliest tokens are there to be drawn. Source: alignment
+    sampling, arXiv 2505.13204; `verify="conditional"` is its verification, the default gives exactly the text of
+    plain decoding. The match, `low`, `kept`, the numbers of siblings and that nothing hangs below them are ours (the
+    paper's are not known). Where a longer pass costs much, as on CPUs, `PromptLookup` is faster.
     """
 
-    siblings: tuple[int, ...] = (1,)
+    siblings: tuple[int, ...] = (1, 1, 1, 1, 1)
     low: float = 0.5
+    kept: int = 8
 
     def __post_init__(self):
         super().__post_init__()
+        most = max(self.siblings, default=0)
         if len(self.siblings) > self.depth or any(n < 0 for n in self.siblings) or not 0 <= self.low <= 1:
             raise BadValue(
                 f"siblings={self.siblings}, low={self.low}: expected at most one number per depth ({self.depth}), "
                 "none below 0, and a probability"
             )
+        if self.kept <= most:
+            raise BadValue(f"kept={self.kept}: expected more than the {most} siblings that are drawn from them")
 
     @property
     def shape(self) -> Shape:
@@ -209,9 +223,11 @@ class AASD(PromptLookup):
     @property
     def top(self) -> int:
         """K, the tokens of the prefill distribution to keep for every prompt token."""
-        return max(self.siblings, default=0) + 1
+        return self.kept
 
-    def _siblings(self, text: Text, trunk: Int[Array, "B"], before: Int[Array, "B"], many: int) -> Int[Array, "B many"]:
+    def _siblings(
+        self, text: Text, trunk: Int[Array, "B"], before: Int[Array, "B"], many: int, keys: Key[Array, "B"]
+    ) -> Int[Array, "B many"]:
         rows = jnp.arange(trunk.shape[0])
         width = text.top.shape[1]
         at = jnp.minimum(before, width - 1)
@@ -219,7 +235,9 @@ class AASD(PromptLookup):
         same = top == trunk[:, None]
         unlikely = jnp.sum(jnp.where(same, chance, 0.0), axis=1) < self.low
         known = (before < width) & (trunk >= 0) & unlikely
-        order = jnp.argsort(same, axis=1, stable=True)[:, :many]  # likeliest first, the trunk's own token last
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, (top.shape[1],)))(keys)
+        drawn = jnp.where(same | (chance <= 0), -jnp.inf, jnp.log(chance) + noise)  # the highest are a draw, none twice
+        order = jax.lax.top_k(drawn, many)[1]
         others = jnp.take_along_axis(top, order, axis=1)
-        usable = known[:, None] & ~jnp.take_along_axis(same, order, axis=1)
+        usable = known[:, None] & (jnp.take_along_axis(drawn, order, axis=1) > -jnp.inf)
         return jnp.where(usable, others, ABSENT)

@@ -10,7 +10,7 @@ from jaxkv.errors import BadValue
 from jaxkv.sampling import Sampler
 from jaxkv.speculative.tree import Shape, Tree
 
-ACCEPT, AGAIN = 1, 2  # folded into a position's key: never the draw that plain decoding makes there
+ACCEPT, AGAIN, SIBLING = 1, 2, 3  # folded into a position's key: never the draw that plain decoding makes there
 
 
 @dataclasses.dataclass(frozen=True)
