@@ -176,7 +176,7 @@ class Prompt:
             cut(
                 self.seen[i], behind[i], jnp.asarray(self.positions), jnp.asarray(limits[i]), jnp.int32(i),
                 model.output_matrix(i) if model is not None else None, {k: v[i] for k, v in learned.items()},
-                policy=policy, spec=config.attention_spec(i), slots=shapes.slots[i], wide=wide,
+                policy=policy, spec=config.attention_spec(i), slots=min(shapes.slots[i], wide), wide=wide,
             )
             for i in range(config.num_layers)
         ]  # fmt: skip
