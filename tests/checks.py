@@ -1,0 +1,114 @@
+"""What each policy of the catalogue is checked against, and the test that does it.
+
+    python tests/checks.py
+
+prints the table of docs/policies.md, which stands there between two markers; `test_checks.py` keeps it true.
+"""
+
+from typing import NamedTuple
+
+CODE = "released code"  # a golden that the authors' own program made
+KVPRESS = "kvpress"  # a golden that kvpress 0.5.5 made
+FORM = "independent form"  # the rule written a second time, in plain NumPy or torch
+CONTRACT = "contract only"  # the rules that all policies keep, and what was recorded before: no check of the method
+KINDS = (CODE, KVPRESS, FORM, CONTRACT)
+
+BOTH = "prefill, decode"  # what is kept, all parts together
+PREFILL = "prefill"
+PART = "its own part"  # the score or the share alone, not what the whole policy keeps
+
+
+class Check(NamedTuple):
+    """The strongest check of a policy: against what, of what, and by which test (`file::function` under tests/)."""
+
+    against: str
+    of: str
+    test: str
+
+
+RULES = Check(CONTRACT, BOTH, "test_contract.py::test_rules_of_the_family")
+TWINS = Check(KVPRESS, PREFILL, "test_family.py::test_kvpress_twins")
+TINY = Check(KVPRESS, PREFILL, "test_parity.py::test_kvpress_on_tiny_models")
+POOLS = Check(KVPRESS, PREFILL, "test_pool.py::test_kept_as_in_kvpress")
+REPLAY = Check(KVPRESS, PREFILL, "test_family.py::test_replay_as_in_kvpress")
+HEADS = Check(FORM, PREFILL, "test_head_budgets.py::test_kept_by_the_papers_rule")
+STEPS = Check(FORM, BOTH, "test_parity.py::test_decode_step_by_step")
+
+CHECKS = {
+    "a2sf": RULES,
+    "ada-pyramidkv": Check(FORM, PART, "test_pool.py::test_a_pyramid_of_layers_whose_heads_compete"),
+    "adakv": POOLS,
+    "adakv-h2o": RULES,
+    "alisa": RULES,
+    "cake": Check(FORM, PREFILL, "test_model_pool.py::test_cake"),
+    "capkv": TWINS,
+    "chunk-topk": TWINS,
+    "chunkkv": TWINS,
+    "chunkkv-entropy": RULES,
+    "compactor": RULES,
+    "compresskv": Check(FORM, PREFILL, "test_calibrate.py::test_compresskv_asks_the_best_heads"),
+    "critical-adakv": POOLS,
+    "criticalkv": TWINS,
+    "cur": TWINS,
+    "d2o": Check(FORM, PREFILL, "test_model_pool.py::test_d2o"),
+    "dapq": Check(FORM, PREFILL, "test_parity.py::test_dapq"),
+    "dapq-longflow": RULES,
+    "defensivekv": RULES,
+    "duo": HEADS,
+    "elastic-cache": RULES,
+    "ems": RULES,
+    "epicache": RULES,
+    "expected-attention": TWINS,
+    "expected-attention-stats": TWINS,
+    "fastkv": Check(FORM, PART, "test_flow.py::test_deeper_layers_see_the_chosen_tokens_alone"),
+    "finch": TWINS,
+    "full": RULES,
+    "global-h2o": Check(FORM, PREFILL, "test_model_pool.py::test_one_budget_for_all"),
+    "graphkv": RULES,
+    "h2o": STEPS,
+    "headkv": HEADS,
+    "keydiff": TWINS,
+    "knorm": TINY,
+    "kvcrush": RULES,
+    "kvzip": REPLAY,
+    "kvzip-plus": REPLAY,
+    "lacache": RULES,
+    "lagkv": TWINS,
+    "laq": Check(FORM, PART, "test_family.py::test_lookahead_tokens_are_the_drafts"),
+    "laq-longflow": RULES,
+    "layer-compresskv": RULES,
+    "layer-defensivekv": RULES,
+    "lazyeviction": RULES,
+    "leverage": TWINS,
+    "longflow": STEPS,
+    "lu-kv": Check(KVPRESS, PREFILL, "test_head_budgets.py::test_curves_as_in_kvpress"),
+    "mpcache": Check(FORM, PREFILL, "test_family.py::test_a_look_once_and_layers_that_share_it"),
+    "non-causal": TWINS,
+    "prefixkv": Check(FORM, PREFILL, "test_model_pool.py::test_prefixkv"),
+    "pyramidkv": Check(KVPRESS, PREFILL, "test_pool.py::test_a_pyramid_of_layers_as_in_kvpress"),
+    "q-filters": TWINS,
+    "quest": Check(FORM, PART, "test_evicted.py::test_few_pages_are_read"),
+    "r-kv": RULES,
+    "random": RULES,
+    "razorattention": HEADS,
+    "scope": Check(FORM, PART, "test_family.py::test_scope_keeps_the_prompt"),
+    "simlayerkv": Check(FORM, PREFILL, "test_model_pool.py::test_simlayerkv"),
+    "snapkv": TINY,
+    "streaming-llm": TINY,
+    "subgen": RULES,
+    "tiered-h2o": RULES,
+    "tova": STEPS,
+    "treekv": RULES,
+    "vatp": RULES,
+}
+
+
+def table() -> str:
+    """The checks as a table in Markdown."""
+    rows = ["| policy | checked against | what of it | test |", "|---|---|---|---|"]
+    rows += [f"| `{name}` | {check.against} | {check.of} | `{check.test}` |" for name, check in CHECKS.items()]
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,58 @@
+"""The table of what each policy is checked against: complete, about tests that there are, and in the docs."""
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+from checks import CHECKS, KINDS, table
+
+from jaxkv.policies import catalogue
+
+TESTS = Path(__file__).parent
+
+
+@functools.cache
+def parsed(file: str) -> dict[str, list[ast.AST]]:
+    """What stands at the top of a test file, by name; a constant that is added to has several statements."""
+    found: dict[str, list[ast.AST]] = {}
+    for node in ast.parse((TESTS / file).read_text(encoding="utf-8")).body:
+        names = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+        for target in node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]:
+            names += [each.id for each in ast.walk(target) if isinstance(each, ast.Name)] if target else []
+        for name in names:
+            found.setdefault(name, []).append(node)
+    return found
+
+
+def words(file: str, name: str, seen: set[str]) -> set[str]:
+    """All strings in a function or a constant, its decorators and what it uses of its file included."""
+    if name in seen:
+        return set()
+    seen.add(name)
+    here = [each for node in parsed(file).get(name, []) for each in ast.walk(node)]
+    found = {node.value for node in here if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return found.union(*(words(file, node.id, seen) for node in here if isinstance(node, ast.Name)))
+
+
+def test_every_policy_has_its_line():
+    assert list(CHECKS) == sorted(catalogue())
+    assert {check.against for check in CHECKS.values()} <= set(KINDS)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_test_is_there_and_about_the_policy(name):
+    """It has the name among its parameters or in its code, or runs over the whole catalogue."""
+    file, function = CHECKS[name].test.split("::")
+    (found,) = parsed(file)[function]
+    assert isinstance(found, ast.FunctionDef) and function.startswith("test_") and Path(file).name.startswith("test_")
+    everyone = any("catalogue" in ast.dump(each) for each in found.decorator_list)
+    assert everyone or name in words(file, function, set()), f"{CHECKS[name].test} says nothing of {name}"
+
+
+def test_the_docs_have_the_table():
+    """Else: python tests/checks.py prints it."""
+    text = (TESTS.parent / "docs" / "policies.md").read_text(encoding="utf-8")
+    between = re.search(r"<!-- checks: python tests/checks.py -->\n(.*?)\n<!-- end of checks -->", text, re.S)
+    assert between is not None and between[1] == table()
