@@ -32,6 +32,7 @@ TINY = Check(KVPRESS, PREFILL, "test_parity.py::test_kvpress_on_tiny_models")
 POOLS = Check(KVPRESS, PREFILL, "test_pool.py::test_kept_as_in_kvpress")
 REPLAY = Check(KVPRESS, PREFILL, "test_family.py::test_replay_as_in_kvpress")
 HEADS = Check(FORM, PREFILL, "test_head_budgets.py::test_kept_by_the_papers_rule")
+RELEASED = Check(CODE, PREFILL, "test_released.py::test_what_a_prompt_leaves")
 STEPS = Check(FORM, BOTH, "test_parity.py::test_decode_step_by_step")
 
 CHECKS = {
@@ -85,7 +86,7 @@ CHECKS = {
     "mpcache": Check(FORM, PREFILL, "test_family.py::test_a_look_once_and_layers_that_share_it"),
     "non-causal": TWINS,
     "prefixkv": Check(FORM, PREFILL, "test_model_pool.py::test_prefixkv"),
-    "pyramidkv": Check(KVPRESS, PREFILL, "test_pool.py::test_a_pyramid_of_layers_as_in_kvpress"),
+    "pyramidkv": RELEASED,
     "q-filters": TWINS,
     "quest": Check(FORM, PART, "test_evicted.py::test_few_pages_are_read"),
     "r-kv": RULES,
@@ -93,7 +94,7 @@ CHECKS = {
     "razorattention": HEADS,
     "scope": Check(FORM, PART, "test_family.py::test_scope_keeps_the_prompt"),
     "simlayerkv": Check(FORM, PREFILL, "test_model_pool.py::test_simlayerkv"),
-    "snapkv": TINY,
+    "snapkv": RELEASED,
     "streaming-llm": TINY,
     "subgen": RULES,
     "tiered-h2o": RULES,

@@ -96,20 +96,6 @@ def test_kept_as_in_kvpress(goldens, tiny, family, method, ratio):
         assert [pooled(layer) for layer in cache.layers] == [i in layers for i in range(len(cache.layers))]
 
 
-@pytest.mark.some(1)
-@pytest.mark.parametrize("ratio", ["0.3", "0.5", "0.75"])
-def test_a_pyramid_of_layers_as_in_kvpress(goldens, tiny, ratio):
-    golden, params = arrays(goldens / "kvpress" / "llama3-more.npz"), tiny(FAMILY)
-    tokens = golden["ids"][0]
-    policy = jaxkv.policy("pyramidkv", budget=int(len(tokens) * (1 - float(ratio))), window=8)
-    cache = jaxkv.prefill(params, tokens, policy=policy)
-    for index, layer in enumerate(cache.layers):
-        theirs = golden[f"pyramidkv-w8-k5-b20/r{ratio}/layer{index}/kept"]
-        np.testing.assert_array_equal(np.asarray(layer.positions[0]), theirs)
-    sizes = [layer.slots for layer in cache.layers]
-    assert (sizes[0] > sizes[-1]) == (ratio != "0.75"), "uniform where the window does not fit into the smallest"
-
-
 def test_a_pyramid_of_layers_whose_heads_compete(tiny):
     """Layer budgets as PyramidKV's, shares of the heads as AdaKV's."""
     params, budget = tiny(FAMILY), 24

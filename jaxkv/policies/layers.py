@@ -24,10 +24,12 @@ class Uniform(Allocate):
 
 @dataclasses.dataclass(frozen=True)
 class Pyramid(Allocate):
-    """Falls linearly from 2m - m/beta at the bottom layer to m/beta at the top, m being the mean budget.
+    """The window, and of what the mean budget m has besides it a share that falls linearly from layer to layer.
 
-    The largest is at most the tokens outside the window (then the smallest grows to keep the mean); where the window
-    does not fit into the smallest, every layer gets m. Source: PyramidKV (arXiv 2406.02069), in kvpress' form.
+    From 2b - s at the bottom to s = b // beta at the top, b = m - window. The largest is at most the tokens outside the
+    window (then the smallest grows to keep the mean); a text of fewer than 2b tokens gives every layer m, and so does a
+    window of m or more. Source: PyramidKV (arXiv 2406.02069), in its release's form, but for steps between layers
+    that are no whole numbers: the release rounds them down and so holds more than m.
     """
 
     beta: float = 20.0
@@ -39,15 +41,12 @@ class Pyramid(Allocate):
 
     def budgets(self, budget: int, layers: int, tokens: int, window: int, learned: Learned) -> tuple[int, ...]:
         """One budget per layer, bottom first; their mean is `budget` up to rounding."""
-        low = budget / self.beta
-        high = 2 * budget - low
-        if high >= tokens - window:
-            high = tokens - window
-            low = 2 * budget - high
-        if layers == 1 or not tokens >= high >= low >= max(window, 1):
+        apart = budget - window
+        if layers == 1 or apart < 1 or tokens < 2 * apart:
             return (budget,) * layers
-        step = (high - low) / (layers - 1)
-        return tuple(round(high - layer * step) for layer in range(layers))
+        high = min(2 * apart - int(apart // self.beta), tokens - window)
+        step = 2 * (high - apart) / (layers - 1)
+        return tuple(window + round(high - layer * step) for layer in range(layers))
 
 
 @dataclasses.dataclass(frozen=True)
