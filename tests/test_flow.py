@@ -17,7 +17,7 @@ FAMILY = "llama2"  # three layers
 
 def chosen_by_hand(mass, tokens, keep, window, kernel, budget):
     """The paper's rule for one row: the pooled mass of what stands before the window, and the window."""
-    many = min(max(int(np.ceil(np.float32(tokens) * np.float32(keep))), window, budget), tokens)
+    many = min(max(int(np.float32(tokens) * np.float32(keep)), window, budget), tokens)
     before = np.convolve(mass[: tokens - window], np.ones(kernel), mode="same")
     best = np.argsort(-before, kind="stable")[: many - window]
     return np.sort(np.concatenate([best, np.arange(tokens - window, tokens)]))

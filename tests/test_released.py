@@ -24,6 +24,23 @@ PROMPTS = {
         },
     ),
     "h2o": ("kvcache_factory", {"p60-b16": (16, {"prefill_recent": 8}), "p90-b16": (16, {"prefill_recent": 8})}),
+    "fastkv": (
+        "fastkv",
+        {
+            "p60-b16-g24": (16, {"after": 1, "keep": 0.4}),
+            "p90-b24-g27": (24, {"after": 0, "keep": 0.3}),
+        },
+    ),
+    "compresskv": ("compresskv", {"p60-b24": (24, {}), "p90-b32": (32, {})}),
+    "layer-compresskv": ("compresskv", {"p90-b24": (24, {"least": 10})}),
+    # sinks, the share of every lag but the last that stays, and that with what comes behind it
+    "lagkv": (
+        "lagkv",
+        {
+            "p100-l16": (4 + 5 * 8 + 16 + 0, {"sinks": 4, "lag": 16}),
+            "p84-l8": (2 + 9 * 2 + 8 + 2, {"sinks": 2, "lag": 8}),
+        },
+    ),
     "streaming-llm": ("kvcache_factory", {"p60-b12": (12, {})}),
 }
 CASES = [(name, case) for name, (_, cases) in PROMPTS.items() for case in cases]

@@ -155,7 +155,7 @@ class Propagate(Flow):
 
     def count(self, tokens: int, budget: int) -> int:
         """How many of so many tokens go on, at most: never fewer than the window or the budget."""
-        share = int(np.ceil(np.float32(tokens) * np.float32(self.keep)))  # rounded as `choose` does
+        share = int(np.float32(tokens) * np.float32(self.keep))  # rounded as `choose` does
         return min(max(share, self.window, budget), tokens)
 
     def choose(
@@ -165,7 +165,7 @@ class Propagate(Flow):
         would send, whatever its padding (position -1)."""
         real = positions >= 0
         tokens = jnp.sum(real, axis=-1, keepdims=True, dtype=jnp.int32)
-        share = jnp.ceil(tokens.astype(jnp.float32) * jnp.float32(self.keep)).astype(jnp.int32)
+        share = (tokens.astype(jnp.float32) * jnp.float32(self.keep)).astype(jnp.int32)
         many = jnp.minimum(jnp.maximum(share, jnp.maximum(self.window, limits[:, None])), tokens)
         window = (jnp.arange(positions.shape[1]) >= positions.shape[1] - self.window) & real
         along = Aggregate(pool="avg", kernel=self.kernel)

@@ -46,31 +46,42 @@ class Llama:
         a, b = x[..., :half], x[..., half:]
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
 
+    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """The stream [T, hidden] that the first layer gets."""
+        return self.weights["model.embed_tokens.weight"][ids]
+
+    def layer(self, layer: int, x: torch.Tensor, positions: torch.Tensor, attend) -> tuple[torch.Tensor, Seen]:
+        """The stream after one layer."""
+        at = f"model.layers.{layer}."
+        h = self.norm(x, at + "input_layernorm.weight")
+
+        def split(name: str) -> torch.Tensor:
+            out = h @ self.weights[f"{at}self_attn.{name}_proj.weight"].T
+            return out.view(len(h), -1, self.dim).transpose(0, 1)
+
+        seen = Seen(self.rope(split("q"), positions), self.rope(split("k"), positions), split("v"))
+        context = attend(layer, seen).transpose(0, 1).reshape(len(x), -1)
+        x = x + context @ self.weights[at + "self_attn.o_proj.weight"].T
+        h = self.norm(x, at + "post_attention_layernorm.weight")
+        gate, up = (h @ self.weights[f"{at}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        return x + (torch.nn.functional.silu(gate) * up) @ self.weights[at + "mlp.down_proj.weight"].T, seen
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits [T, V] of the last layer's stream."""
+        return self.norm(x, "model.norm.weight") @ self.weights["lm_head.weight"].T
+
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor, attend) -> tuple[torch.Tensor, list[Seen]]:
         """Logits [T, V]; `attend(layer, seen)` gives the context [Hq, T, D]."""
-        x = self.weights["model.embed_tokens.weight"][ids]
-        every = []
+        x, every = self.embedded(ids), []
         for layer in range(self.layers):
-            at = f"model.layers.{layer}."
-            h = self.norm(x, at + "input_layernorm.weight")
-
-            def split(name: str, h=h, at=at) -> torch.Tensor:
-                out = h @ self.weights[f"{at}self_attn.{name}_proj.weight"].T
-                return out.view(len(h), -1, self.dim).transpose(0, 1)
-
-            seen = Seen(self.rope(split("q"), positions), self.rope(split("k"), positions), split("v"))
+            x, seen = self.layer(layer, x, positions, attend)
             every.append(seen)
-            context = attend(layer, seen).transpose(0, 1).reshape(len(ids), -1)
-            x = x + context @ self.weights[at + "self_attn.o_proj.weight"].T
-            h = self.norm(x, at + "post_attention_layernorm.weight")
-            gate, up = (h @ self.weights[f"{at}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-            x = x + (torch.nn.functional.silu(gate) * up) @ self.weights[at + "mlp.down_proj.weight"].T
-        return self.norm(x, "model.norm.weight") @ self.weights["lm_head.weight"].T, every
+        return self.logits(x), every
+
+    def causal(self, layer: int, seen: Seen) -> torch.Tensor:
+        """The context [Hq, T, D] of a prompt's plain attention."""
+        return causal_attention(seen.query, seen.key) @ seen.value.repeat_interleave(self.heads // self.kv_heads, 0)
 
     def prompt(self, ids: torch.Tensor) -> tuple[torch.Tensor, list[Seen]]:
         """A whole prompt, causally."""
-
-        def attend(_, seen: Seen) -> torch.Tensor:
-            return causal_attention(seen.query, seen.key) @ seen.value.repeat_interleave(self.heads // self.kv_heads, 0)
-
-        return self(ids, torch.arange(len(ids)), attend)
+        return self(ids, torch.arange(len(ids)), self.causal)

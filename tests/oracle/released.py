@@ -1,5 +1,6 @@
 """What the scripts share that run released programs: loading them, prompts without near ties, places of kept keys."""
 
+import ast
 import dataclasses
 import importlib
 import sys
@@ -36,6 +37,14 @@ def released(folder: str | Path, module: str) -> types.ModuleType:
         return importlib.import_module(module)
     finally:
         sys.path.remove(str(folder))
+
+
+def function(file: Path, name: str, **given: Any) -> Callable:
+    """One function of a file whose other statements do not run; `given` are the names that it uses."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    exec(compile(tree, str(file), "exec"), given)
+    return given[name]
 
 
 def places(kept: torch.Tensor, given: torch.Tensor) -> np.ndarray:
