@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from common import GOLDENS, save
-from llama import Llama, Seen
+from llama import Llama
 from released import TRIES, batch, drawn, model, places, released, same, shaken, under
 
 CASES = {  # tokens of the prompt, budget, layer after which fewer go on, how many of them
