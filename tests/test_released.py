@@ -1,16 +1,21 @@
 """What is kept, against the authors' own programs (goldens of tests/oracle), on tiny random models."""
 
+import dataclasses
 import functools
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from archives import arrays
+from measured import calibrated
 from ordered import heads_of
+from safetensors.numpy import load_file, save_file
 
 import jaxkv
 
 FAMILY = "llama2"
+STEP = {"max_new_tokens": 1, "stop_tokens": ()}
 
 # policy -> the golden's file, and of each case budget and options
 PROMPTS = {
@@ -73,3 +78,86 @@ def test_what_a_prompt_leaves(goldens, tiny, name, case):
     budget, options = cases[case]
     theirs = golden(goldens, file, f"{name}/{case}")
     assert_kept(jaxkv.prefill(tiny(FAMILY), theirs["ids"], policy=jaxkv.policy(name, budget=budget, **options)), theirs)
+
+
+@pytest.fixture(scope="module")
+def ungrouped(goldens, tmp_path_factory):
+    """The same model with a KV head for every query head: some releases know no groups."""
+    source, folder = goldens / "tiny" / FAMILY, tmp_path_factory.mktemp("ungrouped")
+    facts, weights = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+    heads, kv_heads = facts["num_attention_heads"], facts["num_key_value_heads"]
+    for name, weight in weights.items():
+        if "k_proj" in name or "v_proj" in name:
+            split = weight.reshape(kv_heads, -1, weight.shape[1]).repeat(heads // kv_heads, axis=0)
+            weights[name] = split.reshape(-1, weight.shape[1])
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**facts, "num_key_value_heads": heads}))
+    return calibrated(jaxkv.load(folder))
+
+
+def stepped(params, policy, case):
+    """Prompt and single steps: the cache after each; every token is the release's."""
+    out = jaxkv.generate(params, case["ids"], policy=policy, **STEP)
+    yield out.cache
+    for step, token in enumerate(case["tokens"].tolist()):
+        assert out.tokens[0, 0] == token, f"token {step}"
+        if step + 1 < len(case["tokens"]):
+            out = jaxkv.generate(params, None, cache=out.cache, **STEP)
+            yield out.cache
+
+
+def left(layer):
+    """What each head holds without the slot that the next token will overwrite."""
+    positions = np.asarray(layer.positions[0])
+    slots = np.arange(positions.shape[1]) != np.asarray(layer.next_slot[0]).reshape(-1, 1)
+    return [np.sort(head[keep & (head >= 0)]).tolist() for head, keep in zip(positions, slots, strict=True)]
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize(("case", "budget"), [("p20-b16", 16), ("p60-b24", 24), ("p12-b16", 16)])
+def test_h2o_step_by_step(goldens, ungrouped, case, budget):
+    """The prompt's cut, and what every step leaves."""
+    theirs = golden(goldens, "h2o_released", case)
+    policy = jaxkv.policy("h2o", budget=budget)
+    policy = dataclasses.replace(policy, prefill=dataclasses.replace(policy.prefill, reserve=1))
+    for step, cache in enumerate(stepped(ungrouped, policy, theirs)):
+        for layer, kept in zip(cache.layers, theirs["kept"][step], strict=True):
+            assert left(layer) == [head[head >= 0].tolist() for head in kept], f"step {step}"
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize(("case", "budget"), [("p20-b16", 16), ("p60-b24", 24)])
+def test_streaming_llm_step_by_step(goldens, tiny, case, budget):
+    """What every step attends to, and by its tokens where in the cache it stands."""
+    theirs, policy = golden(goldens, "streaming", case), jaxkv.policy("streaming-llm", budget=budget)
+    for step, cache in enumerate(stepped(tiny(FAMILY), policy, theirs)):
+        for layer in cache.layers if step else ():
+            for head in heads_of(layer):
+                assert np.sort(head).tolist() == theirs["held"][step - 1].tolist(), f"step {step}"
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize(("case", "budget", "window"), [("p20-b24", 24, 8), ("p60-b48", 48, 32)])
+def test_longflow_step_by_step(goldens, tiny, case, budget, window):
+    """What the prompt leaves, and what every step attends to; a prompt within the budget needs no window."""
+    theirs = golden(goldens, "longflow_released", case)
+    policy = jaxkv.policy("longflow", budget=budget, window=window)
+    for step, cache in enumerate(stepped(tiny(FAMILY), policy, theirs)):
+        for layer, held in zip(cache.layers, theirs["held"][step], strict=True):
+            assert _entries(layer) == [held[held >= 0].tolist()] * len(layer.positions[0]), f"step {step}"
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize(("case", "budget", "window"), [("p20-b16-w4", 16, 4), ("p60-b24-w8", 24, 8)])
+def test_q_filters_step_by_step(goldens, tiny, case, budget, window):
+    """What is held after the prompt and after every step. Here the new token takes a slot that was chosen before it
+    came, so that one less protects as many."""
+    theirs = golden(goldens, "qfilters", case)
+    policy = jaxkv.policy("q-filters", budget=budget, prefill_recent=window, decode_recent=window - 1)
+    for step, cache in enumerate(stepped(tiny(FAMILY), policy, theirs)):
+        for layer, held in zip(cache.layers, theirs["held"][step], strict=True):
+            assert _entries(layer) == held.tolist(), f"step {step}"
+
+
+def _entries(layer):
+    return [np.sort(head[head >= 0]).tolist() for head in heads_of(layer)]
