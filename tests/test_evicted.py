@@ -266,7 +266,7 @@ def test_a_second_tier_holds_what_the_first_has_lost(tiny):
     """Both tiers together hold the newest of all that left; the tier costs 4 bits a channel and two numbers."""
     params = tiny(FAMILY)
     plain = jaxkv.policy("h2o", budget=16, block=20)
-    tiered = jaxkv.policy("h2o", budget=16, block=20, evicted=Demote(slots=8))
+    tiered = jaxkv.policy("tiered-h2o", budget=16, block=20, slots=8)
     rows = [ids(45, 1), ids(3, 2)]
     one, two = (jaxkv.prefill(params, rows, policy=p) for p in (plain, tiered))
     config = params.config

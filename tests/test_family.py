@@ -33,6 +33,7 @@ from jaxkv.policies import (
     Maximum,
     Neighbours,
     NonCausal,
+    Phase,
     Propagated,
     Random,
     Recurrence,
@@ -72,7 +73,7 @@ FAMILY = {
     "noncausal-c40": ("non-causal", {"prefill_chunk": 40}, True),
     "chunk-c40-knorm": ("chunk-topk", {"chunk": 40}, False),
     "finch-w8": ("finch", {"question": 8, "recent": 8, "rope": "text"}, True),
-    "egchunkkv-c10-knorm": ("knorm", {"prefill_chunk": 10, "prefill_by": "entropy", "prefill_heads": "sum"}, False),
+    "egchunkkv-c10-knorm": ("chunkkv-entropy", {}, False),
 }
 CALIBRATED = {
     "qfilters": ("q-filters", {}, True),
@@ -98,6 +99,12 @@ def _twin(method, budget):
         score = policy.prefill.score
         score = dataclasses.replace(score, of=dataclasses.replace(score.of, epsilon=0.01))
         return dataclasses.replace(policy, prefill=dataclasses.replace(policy.prefill, score=score))
+    if method == "egchunkkv-c10-knorm":  # the choice of chunks is the policy's, the score is not
+        policy, aggregate = catalogue()[name], Aggregate(heads="sum")
+        select = dataclasses.replace(policy.prefill.select, recent=0)
+        return dataclasses.replace(
+            policy, prefill=Phase(score=KeyNorm(), aggregate=aggregate, select=select), budget=budget
+        )
     if method == "noncausal-c40":
         policy = jaxkv.policy(name, budget=budget)
         score = dataclasses.replace(policy.prefill.score, chunk=40)

@@ -72,6 +72,7 @@ def assert_kept(cache, case):
             assert np.sort(held[held >= 0]).tolist() == want, f"layer {index} head {head}"
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize(("name", "case"), CASES)
 def test_what_a_prompt_leaves(goldens, tiny, name, case):
     file, cases = PROMPTS[name]
@@ -111,6 +112,16 @@ def left(layer):
     positions = np.asarray(layer.positions[0])
     slots = np.arange(positions.shape[1]) != np.asarray(layer.next_slot[0]).reshape(-1, 1)
     return [np.sort(head[keep & (head >= 0)]).tolist() for head, keep in zip(positions, slots, strict=True)]
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("family", ["llama2", "qwen3"])
+def test_the_full_cache_generates_what_transformers_does(goldens, tiny, family):
+    theirs = arrays(goldens / "tiny" / family / "logits.npz")
+    steps = theirs["greedy"].shape[1]
+    options = {"policy": jaxkv.policy("full"), "max_new_tokens": steps, "stop_tokens": ()}
+    prompts = list(theirs["ids"][:, :24])
+    np.testing.assert_array_equal(jaxkv.generate(tiny(family), prompts, **options).tokens, theirs["greedy"])
 
 
 @pytest.mark.some(1)

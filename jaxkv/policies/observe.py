@@ -162,12 +162,14 @@ class Lookahead(Observer):
 
     They come from a first pass: the prompt under SnapKV (window `draft_window`) at the same budget, then `count` greedy
     tokens; on a cache that is already bounded, everything new is kept for that pass. Two prefills, bounded memory.
-    Source: Lookahead Q-Cache (arXiv 2505.20334), which keeps the first pass's queries and the whole prompt's cache in
-    between; here the tokens run again behind the prompt.
+    With `own_keys=False` their own keys stay out of the softmax, as in the release. Source: Lookahead Q-Cache (arXiv
+    2505.20334), which keeps the first pass's queries and the whole prompt's cache in between; here the tokens run again
+    behind the prompt.
     """
 
     count: int = 8
     draft_window: int = 32
+    own_keys: bool = True
     kind: ClassVar[str] = "lookahead"
     window: ClassVar[int] = 0
     drafts: ClassVar[bool] = True

@@ -1,0 +1,343 @@
+"""Policies against their rules written a second time, in plain NumPy: a prompt, its cut, and 24 greedy steps."""
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from forms import Prompt, Rule, Tiny, competing, ends, run, softmax
+from ordered import heads_of
+
+import jaxkv
+from jaxkv.policies import Leverage
+from jaxkv.policies.catalogue import named
+
+NEVER = 10**6  # entries over the budget: everything new is added
+FAMILY, BUDGET, TOKENS, STEPS = "llama2", 16, 40, 24
+TOKEN_GAP, CLEAR = 1e-3, 2e-5
+
+
+@pytest.fixture(scope="module")
+def numpy_model(goldens):
+    return Tiny(goldens / "tiny" / FAMILY)
+
+
+def ids(seed):
+    """A prompt in which no token comes twice."""
+    return 3 + np.random.default_rng(seed).permutation(120)[:TOKENS].astype(np.int32)
+
+
+class Summed(Rule):
+    """What remembers the attention so far: `attention` forgets by `decay`, the newest half is protected."""
+
+    fresh: ClassVar[dict[str, float]] = {"attention": 0.0}
+    decay, sinks = 1.0, 0
+
+    @property
+    def recent(self):
+        return self.budget // 2
+
+    def looked(self, seen):
+        return seen.weights.sum(1)
+
+    def size(self, value):
+        return 1.0
+
+    def prompt(self, seen: Prompt):
+        worth = seen.by_group(self.looked(seen)).mean(1) * self.size(seen.value)
+        return np.where(ends(np.arange(worth.shape[1]), self.sinks, worth.shape[1] - self.recent), np.inf, worth)
+
+    def stats(self, seen: Prompt):
+        return {"attention": seen.by_group(self.looked(seen)).mean(1)}
+
+    def step(self, head, mass, now):
+        head.stats["attention"] = head.stats["attention"] * self.decay + mass.mean(0)
+        worth = head.stats["attention"] * self.size(head.value)
+        return np.where(ends(head.at, self.sinks, now - self.recent), np.inf, worth)
+
+
+class Vatp(Summed):
+    sinks = 2
+
+    def size(self, value):
+        return np.abs(value).sum(-1)
+
+
+class Alisa(Summed):
+    decay = 0.9375
+
+    def looked(self, seen):
+        return seen.weights[:, -16:].sum(1)
+
+
+class Ems(Summed):
+    """At the prompt both sides from 0 to 1 over what is not protected; the question's queries count what they see."""
+
+    recent = 4
+
+    def prompt(self, seen: Prompt):
+        length, question = seen.weights.shape[1], 4
+        far = seen.by_group(seen.weights.sum(1)).mean(1)[:, : length - self.recent]
+        weights = seen.weights[:, -question:, : length - question] * np.arange(length - question, length)[:, None]
+        near = seen.by_group(weights.sum(1) / question).mean(1)
+        unit = [(x - x.min(1, keepdims=True)) / np.ptp(x, axis=1, keepdims=True) for x in (far, near)]
+        return np.append(sum(unit) / 2, np.full((len(far), self.recent), np.inf), 1)
+
+    def step(self, head, mass, now):
+        head.stats["attention"] = head.stats["attention"] + mass.mean(0)
+        worth = 0.03 * head.stats["attention"] + 0.97 * mass.mean(0)
+        return np.where(head.at >= now - self.recent, np.inf, worth)
+
+
+class TreeKv(Summed):
+    """Of a prompt the losers of all pairs leave first, the oldest first, then the oldest winners; while decoding the
+    loser of one pair, which moves on with every token."""
+
+    sinks = 4
+
+    def prompt(self, seen: Prompt):
+        length = seen.weights.shape[1]
+        share = seen.by_group(seen.weights.sum(1)).mean(1) / np.arange(length, 0, -1)
+        worth = np.tile(np.arange(length, dtype=float), (len(share), 1))
+        for row, own in zip(worth, share, strict=True):
+            for at in range(self.sinks, length - 1, 2):
+                row[at if own[at] < own[at + 1] else at + 1] -= length
+        worth[:, : self.sinks] = np.inf
+        return worth
+
+    def step(self, head, mass, now):
+        head.stats["attention"] = head.stats["attention"] + mass.mean(0)
+        share = head.stats["attention"] / (now - head.at)
+        at = self.sinks + now % (len(head.at) - self.sinks - 1)
+        loser = at if share[at] < share[at + 1] else at + 1
+        worth = np.where(head.at < self.sinks, np.inf, share)
+        worth[loser] = -np.inf
+        return worth
+
+
+class LazyEviction(Rule):
+    """Cuts every 4 tokens; what comes back soon and is due stays."""
+
+    every, window, threshold = 4, 4, 0.05
+    fresh: ClassVar[dict[str, float]] = {"gap": 0.0}
+
+    def looked(self, seen):
+        return seen.by_group(seen.weights[:, -self.window :].mean(1)).mean(1)
+
+    def prompt(self, seen: Prompt):
+        worth = self.looked(seen)
+        worth[:, -self.window :] = np.inf
+        return worth
+
+    def stats(self, seen: Prompt):
+        mass = self.looked(seen)
+        at = np.arange(mass.shape[1])
+        hit = mass > self.threshold
+        return {"last": np.where(hit, at[-1], at + 0.0), "gap": np.where(hit, at[-1] - at, 0.0)}
+
+    def step(self, head, mass, now):
+        hit = mass.max(0) > self.threshold
+        gap, last = head.stats["gap"], head.stats["last"]
+        head.stats["gap"] = gap = np.where(hit, np.maximum(gap, now - 1 - last), gap)
+        head.stats["last"] = last = np.where(hit, now - 1, last)
+        sigmoid = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
+        wait = np.maximum(gap, 1)
+        worth = 2 * sigmoid(-(now - 1 - last) / wait) + np.where(gap > 0, 2 * sigmoid(1 - wait), 0)
+        return np.where(head.at >= now - self.window, np.inf, worth)
+
+
+class ElasticCache(Rule):
+    """All heads of a layer by the attention that all queries gave; then what is 9 tokens old goes."""
+
+    def prompt(self, seen: Prompt):
+        worth = np.tile(seen.weights.sum(1).mean(0), (len(seen.key), 1))
+        worth[:, 0] = worth[:, -1] = np.inf
+        return worth
+
+    def step(self, head, mass, now):
+        return np.where(head.at < 1, np.inf, np.abs(now - head.at - 9) + 0.0)
+
+
+class Drawn(Rule):
+    """A number of the place and the head, by a mixer of 32 bits."""
+
+    def draw(self, at, head):
+        word = (1 << 32) - 1
+        out = []
+        for place in at.tolist():
+            x = (place * 0x9E3779B1 + head * 0x85EBCA77) & word
+            for shift, times in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+                x = (x ^ (x >> shift)) * times & word
+            out.append(((x ^ (x >> 16)) >> 8) / 2**24)
+        return np.array(out)
+
+    def prompt(self, seen: Prompt):
+        return np.stack([self.draw(np.arange(seen.key.shape[1]), head) for head in range(len(seen.key))])
+
+    def step(self, head, mass, now):
+        return self.draw(head.at, head.number)
+
+
+def pooled(mass, kernel, kind):
+    """The mean over `kernel` neighbours (the text's ends count 0), or the largest of them."""
+    half = kernel // 2
+    if kind == "avg":
+        return np.stack([np.convolve(row, np.ones(kernel) / kernel, mode="same") for row in mass])
+    wide = np.pad(mass, ((0, 0), (half, half)), constant_values=-np.inf)
+    return np.max([wide[:, shift : shift + mass.shape[1]] for shift in range(kernel)], axis=0)
+
+
+class SnapKv(Rule):
+    """The window's attention to what is before it; new tokens are added."""
+
+    every, window, kernel = NEVER, 6, 5
+
+    def prompt(self, seen: Prompt):
+        before = seen.weights.shape[1] - self.window
+        mass = pooled(seen.weights[:, -self.window :, :before].mean(1), self.kernel, "avg")
+        return np.append(seen.by_group(mass).mean(1), np.full((len(seen.key), self.window), np.inf), 1)
+
+
+class Lookahead(Rule):
+    """SnapKV drafts, and what the drafted tokens attend to behind the whole prompt stays (the second stage of the
+    release: `update_kv_LAQ`, `pyramidkv_utils.py` line 598, without the mask that it takes over from SnapKV)."""
+
+    every, count = NEVER, 8
+
+    def prepare(self, tiny, ids):
+        draft = run(tiny, SnapKv(self.budget), ids, self.count, reserve=0).tokens[: self.count]
+        self.length = len(ids)
+        _, self.ahead = tiny.prompt([*ids, *draft])
+
+    def looked(self, seen: Prompt):
+        """By query head; the tokens' own keys stay out."""
+        keys = seen.key[:, : self.length].repeat(seen.group, 0)
+        logits = seen.query[:, self.length :] @ keys.swapaxes(1, 2) / seen.key.shape[-1] ** 0.5
+        return pooled(softmax(logits).sum(1), 7, "max")
+
+    def prompt(self, seen: Prompt):
+        return seen.by_group(self.looked(self.ahead[seen.layer])).mean(1)
+
+
+class LookaheadLongFlow(Lookahead):
+    """Ours: own keys in the softmax and a mean over neighbours; then LongFlow, one slot for all heads."""
+
+    every, together = 1, True
+
+    def looked(self, seen: Prompt):
+        return pooled(seen.weights[:, self.length :, : self.length].mean(1), 5, "avg")
+
+    def step(self, head, mass, now):
+        return mass.sum(0) * np.abs(head.value).sum(-1)
+
+
+class AdaKvH2o(Summed):
+    """Heads share the prompt's cut: each its safeguard, at decode what is protected and one more."""
+
+    @property
+    def recent(self):
+        return self.budget // 4
+
+    def kept(self, worth, count, layer):
+        return competing(worth, count, self.recent + 1)
+
+
+class AdaPyramidKv(SnapKv):
+    """24, 16 and 8 entries in the three layers: the window of 6 and 18, 10 and 2; heads compete in each."""
+
+    def kept(self, worth, count, layer):
+        budget = count + (1 - layer) * 8
+        return competing(worth, budget, int(0.2 * budget))
+
+
+class Quest(Rule):
+    """Layers but the first read 4 pages of 4 tokens: the token's own, and those whose keys may give the most."""
+
+    every, page, count = NEVER, 4, 4
+
+    def prompt(self, seen: Prompt):
+        return np.full((len(seen.key), seen.key.shape[1]), np.inf)
+
+    def kept(self, worth, count, layer):
+        return [np.arange(worth.shape[1])] * len(worth)
+
+    def reads(self, head, query):
+        number = head.at // self.page
+        if head.layer == 0:
+            return np.ones(len(number), bool)
+        bounds = []
+        for page in range(number[-1] + 1):
+            low, high = (end(head.key[number == page], axis=0) for end in (np.min, np.max))
+            bounds.append(np.maximum(query * low, query * high).sum(-1).max())
+        bounds[-1] = np.inf
+        order = np.argsort(bounds)[::-1]
+        self.near = min(self.near, bounds[order[self.count - 1]] - bounds[order[self.count]])
+        return np.isin(number, order[: self.count])
+
+    def prepare(self, tiny, ids):
+        self.near = np.inf
+
+
+class Compactor(Rule):
+    """The fraction that goes times the leverage of the keys, and non-causal attention by chunks, both as z-scores."""
+
+    every, chunk = NEVER, 256
+
+    def prepare(self, tiny, ids):
+        self.unrotated = [tiny.rope(seen.key, -np.arange(len(ids))) for seen in tiny.prompt(ids)[1]]
+
+    def prompt(self, seen: Prompt):
+        x = self.unrotated[seen.layer]
+        x = (x - x.mean(1, keepdims=True)) @ np.asarray(Leverage(sketch=48).gaussian(*x.shape[::2]), np.float64)
+        inverse = np.linalg.inv(x.swapaxes(1, 2) @ x + 0.01 * np.eye(x.shape[-1]))
+        hat = np.einsum("hsd,hde,hse->hs", x, inverse, x)
+        length = x.shape[1]
+        around = np.zeros((len(seen.query), length))
+        for start in range(0, length, self.chunk):
+            part = slice(start, start + self.chunk)
+            logits = seen.query[:, part] @ seen.key[:, part].repeat(seen.group, 0).swapaxes(1, 2)
+            around[:, part] = softmax(logits).sum(1)
+        around = seen.by_group(around).mean(1) * np.linalg.norm(seen.value, axis=-1)
+        around = np.stack([np.convolve(row, np.ones(3) / 3, mode="same") for row in around])
+        unit = lambda x: (x - x.mean()) / x.std(ddof=1)  # noqa: E731
+        worth = (1 - self.budget / length) * unit(hat) + unit(around)
+        return np.where(ends(np.arange(length), 2, length - 2), np.inf, worth)
+
+
+CASES = {  # the rule, our options, the seed of a prompt without near ties
+    "vatp": (Vatp, {"sinks": 2}, 0),
+    "alisa": (Alisa, {}, 0),
+    "ems": (Ems, {"question": 4, "prefill_recent": 4, "decode_recent": 4}, 0),
+    "treekv": (TreeKv, {}, 0),
+    "lazyeviction": (LazyEviction, {"window": 4, "decode_recent": 4, "every": 4, "threshold": 0.05}, 8),
+    "elastic-cache": (ElasticCache, {"offset": 9}, 1),
+    "random": (Drawn, {}, 0),
+    "laq": (Lookahead, {"draft_window": 6}, 75),
+    "laq-longflow": (LookaheadLongFlow, {"draft_window": 6}, 0),
+    "adakv-h2o": (AdaKvH2o, {"interval": 1000}, 0),  # borders do not move
+    "ada-pyramidkv": (AdaPyramidKv, {"window": 6, "beta": 5.0}, 0),
+    "quest": (Quest, {"count": 16, "page": 4, "dense": 1}, 0),
+    "compactor": (Compactor, {"sinks": 2, "recent": 2}, 0),
+}
+
+
+def entries(layer):
+    return [np.sort(head[head >= 0]).tolist() for head in heads_of(layer)]
+
+
+@pytest.mark.some(3)
+@pytest.mark.parametrize("name", CASES)
+def test_prompt_and_steps(numpy_model, tiny, name):
+    """The same tokens, and the same entries in every head at the end."""
+    kind, options, seed = CASES[name]
+    rule = kind(BUDGET)
+    reserve = 0 if rule.every > 1 else 1
+    theirs = run(numpy_model, rule, ids(seed), STEPS, reserve)
+    assert theirs.token_gap > TOKEN_GAP and theirs.near > CLEAR, "a near tie: another seed"
+    policy = jaxkv.policy(name, **({"budget": BUDGET} if named(name).evicts else {}), **options)
+    if policy.prefill is not None:
+        policy = dataclasses.replace(policy, prefill=dataclasses.replace(policy.prefill, reserve=reserve))
+    ours = jaxkv.generate(tiny(FAMILY), ids(seed), policy=policy, max_new_tokens=STEPS + 1, stop_tokens=())
+    assert ours.tokens[0].tolist() == theirs.tokens
+    held = [entries(layer) for layer in ours.cache.views]
+    assert held == (theirs.left if rule.every > 1 else theirs.looked)
