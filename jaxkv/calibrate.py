@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxkv.checks import check_arguments
 from jaxkv.errors import BadValue
 from jaxkv.evaluation import texts
 from jaxkv.models import AttentionSpec, ModelConfig
@@ -17,6 +18,7 @@ from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.curves import best_split
 from jaxkv.policies.policy import priority
 from jaxkv.policies.score import ScoreInputs
+from jaxkv.request import check_model
 from jaxkv.run import model_of
 from jaxkv.store.entries import highest
 from jaxkv.weights.params import Params
@@ -47,12 +49,14 @@ def calibrate(params: Params, *, length: int = 512, windows: int = 12, needles: 
     LU-KV's score; a mean over the stretches (LU-KV, arXiv 2602.08585; the measure of what is read is ours).
     Raises `BadValue` without a tokenizer, and for sizes that leave nothing to measure.
     """
+    check_model(params)
+    check_arguments(length=length, windows=windows, needles=needles, seed=seed)
     if params.tokenizer is None:
         raise BadValue("calibrate needs the model's tokenizer, and these params have none: load them with one")
-    if length <= 4 * SKIP or length > params.config.max_position or windows < 1 or needles < 1:
+    if length <= 4 * SKIP or length > params.config.max_position:
         raise BadValue(
-            f"length={length}, windows={windows}, needles={needles}: expected more than {4 * SKIP} tokens, no more "
-            f"than the model's context of {params.config.max_position}, and at least one of each"
+            f"length={length}: expected more than {4 * SKIP} tokens, and no more than the model's context of "
+            f"{params.config.max_position}"
         )
     sums, stretches = None, _windows(params, length, windows)
     for tokens in stretches:

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxkv import run
 from jaxkv.generation import Generation, Stats
+from jaxkv.policies.policy import check_scores
 from jaxkv.prompts import right_padded
 from jaxkv.request import Execution, Request
 from jaxkv.sharding.layout import on_host
@@ -134,6 +135,7 @@ class Decoding:
                 params.weights, self.state, params.layout.put(np.int32(steps)), room=CHUNK, layout=params.layout,
                 learned=self.learned, **shared,
             )  # fmt: skip
+        check_scores(request.policy)
         return np.asarray(new)
 
     def _counts(self, new: np.ndarray) -> np.ndarray:

@@ -6,11 +6,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.checks import check_arguments, shown
 from jaxkv.errors import BadValue
 from jaxkv.generate import Generation, generate, prefill
 from jaxkv.models.linear import lookup
 from jaxkv.policies.policy import Policy
 from jaxkv.prompts import Prompt, rows_of
+from jaxkv.request import check_model
 from jaxkv.store import KVCache
 from jaxkv.store.cache import one_row
 from jaxkv.weights.params import Params
@@ -56,12 +58,16 @@ def episodes(params: Params, history: Prompt, *, policy: Policy, count: int = 4,
     Source: EpiCache (arXiv 2509.17396); the embedding is ours (the paper's is a sentence encoder), and layers share the
     budget equally.
     """
+    check_model(params)
+    check_arguments(count=count, seed=seed)
+    if not isinstance(policy, Policy):
+        raise BadValue(f"policy={shown(policy)}: expected a Policy, such as jaxkv.policy('epicache', budget=256)")
     rows, _ = rows_of(history, params.tokenizer, params.config.vocab_size)
     if len(rows) != 1:
         raise BadValue(f"{len(rows)} histories: expected one")
     size = policy.extra
     segments = [rows[0][at : at + size] for at in range(0, len(rows[0]) - size + 1, size)] if size else []
-    if count < 1 or len(segments) < count:
+    if len(segments) < count:
         raise BadValue(
             f"count={count} topics of a history of {len(rows[0])} tokens under policy {policy.name!r}: expected at "
             f"least 1, no more than the history has segments of {size} tokens, and a policy with pseudo queries"

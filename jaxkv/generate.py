@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import run
+from jaxkv.checks import check_arguments
 from jaxkv.decoding import CHUNK, Decoding
 from jaxkv.errors import BadValue
 from jaxkv.generation import Generation
@@ -20,9 +21,9 @@ from jaxkv.plan import SIZES, plan
 from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.catalogue import policy as by_name
 from jaxkv.policies.observe import Observer
-from jaxkv.policies.policy import Policy
+from jaxkv.policies.policy import Policy, check_scores
 from jaxkv.prompts import Prompt, left_padded, right_padded, rows_of
-from jaxkv.request import Execution, Progress, Request, checked_policy, checked_pseudo, checked_request
+from jaxkv.request import Execution, Progress, Request, check_model, checked_policy, checked_pseudo, checked_request
 from jaxkv.sampling import Sampler, row_keys
 from jaxkv.sharding.layout import on_host
 from jaxkv.speculative.method import Start
@@ -154,6 +155,8 @@ def prefill(
     `pseudo [B, count]` are tokens that look instead of those that a policy with pseudo queries makes up. Raises
     `BadValue` for others.
     """
+    check_model(params, cache)
+    check_arguments(room=room)
     rows, _ = rows_of(prompt, params.tokenizer, params.config.vocab_size)
     chosen = checked_policy(params, policy, cache)
     if pseudo is not None:
@@ -271,6 +274,7 @@ def _prefill(
         plan=shapes, layout=layout, implementation=execution.implementation, progress=execution.progress, top=top,
         limit=limit, scan_layers=execution.scan_layers, learned=learned,
     )  # fmt: skip
+    check_scores(policy)
     if expected is not None:
         expected = jnp.where(positions[..., None] < 0, EMPTY, expected[0]), expected[1]
     texts = [np.zeros(0, np.int32)] * batch if cache is None else cache.texts()

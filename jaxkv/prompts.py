@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.errors import BadValue
+from jaxkv.checks import fits, shown
+from jaxkv.errors import BadValue, first_line
 from jaxkv.store import EMPTY
 
 Prompt = Any  # a string, strings, chat messages, conversations, token ids, or rows of token ids
@@ -21,7 +22,7 @@ def rows_of(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[list[np.nd
         return [_encode(prompt, tokenizer, vocab_size)], True
     if hasattr(prompt, "dtype") and hasattr(prompt, "ndim"):
         return _array_rows(np.asarray(prompt), vocab_size)
-    if not isinstance(prompt, Sequence):
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
         raise BadValue(f"prompt of type {type(prompt).__name__}: expected text, chat messages, or token ids")
     if len(prompt) == 0:
         raise BadValue("the prompt is empty: expected at least one token")
@@ -34,6 +35,9 @@ def rows_of(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[list[np.nd
         return [_ids(prompt, vocab_size)], True
     if isinstance(first, Sequence) and first and isinstance(first[0], Mapping):
         return [_chat(messages, tokenizer, vocab_size) for messages in prompt], False
+    if not all(isinstance(row, Sequence | np.ndarray) or hasattr(row, "__array__") for row in prompt):
+        strange = next(row for row in prompt if not isinstance(row, Sequence) and not hasattr(row, "__array__"))
+        raise BadValue(f"{shown(strange)} in a list of prompts: expected rows of token ids, or messages of a chat")
     return [_ids(row, vocab_size) for row in prompt], False
 
 
@@ -67,7 +71,10 @@ def _array_rows(array: np.ndarray, vocab_size: int) -> tuple[list[np.ndarray], b
 
 
 def _ids(row: Any, vocab_size: int) -> np.ndarray:
-    ids = np.asarray(row)
+    try:
+        ids = np.asarray(row)
+    except (ValueError, TypeError, OverflowError):  # rows of unequal length where numbers should be
+        raise BadValue(f"token ids {shown(row)}: expected a flat row of integers") from None
     if ids.size == 0:
         raise BadValue("the prompt is empty: expected at least one token")
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
@@ -80,14 +87,39 @@ def _ids(row: Any, vocab_size: int) -> np.ndarray:
 def _encode(text: Any, tokenizer: Any, vocab_size: int) -> np.ndarray:
     if not isinstance(text, str):
         raise BadValue(f"prompt of type {type(text).__name__} in a list of text: expected str")
+    _check_text(text)
     return _ids(_needed(tokenizer)(text)["input_ids"], vocab_size) if text else _ids([], vocab_size)
+
+
+def _check_text(text: str) -> None:
+    """Raises `BadValue` for half a surrogate pair, which no text that can be written has."""
+    if not fits(text, str):
+        at = next(at for at, letter in enumerate(text) if "\ud800" <= letter <= "\udfff")
+        raise BadValue(
+            f"the prompt has half a surrogate pair, {text[at]!a}, at character {at}: expected text that UTF-8 can "
+            "write; read it with errors='replace'"
+        )
 
 
 def _chat(messages: Any, tokenizer: Any, vocab_size: int) -> np.ndarray:
     template = getattr(_needed(tokenizer), "chat_template", None)
     if not template:
         raise BadValue("chat messages, but the model's tokenizer has no chat template: give the prompt as text")
-    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    for number, message in enumerate(messages):
+        good = isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
+        if not good:
+            raise BadValue(
+                f"message {number} is {shown(message)}: expected each as {{'role': 'user', 'content': 'text'}}"
+            )
+        if isinstance(message["content"], str):
+            _check_text(message["content"])
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # what a template, a program of the model's maker, raises for messages it can't take
+        raise BadValue(
+            f"the model's chat template can't take these messages ({type(error).__name__}: {first_line(error)}): "
+            "expected user and assistant in turn, each with text"
+        ) from error
     return _ids(tokenizer(text, add_special_tokens=False)["input_ids"], vocab_size)  # the template has written its own
 
 

@@ -1,11 +1,12 @@
 """What a call of `generate` asks for, checked in one place before anything runs, and how its programs run."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxkv.checks import MOST, check_arguments, fits, shown
 from jaxkv.errors import BadCheckpoint, BadValue
 from jaxkv.plan import SIZES
 from jaxkv.policies.catalogue import catalogue
@@ -31,8 +32,7 @@ class Execution:
     progress: Progress | None = None
 
     def __post_init__(self):
-        if isinstance(self.sizes, bool) or not isinstance(self.sizes, int | np.integer) or self.sizes < 1:
-            raise BadValue(f"sizes={self.sizes!r}: expected a whole number of sizes per doubling, at least 1")
+        check_arguments(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +64,16 @@ def checked_request(
     speculative: Speculative | None,
 ) -> Request:
     """The request that these arguments of `generate` make. Raises `BadValue` or `BadCheckpoint` where they cannot."""
-    for name, value in (("max_new_tokens", max_new_tokens), ("samples", samples)):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-            raise BadValue(f"{name}={value!r}: expected a whole number of at least 1")
-    stop_tokens = params.config.stop_tokens if stop_tokens is None else tuple(int(token) for token in stop_tokens)
-    stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    check_model(params, cache)
+    check_arguments(max_new_tokens=max_new_tokens, samples=samples, seed=seed)
+    if stop_tokens is None:
+        stop_tokens = params.config.stop_tokens
+    else:
+        stop_tokens = sequence_of("stop_tokens", stop_tokens, int, "token ids, () for none, or None for the model's")
+        if not all(0 <= token <= MOST for token in stop_tokens):
+            raise BadValue(f"stop_tokens={shown(stop_tokens)}: expected token ids, which are never below 0")
+    stop = (stop,) if isinstance(stop, str) else () if stop is None else stop
+    stop = sequence_of("stop", stop, str, "text, or several texts")
     if "" in stop:
         raise BadValue("stop holds an empty string, which every text contains: leave it out")
     if stop and params.tokenizer is None:
@@ -82,14 +87,31 @@ def checked_request(
         raise BadValue("no prompt, and the cache holds no sampled token to go on from: give a prompt")
     if cache is not None:
         _check_text(cache, sampler, speculative)
-    return Request(chosen, int(max_new_tokens), sampler, int(samples), seed, stop_tokens, stop, speculative)
+    return Request(chosen, int(max_new_tokens), sampler, int(samples), int(seed), stop_tokens, stop, speculative)
+
+
+def check_model(params: Any, cache: Any = None) -> None:
+    """Raises `BadValue` where these are no `Params` and no `KVCache` (or None)."""
+    if not isinstance(params, Params):
+        raise BadValue(f"params={shown(params)}: expected what jaxkv.load gives, such as jaxkv.load('smollm2-135m')")
+    if cache is not None and not isinstance(cache, KVCache):
+        raise BadValue(f"cache={shown(cache)}: expected a KVCache, as jaxkv.prefill or .cache of a generation give")
+
+
+def sequence_of(name: str, values: Any, kind: type, expected: str) -> tuple:
+    """The values as a tuple. Raises `BadValue` unless all of them are of the kind."""
+    many = isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping)
+    found = tuple(values) if many else ()
+    if not many or not all(fits(each, kind) for each in found):
+        raise BadValue(f"{name}={shown(values)}: expected {expected}")
+    return tuple(map(kind, found))
 
 
 def checked_policy(params: Params, policy: Policy | None, cache: KVCache | None) -> Policy:
     """The policy to run under. Raises `BadCheckpoint` where the cache was made under another model or policy."""
     full = catalogue()["full"]
     if policy is not None and not isinstance(policy, Policy):
-        raise BadValue(f"policy={policy!r}: expected a Policy, such as jaxkv.policy('dapq-longflow', budget=256)")
+        raise BadValue(f"policy={shown(policy)}: expected a Policy, such as jaxkv.policy('dapq-longflow', budget=256)")
     if cache is None:
         return full if policy is None else policy
     if cache.model != params.fingerprint:

@@ -8,14 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxkv.errors import BadValue
+from jaxkv.checks import check_arguments
+
+COLDEST = 1e-30  # below this temperature float32 cannot divide logits by it, and the best token has all the chance
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
     """Greedy at temperature 0, else temperature, then top-k, top-p and min-p; the repetition penalty comes first.
 
-    The order and meaning of each are those of Hugging Face transformers' generate. Raises `BadValue` out of range.
+    A temperature below 1e-30 is 0. The order and meaning of each are those of Hugging Face transformers' generate.
+    Raises `BadValue` out of range.
     """
 
     temperature: float = 0.0
@@ -25,15 +28,9 @@ class Sampler:
     repetition_penalty: float | None = None
 
     def __post_init__(self):
-        for name, good, expected in (
-            ("temperature", self.temperature >= 0, "0 (greedy) or more"),
-            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1, or None"),
-            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "in (0, 1], or None"),
-            ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "in [0, 1], or None"),
-            ("repetition_penalty", self.repetition_penalty is None or self.repetition_penalty > 0, "above 0, or None"),
-        ):
-            if not good:
-                raise BadValue(f"{name}={getattr(self, name)}: expected {expected}")
+        check_arguments(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        if self.temperature < COLDEST:
+            object.__setattr__(self, "temperature", 0.0)
 
     def sample(
         self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None, keys: Key[Array, "B"], at: Int[Array, "B"]

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv.checks import check_arguments, shown
 from jaxkv.errors import BadValue
 from jaxkv.generate import generate
+from jaxkv.request import sequence_of
 from jaxkv.weights.params import Params
 
 
@@ -18,8 +20,10 @@ def warmup(params: Params, lengths: Sequence[int] = (256,), *, batch: int = 1, *
     tokens, drafts. Prompts of near lengths share programs. With `keep_programs` later processes find them too.
     Raises `BadValue` for a length or batch below 1, and what `generate` raises.
     """
-    if batch < 1 or not lengths or min(lengths) < 1:
-        raise BadValue(f"batch={batch}, lengths={list(lengths)}: expected a batch and lengths of at least 1")
+    check_arguments(batch=batch)
+    lengths = sequence_of("lengths", lengths, int, "numbers of tokens, each at least 1")
+    if not lengths or min(lengths) < 1:
+        raise BadValue(f"lengths={shown(lengths)}: expected numbers of tokens, each at least 1")
     took = {}
     for length in lengths:
         started = time.perf_counter()

@@ -19,7 +19,7 @@ from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import rotate
 from jaxkv.policies.allocator import EACH_ITS_OWN, Allocate, Contest
 from jaxkv.policies.evicted import Evicted, Leaving
-from jaxkv.policies.policy import Phase, Policy
+from jaxkv.policies.policy import Phase, Policy, sound
 from jaxkv.policies.score import ScoreInputs
 from jaxkv.sharding.attention import RotateAtRead
 from jaxkv.sharding.layout import Layout
@@ -132,7 +132,9 @@ def _judge(
     if phase is None or not phase.linear or phase.every > 1:
         return Judge(limits, jnp.zeros_like(limits), group=group)
     positions = store.scored(store.put(store.positions, position[:, None], position >= 0))
-    weight, bias = phase.score.factors(stats, positions, position + 1)
+    weight, bias = (
+        sound(phase.score, factor, positions) for factor in phase.score.factors(stats, positions, position + 1)
+    )
     local = share.local(learned, store.heads)
     if local is not None:  # they let their oldest entry go
         by_age = store.of_heads(local)

@@ -13,7 +13,7 @@ from jaxkv import run
 from jaxkv.errors import BadValue
 from jaxkv.generate import with_room
 from jaxkv.models import ModelConfig
-from jaxkv.policies.policy import Policy
+from jaxkv.policies.policy import Policy, check_scores
 from jaxkv.prompts import right_padded
 from jaxkv.store import KVCache
 from jaxkv.weights.params import Params
@@ -38,6 +38,7 @@ def follow(
         params.weights, cache, jnp.asarray(tokens), config=params.config, policy=policy,
         implementation=implementation, logits=logits, learned=params.learned_for(policy.learns, policy.name),
     )  # fmt: skip
+    check_scores(policy)
     if texts is not None:
         texts = right_padded([np.append(text, row[row >= 0]) for text, row in zip(texts, tokens, strict=True)])
     return dataclasses.replace(cache, tokens=texts), out

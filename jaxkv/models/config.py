@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxkv.checks import MOST, Checked, finite, fits, shown, words
 from jaxkv.errors import BadValue, UnknownName
 from jaxkv.models.rope import Rope
 
@@ -21,6 +22,7 @@ class AttentionSpec:
     rope: Rope
 
 
+MOST_LAYERS = 10_000  # more than any model has: what a damaged config asks for would fill the memory
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_layers"),
     *("num_heads", "num_kv_heads", "head_dim", "max_position"),
@@ -28,7 +30,7 @@ SIZES = (
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Checked):
     """One decoder-only model. `layer_types` holds "full" or "sliding" per layer; sliding layers see the last
     `sliding_window` positions (the query's own included) and turn by `local_rope` where the family has one.
     """
@@ -63,6 +65,20 @@ class ModelConfig:
         for name in SIZES:
             if getattr(self, name) < 1:
                 raise BadValue(f"{name} is {getattr(self, name)}: expected at least 1")
+        if self.num_layers > MOST_LAYERS:
+            raise BadValue(f"num_layers is {self.num_layers}: expected at most {MOST_LAYERS}")
+        if not 0 <= self.norm_eps < 1:
+            raise BadValue(f"norm_eps is {self.norm_eps}: expected a small number, from 0 up to but not including 1")
+        for name in ("sliding_window", "attention_scale", "attention_softcap", "logit_softcap", "embed_scale"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and finite(value)):
+                raise BadValue(f"{name} is {value}: expected a number above 0")
+        for rope in (self.rope, self.local_rope):
+            if rope is not None and rope.scaling == "factors" and len(rope.factors) != self.head_dim // 2:
+                raise BadValue(f"{len(rope.factors)} rope factors for heads of {self.head_dim}: expected half as many")
+        ids = (*self.stop_tokens, *(() if self.bos_token is None else (self.bos_token,)))
+        if any(token < 0 for token in ids):
+            raise BadValue(f"stop_tokens {self.stop_tokens}, bos_token {self.bos_token}: expected ids from 0 on")
         if self.num_heads % self.num_kv_heads:
             raise BadValue(f"{self.num_heads} query heads on {self.num_kv_heads} KV heads: expected a multiple of them")
         if self.head_dim % 2:
@@ -99,12 +115,14 @@ class ModelConfig:
         Raises `UnknownName` for another model type than the supported families, and `BadValue` for a missing key or
         a feature that is not supported.
         """
+        if not isinstance(config, Mapping):
+            raise BadValue(f"a config of type {type(config).__name__}: expected the object of a config.json")
         if "text_config" in config:  # a model for text and images: its text part
-            outer, config = config, dict(config["text_config"])
+            outer, config = config, dict(_Keys(config, "config.json").table("text_config"))
             config.setdefault("tie_word_embeddings", outer.get("tie_word_embeddings", True))
             config.setdefault("eos_token_id", outer.get("eos_token_id"))
         family = config.get("model_type", "")
-        if family not in HF_FAMILIES:
+        if not isinstance(family, str) or family not in HF_FAMILIES:
             raise UnknownName(f"unknown model type {family!r}; supported are {', '.join(sorted(HF_FAMILIES))}")
         return HF_FAMILIES[family](_Keys(config, "config.json"))
 
@@ -116,14 +134,17 @@ class ModelConfig:
         `UnknownName` for another architecture than the supported ones, and `BadValue` as `from_hf` does.
         """
         architecture = fields.get("general.architecture", "")
-        if architecture not in GGUF_FAMILIES:
+        if not isinstance(architecture, str) or architecture not in GGUF_FAMILIES:
             known = ", ".join(sorted(GGUF_FAMILIES))
             raise UnknownName(f"unknown GGUF architecture {architecture!r}; supported are {known}")
         return _from_gguf(_Keys(fields, "the GGUF metadata"), architecture, tied, rope_factors)
 
 
+NEEDED = object()  # in place of a default: the key must be there
+
+
 class _Keys:
-    """A mapping whose missing keys are errors that name them; null counts as missing."""
+    """A mapping whose missing keys and values of other types are errors that name them; null counts as missing."""
 
     def __init__(self, values: Mapping[str, Any], where: str):
         self.values, self.where = values, where
@@ -137,70 +158,113 @@ class _Keys:
         value = self.values.get(key)
         return default if value is None else value
 
+    def _typed(self, key: str, hint: Any, default: Any) -> Any:
+        value = self(key) if default is NEEDED else self.get(key, default)
+        if not fits(value, hint):
+            raise BadValue(f"{key} is {shown(value)}: expected {words(hint)}")
+        return value
+
+    def whole(self, key: str, default: Any = NEEDED) -> Any:
+        """A whole number of at least 1."""
+        value = self._typed(key, int if default is NEEDED else int | None, default)
+        if value is not None and not 1 <= value <= MOST:
+            raise BadValue(f"{key} is {shown(value)}: expected a whole number of at least 1, of 31 bits")
+        return value
+
+    def layers(self, key: str) -> int:
+        """A number of layers, which lists of as many are made of."""
+        count = self.whole(key)
+        if count > MOST_LAYERS:
+            raise BadValue(f"{key} is {count}: expected at most {MOST_LAYERS}; the file is damaged, get it again")
+        return count
+
+    def number(self, key: str, default: Any = NEEDED) -> Any:
+        """A number that is not NaN."""
+        value = self._typed(key, float if default is NEEDED else float | None, default)
+        return None if value is None else float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false."""
+        return self._typed(key, bool, default)
+
+    def text(self, key: str, default: Any = NEEDED) -> str:
+        """A word."""
+        return self._typed(key, str, default)
+
+    def table(self, key: str, default: Any = NEEDED) -> Mapping[str, Any]:
+        """An object of its own."""
+        return self._typed(key, Mapping, default)
+
+    def ids(self, key: str) -> tuple[int, ...]:
+        """Token ids: one, several or none."""
+        return token_ids(self.values, key)
+
+
+def token_ids(values: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """The token ids that stand there: one, several or none. Raises `BadValue` for anything else."""
+    value = values.get(key)
+    found = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not all(fits(each, int) and 0 <= each <= MOST for each in found):
+        raise BadValue(f"{key} is {shown(value)}: expected a token id or a list of them")
+    return tuple(map(int, found))
+
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def _hf(keys: _Keys, family: str, **changes: Any) -> ModelConfig:
     """What all families share; `changes` are the family's own."""
-    heads, hidden = keys("num_attention_heads"), keys("hidden_size")
-    layers = keys("num_hidden_layers")
-    activation = keys.get("hidden_act", "silu")
+    heads, hidden = keys.whole("num_attention_heads"), keys.whole("hidden_size")
+    layers = keys.layers("num_hidden_layers")
+    activation = keys.text("hidden_act", "silu")
     if activation not in ACTIVATIONS:
         raise BadValue(f"hidden_act {activation!r}: supported are {', '.join(ACTIVATIONS)}")
     for key in ("attention_bias", "mlp_bias"):
-        if keys.get(key, False):
+        if keys.flag(key):
             raise BadValue(f"{key} is true: {family} models with it are not supported")
     facts = dict(
         family=family,
-        vocab_size=keys("vocab_size"),
+        vocab_size=keys.whole("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=keys("intermediate_size"),
+        intermediate_size=keys.whole("intermediate_size"),
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=keys.get("num_key_value_heads", heads),
-        head_dim=keys.get("head_dim", hidden // heads),
-        max_position=keys("max_position_embeddings"),
+        num_kv_heads=keys.whole("num_key_value_heads", heads),
+        head_dim=keys.whole("head_dim", hidden // heads),
+        max_position=keys.whole("max_position_embeddings"),
         rope=_hf_rope(keys, "full_attention", 10000.0),
-        norm_eps=float(keys.get("rms_norm_eps", 1e-6)),
+        norm_eps=keys.number("rms_norm_eps", 1e-6),
         layer_types=("full",) * layers,
-        tie_embeddings=bool(keys.get("tie_word_embeddings", False)),
+        tie_embeddings=keys.flag("tie_word_embeddings"),
         activation=ACTIVATIONS[activation],
-        stop_tokens=_ids(keys.get("eos_token_id")),
-        bos_token=next(iter(_ids(keys.get("bos_token_id"))), None),
+        stop_tokens=keys.ids("eos_token_id"),
+        bos_token=next(iter(keys.ids("bos_token_id")), None),
     )
     return ModelConfig(**{**facts, **changes})
 
 
-def _ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(int(each) for each in value) if isinstance(value, list | tuple) else (int(value),)
-
-
 def _hf_rope(keys: _Keys, layer_type: str, theta: float) -> Rope:
     """The rotary embedding: `rope_parameters` of transformers 5, else `rope_theta` and `rope_scaling`."""
-    scaling = dict(keys.get("rope_parameters", None) or keys.get("rope_scaling", None) or {})
-    scaling = dict(scaling.get(layer_type, scaling))
-    theta = float(scaling.get("rope_theta", keys.get("rope_theta", theta)))
-    partial = scaling.get("partial_rotary_factor", keys.get("partial_rotary_factor", 1.0))
+    scaling = keys.table("rope_parameters", {}) or keys.table("rope_scaling", {})
+    numbers = _Keys(_Keys(scaling, "rope_parameters").table(layer_type, scaling), "the rope scaling")
+    theta = numbers.number("rope_theta", keys.number("rope_theta", theta))
+    partial = numbers.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise BadValue(f"partial_rotary_factor {partial}: only full rotary embeddings are supported")
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    kind = numbers.text("rope_type", numbers.text("type", "default"))
     if kind == "default":
         return Rope(theta)
     if kind not in ("linear", "llama3"):
         raise BadValue(f"rope scaling {kind!r}: supported are default, linear and llama3")
-    numbers = _Keys(scaling, f"the {kind} rope scaling")
     if kind == "linear":
-        return Rope(theta, "linear", factor=float(numbers("factor")))
+        return Rope(theta, "linear", factor=numbers.number("factor"))
     return Rope(
         theta,
         "llama3",
-        factor=float(numbers("factor")),
-        low_freq_factor=float(numbers("low_freq_factor")),
-        high_freq_factor=float(numbers("high_freq_factor")),
-        original_max_position=int(numbers("original_max_position_embeddings")),
+        factor=numbers.number("factor"),
+        low_freq_factor=numbers.number("low_freq_factor"),
+        high_freq_factor=numbers.number("high_freq_factor"),
+        original_max_position=numbers.whole("original_max_position_embeddings"),
     )
 
 
@@ -208,11 +272,13 @@ def _layer_types(keys: _Keys, sliding: Callable[[int], bool]) -> tuple[str, ...]
     """The kind of every layer: as the config lists them, else by the family's rule."""
     listed = keys.get("layer_types")
     if listed is None:
-        return tuple("sliding" if sliding(layer) else "full" for layer in range(keys("num_hidden_layers")))
+        return tuple("sliding" if sliding(layer) else "full" for layer in range(keys.layers("num_hidden_layers")))
+    if not isinstance(listed, list | tuple):
+        raise BadValue(f"layer_types is {shown(listed)}: expected a list with the kind of every layer")
     known = {"full_attention": "full", "sliding_attention": "sliding"}
     strange = sorted({str(kind) for kind in listed} - known.keys())
     if strange:
-        raise BadValue(f"layer_types has {', '.join(strange)}: supported are {', '.join(known)}")
+        raise BadValue(f"layer_types has {shown(', '.join(strange))}: supported are {', '.join(known)}")
     return tuple(known[kind] for kind in listed)
 
 
@@ -221,14 +287,14 @@ def _hf_llama(keys: _Keys) -> ModelConfig:
 
 
 def _hf_mistral(keys: _Keys) -> ModelConfig:
-    window = keys.get("sliding_window")
-    kinds = ("sliding" if window else "full",) * keys("num_hidden_layers")
+    window = keys.whole("sliding_window", None) if keys.get("sliding_window") else None
+    kinds = ("sliding" if window else "full",) * keys.layers("num_hidden_layers")
     return _hf(keys, "mistral", sliding_window=window, layer_types=kinds)
 
 
 def _hf_qwen(keys: _Keys, family: str, **changes: Any) -> ModelConfig:
-    window = keys("sliding_window") if keys.get("use_sliding_window", False) else None
-    first = keys.get("max_window_layers", 0)
+    window = keys.whole("sliding_window") if keys.flag("use_sliding_window") else None
+    first = keys.number("max_window_layers", 0)
     kinds = _layer_types(keys, lambda layer: window is not None and layer >= first)
     if window is None:
         kinds = ("full",) * len(kinds)
@@ -240,7 +306,7 @@ def _hf_qwen2(keys: _Keys) -> ModelConfig:
 
 
 def _hf_qwen3(keys: _Keys) -> ModelConfig:
-    return _hf_qwen(keys, "qwen3", qk_norm=True, head_dim=keys.get("head_dim", 128))
+    return _hf_qwen(keys, "qwen3", qk_norm=True, head_dim=keys.whole("head_dim", 128))
 
 
 GEMMA3_DEFAULTS = {  # Gemma 3's published configs leave out what equals these
@@ -262,22 +328,25 @@ GEMMA3_DEFAULTS = {  # Gemma 3's published configs leave out what equals these
 
 def _hf_gemma3(keys: _Keys) -> ModelConfig:
     given = {key: value for key, value in keys.values.items() if value is not None}
-    pattern = given.get("sliding_window_pattern", given.get("_sliding_window_pattern", 6))
+    pattern = _Keys(given, keys.where).whole("sliding_window_pattern", given.get("_sliding_window_pattern", 6))
     facts = {**GEMMA3_DEFAULTS, **given}
     keys = _Keys({**facts, "hidden_act": facts["hidden_activation"]}, keys.where)
-    if keys.get("use_bidirectional_attention", False):
+    if keys.flag("use_bidirectional_attention"):
         raise BadValue("use_bidirectional_attention is true: only causal models are supported")
     kinds = _layer_types(keys, lambda layer: (layer + 1) % pattern != 0)
+    scalar = keys.number("query_pre_attn_scalar")
+    if not scalar > 0:
+        raise BadValue(f"query_pre_attn_scalar is {scalar}: expected a number above 0")
     return _hf(
         keys,
         "gemma3",
         layer_types=kinds,
-        sliding_window=keys("sliding_window"),
+        sliding_window=keys.whole("sliding_window"),
         local_rope=_local_rope(keys),
-        attention_scale=float(keys("query_pre_attn_scalar")) ** -0.5,
-        attention_softcap=keys.get("attn_logit_softcapping"),
-        logit_softcap=keys.get("final_logit_softcapping"),
-        embed_scale=float(keys("hidden_size")) ** 0.5,
+        attention_scale=scalar**-0.5,
+        attention_softcap=keys.number("attn_logit_softcapping", None),
+        logit_softcap=keys.number("final_logit_softcapping", None),
+        embed_scale=float(keys.whole("hidden_size")) ** 0.5,
         qk_norm=True,
         post_norms=True,
     )
@@ -285,8 +354,8 @@ def _hf_gemma3(keys: _Keys) -> ModelConfig:
 
 def _local_rope(keys: _Keys) -> Rope:
     """Sliding layers of Gemma 3 turn faster, and are not scaled."""
-    local = dict(keys.get("rope_parameters", {})).get("sliding_attention", {})
-    return Rope(float(local.get("rope_theta", keys("rope_local_base_freq"))))
+    local = _Keys(keys.table("rope_parameters", {}), "rope_parameters").table("sliding_attention", {})
+    return Rope(_Keys(local, "rope_parameters").number("rope_theta", keys.number("rope_local_base_freq")))
 
 
 HF_FAMILIES: dict[str, Callable[[_Keys], ModelConfig]] = {
@@ -303,56 +372,58 @@ GEMMA3_LOCAL_THETA, GEMMA3_PATTERN = 1e4, 6  # not in the metadata
 
 
 def _from_gguf(keys: _Keys, architecture: str, tied: bool, factors: Sequence[float] | None) -> ModelConfig:
-    def key(name: str) -> Any:
-        return keys(f"{architecture}.{name}")
+    def whole(name: str, default: Any = NEEDED) -> Any:
+        return keys.whole(f"{architecture}.{name}", default)
 
-    def get(name: str, default: Any = None) -> Any:
-        return keys.get(f"{architecture}.{name}", default)
+    def number(name: str, default: Any = NEEDED) -> Any:
+        return keys.number(f"{architecture}.{name}", default)
 
     family = GGUF_FAMILIES[architecture]
-    hidden, heads, layers = key("embedding_length"), key("attention.head_count"), key("block_count")
-    head_dim = get("attention.key_length", hidden // heads)
-    turned = get("rope.dimension_count", head_dim)
-    if turned != head_dim or get("attention.value_length", head_dim) != head_dim:
+    hidden, heads = whole("embedding_length"), whole("attention.head_count")
+    layers = keys.layers(f"{architecture}.block_count")
+    head_dim = whole("attention.key_length", hidden // heads)
+    turned = whole("rope.dimension_count", head_dim)
+    if turned != head_dim or whole("attention.value_length", head_dim) != head_dim:
         raise BadValue(f"{turned} of {head_dim} head dims are rotary: only full rotary embeddings are supported")
-    theta, scaling = float(get("rope.freq_base", 10000.0)), get("rope.scaling.type", "none")
+    theta, scaling = number("rope.freq_base", 10000.0), keys.text(f"{architecture}.rope.scaling.type", "none")
     if scaling not in ("none", "linear"):
         raise BadValue(f"rope scaling {scaling!r}: supported in GGUF are none, linear and Llama 3's factors")
     rope = Rope(theta)
     if scaling == "linear":
-        rope = Rope(theta, "linear", factor=float(key("rope.scaling.factor")))
+        rope = Rope(theta, "linear", factor=number("rope.scaling.factor"))
     if factors is not None:
         rope = Rope(theta, "factors", factors=tuple(float(each) for each in factors))
-    window = get("attention.sliding_window")
+    window = keys.get(f"{architecture}.attention.sliding_window")  # 0 says that there is none
+    window = whole("attention.sliding_window") if window else None
     facts: dict[str, Any] = dict(
         family=family,
-        vocab_size=get("vocab_size") or len(keys("tokenizer.ggml.tokens")),
+        vocab_size=whole("vocab_size", None) or len(_listed(keys, "tokenizer.ggml.tokens")),
         hidden_size=hidden,
-        intermediate_size=key("feed_forward_length"),
+        intermediate_size=whole("feed_forward_length"),
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=get("attention.head_count_kv", heads),
+        num_kv_heads=whole("attention.head_count_kv", heads),
         head_dim=head_dim,
-        max_position=key("context_length"),
+        max_position=whole("context_length"),
         rope=rope,
-        norm_eps=float(key("attention.layer_norm_rms_epsilon")),
+        norm_eps=number("attention.layer_norm_rms_epsilon"),
         layer_types=("sliding" if window else "full",) * layers,
         sliding_window=window,
         tie_embeddings=tied,
         qkv_bias=family == "qwen2",
         qk_norm=family in ("qwen3", "gemma3"),
         stop_tokens=_gguf_stops(keys),
-        bos_token=keys.get("tokenizer.ggml.bos_token_id"),
+        bos_token=next(iter(keys.ids("tokenizer.ggml.bos_token_id")), None),
     )
     if family == "gemma3":
         scale = hidden / heads if layers == GEMMA3_27B_LAYERS else head_dim
         facts |= dict(
             layer_types=tuple("full" if (layer + 1) % GEMMA3_PATTERN == 0 else "sliding" for layer in range(layers)),
-            sliding_window=key("attention.sliding_window"),
+            sliding_window=whole("attention.sliding_window"),
             local_rope=Rope(GEMMA3_LOCAL_THETA),
             attention_scale=scale**-0.5,
-            attention_softcap=get("attn_logit_softcapping"),
-            logit_softcap=get("final_logit_softcapping"),
+            attention_softcap=number("attn_logit_softcapping", None),
+            logit_softcap=number("final_logit_softcapping", None),
             embed_scale=hidden**0.5,
             activation="gelu_tanh",
             post_norms=True,
@@ -362,5 +433,13 @@ def _from_gguf(keys: _Keys, architecture: str, tied: bool, factors: Sequence[flo
 
 def _gguf_stops(keys: _Keys) -> tuple[int, ...]:
     """End of text, of turn and of message, as far as the metadata names them."""
-    named = [keys.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    return tuple(dict.fromkeys(int(each) for each in named if each is not None))
+    named = [keys.ids(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    return tuple(dict.fromkeys(each for some in named for each in some))
+
+
+def _listed(keys: _Keys, key: str) -> list[Any]:
+    """A list that the metadata holds."""
+    found = keys(key)
+    if not isinstance(found, list):
+        raise BadValue(f"{key} is {shown(found)}: expected a list")
+    return found

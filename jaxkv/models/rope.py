@@ -9,9 +9,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxkv.checks import Checked, finite
+from jaxkv.errors import BadValue
+
 
 @dataclasses.dataclass(frozen=True)
-class Rope:
+class Rope(Checked):
     """Base and scaling of the rotary frequencies.
 
     `scaling`: "none"; "linear" (all divided by `factor`); "llama3" (low frequencies divided by `factor`, blended in
@@ -25,6 +28,19 @@ class Rope:
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
     factors: tuple[float, ...] = ()
+
+    def __post_init__(self):
+        if self.scaling not in ("none", "linear", "llama3", "factors"):
+            raise BadValue(f"rope scaling={self.scaling!r}: expected 'none', 'linear', 'llama3' or 'factors'")
+        numbers = {"theta": self.theta, "factor": self.factor, "original_max_position": self.original_max_position}
+        for name, value in [*numbers.items(), *(("factors", each) for each in self.factors)]:
+            if not (value > 0 and finite(value)):
+                raise BadValue(f"rope {name}={value}: expected a number above 0")
+        if self.scaling == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise BadValue(
+                f"rope low_freq_factor={self.low_freq_factor}, high_freq_factor={self.high_freq_factor}: expected "
+                "0 < low < high"
+            )
 
 
 @functools.lru_cache(maxsize=64)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
 from jaxkv.policies.needs import HIDDEN, OUTPUT, calibrated
 from jaxkv.store.entries import counted, packed
@@ -16,7 +17,7 @@ REDUCE = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}
 
 
 @dataclasses.dataclass(frozen=True)
-class Aggregate:
+class Aggregate(Checked):
     """`queries` (sum, mean, max), `pool` along the text (none, avg, max; odd `kernel`), `group` (sum, mean, max) and
     `heads`: "each" KV head decides for itself, or all decide as one by their "sum" or "mean". With `best` only so many
     query heads of the layer speak, those that retrieve best by calibration, in the mean and for all KV heads

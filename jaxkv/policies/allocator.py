@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv.checks import Checked
 from jaxkv.policies.score import Score, ScoreInputs
 from jaxkv.store.entries import best_of_each
 
@@ -68,7 +69,7 @@ class Division:
     lined: Callable[[Callable[[Any], Bool[Array, "B N"]]], tuple[Any, ...]]
 
 
-class Allocate:
+class Allocate(Checked):
     """The defaults: every head of every layer has its own budget, and keeps its best entries."""
 
     kind: ClassVar[str]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
 from jaxkv.store import summary, tier
 from jaxkv.store.codecs import Codecs
@@ -30,7 +31,7 @@ class Leaving:
     local: Bool[Array, "Hk"] | None = None
 
 
-class Evicted:
+class Evicted(Checked):
     """The defaults: nothing is remembered, and survivors stay as they are."""
 
     kind: ClassVar[str]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
 from jaxkv.policies.aggregate import Aggregate
 from jaxkv.store.entries import EMPTY, NEVER, highest, packed
@@ -40,7 +41,7 @@ class Block:
     lay: Callable[[str, jax.Array], jax.Array]
 
 
-class Flow:
+class Flow(Checked):
     """Straight on; the base of the others."""
 
     kind: ClassVar[str]

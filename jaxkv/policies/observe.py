@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
 
 Encode = Callable[[str], Sequence[int]]
 
 
-class Observer:
+class Observer(Checked):
     """Whoever looks: the `extra` tokens behind the prompt if there are any, else the last `window`, else all.
 
     With `own_keys` False the keys of those that look stay out of the softmax.
@@ -133,9 +134,10 @@ class PseudoQueries(Observer):
     window: ClassVar[int] = 0
 
     def __post_init__(self):
-        if self.count < 1 or self.prefix < 0:
+        if self.count < 1 or self.prefix < 0 or self.seed < 0:
             raise BadValue(
-                f"count={self.count}, prefix={self.prefix}: expected at least 1 token, and no prefix below 0"
+                f"count={self.count}, prefix={self.prefix}, seed={self.seed}: expected at least 1 token, and neither "
+                "prefix nor seed below 0"
             )
         if self.content not in ("prompt", "random", "last"):
             raise BadValue(f"content={self.content!r}: expected 'prompt', 'random' or 'last'")

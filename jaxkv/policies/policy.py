@@ -1,12 +1,15 @@
 """A policy: the parts that decide which entries of the cache stay, at prefill and at decode."""
 
 import dataclasses
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxkv.checks import Checked, shown
 from jaxkv.errors import BadValue, UnknownName, unknown
 from jaxkv.policies.aggregate import Aggregate
 from jaxkv.policies.allocator import Allocate, Learned
@@ -22,12 +25,13 @@ from jaxkv.policies.select import Select
 from jaxkv.store.codecs import Codecs
 
 UNLIMITED = 2**30  # the budget of a policy that evicts nothing
+MOST_SHARED = 0.999  # of a budget, by what is protected and reserved: a thousandth can be evicted
 NOTHING: Learned = {}
 FIDELITIES = ("", "faithful", "simplified", "ours")
 
 
 @dataclasses.dataclass(frozen=True)
-class Phase:
+class Phase(Checked):
     """Who looks, what that says, how it is summed up, what is protected, and what becomes of what leaves: for
     prefill or for decode.
 
@@ -53,10 +57,10 @@ class Phase:
                 "budget) and every >= 1"
             )
         shares = [float(x) for x in (self.select.recent, self.reserve) if not isinstance(x, str) and 0 < x < 1]
-        if sum(shares) >= 1:
+        if sum(shares) > MOST_SHARED:
             raise BadValue(
-                f"recent={self.select.recent} and reserve={self.reserve} of the budget: expected less than all of it "
-                "together, so that something can be evicted"
+                f"recent={self.select.recent} and reserve={self.reserve} of the budget: expected at most {MOST_SHARED} "
+                "of it together, so that something can be evicted"
             )
         holds: dict[str, Score] = {}
         for leaf in self.score.leaves():
@@ -86,7 +90,7 @@ class Phase:
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy:
+class Policy(Checked):
     """Parts and numbers. `budget` is tokens kept per KV head and layer on average; `ratio` the fraction removed.
 
     Without `prefill` nothing is ever evicted; without `decode` new tokens are added to what the prompt left.
@@ -144,14 +148,13 @@ class Policy:
             )
         for part in (self.allocate, self.flow, self.read):
             part.check(self)
-        if self.budget is not None:
-            if isinstance(self.budget, bool) or int(self.budget) != self.budget:
-                raise BadValue(f"budget={self.budget!r}: expected a whole number of tokens per KV head")
-            if self.budget < self.floor:
-                raise BadValue(
-                    f"budget={self.budget} of policy {self.name!r}: expected at least {self.floor} "
-                    f"(sinks + recent + 1); raise budget= or lower sinks=, recent= or window="
-                )
+        if self.budget is not None and self.budget < self.floor:
+            raise BadValue(
+                f"budget={self.budget} of policy {self.name!r}: expected at least {self.floor} "
+                f"(sinks + recent + 1); raise budget= or lower sinks=, recent= or window="
+            )
+        if self.budget is not None and self.budget > UNLIMITED:
+            raise BadValue(f"budget={self.budget}: expected at most 2**30; policy 'full' keeps everything")
         if self.ratio is not None and not 0 <= self.ratio < 1:
             raise BadValue(f"ratio={self.ratio}: expected a fraction removed, from 0 up to but not including 1")
 
@@ -245,9 +248,13 @@ class Policy:
 
 def _floor(phase: Phase) -> int:
     """The smallest budget that leaves one entry that can be evicted besides what is protected and reserved."""
-    none = np.int32(0)  # what is a number of tokens counts at once, what is a fraction as the budget grows
+    none = np.int64(0)  # what is a number of tokens counts at once, what is a fraction as the budget grows
     budget = none + phase.protects.sinks + phase.protects.recents(none) + phase.reserved(none) + 1
-    while budget - phase.protects.recents(budget) - phase.reserved(budget) <= phase.protects.sinks:
+    protects = phase.protects
+    shares = float(protects.recent if protects.is_fraction else 0) + (phase.reserve if 0 < phase.reserve < 1 else 0)
+    if shares:  # begin where it can be at the earliest: each share is rounded down by less than a token, in float32
+        budget = max(budget, np.int64((protects.sinks - 2) / (1 - shares)) - protects.sinks // 1000)
+    while budget < UNLIMITED and budget - protects.recents(budget) - phase.reserved(budget) <= protects.sinks:
         budget += 1
     return int(budget)
 
@@ -276,10 +283,53 @@ def priority(
         protected=protected,
         sinks=phase.protects.sinks,
     )
-    value = phase.aggregate.over_heads(phase.score.score(stats, inputs))
+    value = phase.aggregate.over_heads(sound(phase.score, phase.score.score(stats, inputs), positions))
     if not phase.select.plain:
         value = phase.select.by_chunks(value, positions, protected)
     return jnp.where(protected, jnp.inf, value)
+
+
+def sound(score: Score, value: Any, positions: Int[Array, "B Hk S"]) -> Any:
+    """What a score said of each entry. Raises `BadValue` while the program is made where its shape does not fit the
+    entries, or it holds no numbers; of a score that is not jaxkv's own, NaN is told to the host (`check_scores`).
+    """
+    shape, dtype = jnp.shape(value), jnp.result_type(value)
+    try:
+        fits = np.broadcast_shapes(shape, positions.shape) == positions.shape
+    except ValueError:
+        fits = False
+    if not fits or not jnp.issubdtype(dtype, jnp.floating):
+        raise BadValue(
+            f"score {score.kind!r} gave {dtype} {shape}: expected a float32 for each of the entries, "
+            f"{positions.shape} (row, KV head, slot)"
+        )
+    if _foreign(score):
+        jax.debug.callback(functools.partial(_told, score.kind), jnp.any(jnp.isnan(value) & (positions >= 0)))
+    return value
+
+
+def _foreign(score: Score) -> bool:
+    """Whether the score, or one that it is made of, is not jaxkv's own."""
+    return any(not type(each).__module__.startswith("jaxkv.") for each in (score, *score.leaves()))
+
+
+_NO_NUMBERS: set[str] = set()  # kinds of scores that have given NaN since the host last looked
+
+
+def _told(kind: str, bad: Any) -> None:
+    if bad:
+        _NO_NUMBERS.add(kind)
+
+
+def check_scores(policy: Policy) -> None:
+    """Raises `BadValue` where a score of one's own has given NaN for an entry; waits for the programs that ran."""
+    if not any(_foreign(phase.score) for phase in policy.phases):
+        return
+    jax.effects_barrier()
+    if _NO_NUMBERS:
+        kinds = ", ".join(map(repr, sorted(_NO_NUMBERS)))
+        _NO_NUMBERS.clear()
+        raise BadValue(f"score {kinds} gave NaN for an entry of the cache: expected a number for each that is held")
 
 
 PLAIN = {"aggregate": Aggregate, "select": Select, "store": Codecs}
@@ -305,7 +355,10 @@ def from_dict(table: dict[str, Any]) -> Policy:
 
     Raises `UnknownName` for a field or kind that there is not, and `BadValue` for values that don't fit together.
     """
-    return _built(Policy, table, "policy")
+    try:
+        return _built(Policy, table, "policy")
+    except RecursionError:
+        raise BadValue("the tables of a policy contain themselves, or are nested too deep: expected a few") from None
 
 
 def part(name: str, table: Any) -> Any:
@@ -313,7 +366,7 @@ def part(name: str, table: Any) -> Any:
     known = PARTS[name].parts
     kind = table.get("kind", "") if isinstance(table, dict) else None
     if not isinstance(kind, str):
-        raise BadValue(f"{name}={table!r}: expected a table with its kind, such as {{ kind = {min(known)!r} }}")
+        raise BadValue(f"{name}={shown(table)}: expected a table with its kind, such as {{ kind = {min(known)!r} }}")
     if kind not in known:
         raise UnknownName(
             f"{unknown(f'{name} kind', kind, known)} (a kind of your own: register it first, with "
@@ -331,14 +384,14 @@ def made(name: str, value: Any) -> Any:
 
 def _built(cls: Any, table: Any, where: str) -> Any:
     if not isinstance(table, dict):
-        raise BadValue(f"{where}={table!r}: expected a table")
+        raise BadValue(f"{where}={shown(table)}: expected a table")
     fields = {field.name: field for field in dataclasses.fields(cls)}
     out = {}
     for name, value in table.items():
         if name == "kind":
             continue
         if name not in fields:
-            raise unknown(f"field of {where}", name, fields)
+            raise unknown(f"field of {where}", str(name), fields)
         if name in PARTS:
             value = part(name, value)
         elif name in PLAIN:
@@ -354,7 +407,7 @@ def _built(cls: Any, table: Any, where: str) -> Any:
     try:
         return cls(**out)
     except TypeError as error:
-        raise BadValue(f"{where} with {table!r}: expected values of its fields' types ({error})") from error
+        raise BadValue(f"{where} with {shown(table)}: expected values of its fields' types ({error})") from error
 
 
 def _needed(field: dataclasses.Field) -> bool:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
 from jaxkv.store.entries import EMPTY, taken
 from jaxkv.store.pages import indexed
@@ -15,7 +16,7 @@ from pallas_kernels.masking import visible
 from pallas_kernels.partial import Partial, attend_few
 
 
-class Read:
+class Read(Checked):
     """The defaults: everything is read, and no index is held."""
 
     kind: ClassVar[str]

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
 from jaxkv.policies.needs import MASS
 from pallas_kernels.decode_attend_score.victim import Factor, linear
@@ -109,7 +110,7 @@ class ScoreInputs:
         return self.rotate(x, positions)
 
 
-class Score:
+class Score(Checked):
     """The defaults: no statistics of its own, linear in the mass."""
 
     kind: ClassVar[str]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
 from jaxkv.policies.order import BIG, best_first, in_time
 from pallas_kernels.decode_attend_score.victim import protected
@@ -16,7 +17,7 @@ EPSILON = 1e-8  # in the entropy of a chunk's scores
 
 
 @dataclasses.dataclass(frozen=True)
-class Select:
+class Select(Checked):
     """Protects the first `sinks` tokens of the text and the `recent` last ones.
 
     `recent` is a number of tokens, a fraction of the budget when it lies strictly between 0 and 1, or "window": as

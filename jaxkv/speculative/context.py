@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
+from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
 from jaxkv.run import DecodeState
 from jaxkv.sampling import Sampler
@@ -77,7 +78,7 @@ def match(text: Text, longest: int) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptLookup:
+class PromptLookup(Checked):
     """Draft what followed the last tokens where they stood before in the text; no model and no tree.
 
     The text is that of the cache gone on from, the prompt and the output; the last `limit` tokens of what was there

@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv.attend import LayerIn, decode_layer
+from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
 from jaxkv.models import ModelConfig
 from jaxkv.policies.catalogue import catalogue
@@ -146,7 +147,7 @@ def _checked(depth: int, verify: str | Conditional, policy: Policy) -> None:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class DraftModel:
+class DraftModel(Checked):
     """Drafts of a smaller model with the same vocabulary: standard speculative sampling (arXiv 2211.17192).
 
     `policy` bounds the draft model's own cache (none: full). When its drafts do not pay, it is left out for the rest
@@ -177,7 +178,7 @@ class DraftModel:
 
 
 @dataclasses.dataclass(frozen=True)
-class SelfDraft:
+class SelfDraft(Checked):
     """Drafts of the same weights over a smaller cache, verified over the call's own: eviction without loss.
 
     Source: MagicDec (arXiv 2408.11049), and QuantSpec (arXiv 2502.10424) without its quantisation. It pays where

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
 from jaxkv.sampling import Sampler
 from jaxkv.speculative.tree import Shape, Tree
@@ -14,7 +15,7 @@ ACCEPT, AGAIN, SIBLING = 1, 2, 3  # folded into a position's key: never the draw
 
 
 @dataclasses.dataclass(frozen=True)
-class Conditional:
+class Conditional(Checked):
     """Accept a draft of probability p(draft) >= min(max(beta - alpha * H(p), floor), max p); not exact.
 
     H is the entropy in nats of the model's distribution p there, so that an unsure model accepts more, and its best

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
+from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
 
 
-class Codec:
+class Codec(Checked):
     """The form of keys or values in a slot."""
 
     kind: ClassVar[str]
@@ -105,7 +106,7 @@ KINDS: dict[str, type[Codec]] = {codec.kind: codec for codec in (Plain, Int)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Codecs:
+class Codecs(Checked):
     """The codec of the keys and that of the values."""
 
     keys: Codec = PLAIN

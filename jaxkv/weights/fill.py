@@ -41,9 +41,12 @@ def resolve(tensors: Mapping[str, Tensor], table: Table, config: ModelConfig, wh
     """The name of every target's tensor. Raises `BadWeights` naming all missing, unexpected and misshapen tensors."""
     expected, needed = shapes(config), set(wanted(config))
     found: dict[Key, str] = {}
+    keys = {name: table.find(name) for name in tensors}
+    layers = max((key[1] + 1 for key in keys.values() if key is not None and key[1] is not None), default=0)
+    counts = [f"the weights have {layers} layers"] if 0 < layers != config.num_layers else []
     problems = []
     for name, tensor in tensors.items():
-        key = table.find(name)
+        key = keys[name]
         if key is None or key not in needed:
             tied = key is not None and key[0] == "head" and config.tie_embeddings
             if not tied and not table.ignores(name):
@@ -54,8 +57,8 @@ def resolve(tensors: Mapping[str, Tensor], table: Table, config: ModelConfig, wh
             problems.append(f"{name} has shape {list(tensor.shape)}, expected {list(expected[key[0]])}")
     missing = [f"missing {table.name_of(*key)}" for key in wanted(config) if key not in found]
     if missing or problems:
-        listed = (missing + problems)[:SHOWN]
-        more = len(missing) + len(problems) - len(listed)
+        listed = (counts + missing + problems)[:SHOWN]
+        more = len(counts) + len(missing) + len(problems) - len(listed)
         raise BadWeights(
             f"{where} does not hold a {config.family} model of {config.num_layers} layers: {'; '.join(listed)}"
             + (f"; and {more} more" if more > 0 else "")

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxkv.errors import BadValue, BadWeights, JaxkvError, MissingModel
 from jaxkv.models import ModelConfig
+from jaxkv.models.config import token_ids
 from jaxkv.models.linear import FORMS, prefers_panels
 from jaxkv.sharding.layout import Layout
 from jaxkv.weights import learned
@@ -110,8 +111,11 @@ def config_of(folder: Path) -> ModelConfig:
         config = ModelConfig.from_hf(facts)
     except JaxkvError as error:
         raise type(error)(f"{folder / 'config.json'}: {error}") from error
-    stops = (_json(folder / "generation_config.json") or {}).get("eos_token_id")
-    stops = tuple(stops) if isinstance(stops, list) else () if stops is None else (stops,)
+    more = folder / "generation_config.json"
+    try:
+        stops = token_ids(_json(more) or {}, "eos_token_id")
+    except BadValue as error:
+        raise BadValue(f"{more}: {error}") from error
     return dataclasses.replace(config, stop_tokens=tuple(dict.fromkeys(stops + config.stop_tokens)))
 
 

@@ -26,7 +26,7 @@ class Table:
     def find(self, name: str) -> tuple[str, int | None] | None:
         """The target of a tensor and its layer, or None."""
         for pattern, target in self.names.items():
-            match = re.fullmatch(re.escape(pattern).replace(r"\{layer\}", r"(\d+)"), name)
+            match = re.fullmatch(re.escape(pattern).replace(r"\{layer\}", r"(\d{1,9})"), name)
             if match:
                 return target, int(match[1]) if match.groups() else None
         return None
