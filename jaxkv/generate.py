@@ -17,7 +17,7 @@ from jaxkv.checks import check_arguments
 from jaxkv.decoding import CHUNK, Decoding
 from jaxkv.errors import BadValue
 from jaxkv.generation import Generation
-from jaxkv.plan import SIZES, plan
+from jaxkv.plan import SIZES, lacking, plan
 from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.catalogue import policy as by_name
 from jaxkv.policies.observe import Observer
@@ -323,16 +323,16 @@ def first_pass(policy: Policy) -> Policy:
 
 
 def with_room(policy: Policy, config: Any, cache: KVCache, room: int) -> KVCache:
-    """A copy of the cache to decode on (decoding donates its state), with slots for new tokens if they are added."""
+    """A copy of the cache to decode on (decoding donates its state), with slots for new tokens where it lacks them."""
     if policy.rope == "text" and int(np.asarray(cache.lengths).max()) + room > config.max_position:
         raise BadValue(
             f"{int(np.asarray(cache.lengths).max())} tokens seen and {room} new ones exceed the model's context of "
             f"{config.max_position}: generate fewer"
         )
-    layers = cache.layers
-    if policy.decode is None:
+    layers, more = cache.layers, lacking(policy, cache, room)
+    if more:
         windows = tuple(spec.window for spec in config.specs)
-        layers = tuple(map(policy.read.indexed, grown(layers, on_host(cache.held()), room, windows)))
+        layers = tuple(map(policy.read.indexed, grown(layers, on_host(cache.held()), more, windows)))
     return jax.tree.map(jnp.copy, dataclasses.replace(cache, layers=_keeping(layers, policy), policy=policy))
 
 

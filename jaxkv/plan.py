@@ -7,13 +7,15 @@ import numpy as np
 
 from jaxkv.errors import BadValue
 from jaxkv.models import ModelConfig
-from jaxkv.policies.policy import NOTHING, Learned, Policy
+from jaxkv.policies.policy import NOTHING, UNLIMITED, Learned, Policy
 from jaxkv.sharding.layout import on_host
 from jaxkv.store import KVCache
 
 ROUND = 16  # sizes are multiples of this
 SIZES = 4  # a prompt's first block has one of so many sizes per doubling of its length
 SLOT_SIZES = 8  # and so have the slots for tokens that are only added: up to an eighth of them is spare
+AT_ONCE = 8192  # a larger budget has slots as the text needs them
+CEILING = 2**21  # limits are no larger, or the budgets of all layers and heads together would not fit 32 bits
 
 
 def rounded(count: int, sizes: int) -> int:
@@ -68,8 +70,8 @@ def plan(
     """The shapes for `new [B]` prompt tokens per row and `room` tokens decoded after them, and limits int32 [L, B].
 
     The slots of every layer are rounded up to a multiple of `parts`, for the devices that share them. A layer has the
-    slots of its budget; where nothing is evicted while decoding, those for new tokens are rounded up, and so is a
-    prompt that fits. Blocks are counted from the end of the prompt, so a row is cut at the same places whatever stands
+    slots of its budget, or above `AT_ONCE` those that prompt and room need; where nothing is evicted while decoding,
+    those for new tokens are rounded up, and so is a prompt that fits. Blocks are counted from the end of the prompt, so a row is cut at the same places whatever stands
     beside it; the first is padded to one of `sizes` sizes per doubling.
     Raises `BadValue` for a text longer than the model's context under a policy that keeps text positions.
     """
@@ -81,13 +83,15 @@ def plan(
             f"{longest} prompt tokens and {room} new ones exceed the model's context of {config.max_position}: "
             "shorten them, or use a policy with positions in the cache, such as policy('streaming-llm', budget=...)"
         )
-    limits = np.array([policy.budgets(int(tokens), config.num_layers, learned) for tokens in total], np.int32).T
+    most = UNLIMITED if not policy.evicts else max(CEILING, 2 * config.max_position)
+    each = [policy.budgets(int(tokens), config.num_layers, learned) for tokens in total]
+    limits = np.array([[min(limit, most) for limit in row] for row in each], np.int32).T
     block = policy.block
     if policy.rope == "cache":  # positions in the cache run up to budget + block
         block = min(block, config.max_position - int(limits.max()))
         if block < 1:
             raise BadValue(
-                f"budget {limits.max()} fills the model's context of {config.max_position}: lower budget= to leave "
+                f"budget {limits.max() if policy.budget is None else policy.budget} fills the model's context of {config.max_position}: lower budget= to leave "
                 "room for the tokens that come"
             )
     held = np.zeros(config.num_layers, np.int64) if cache is None else _held(cache)
@@ -98,18 +102,46 @@ def plan(
         if window is not None:
             limits[layer] = np.minimum(limits[layer], window)
         limit = int(limits[layer].max())
+        prompt, more = rounded(int(held[layer] + new.max()), SLOT_SIZES), rounded(room, SLOT_SIZES)
         if policy.decode is not None:
-            count = limit + (policy.decode.every if policy.decode.every > 1 else 0)
+            count = whole(policy, limit)
+            count = min(count, prompt + more) if _as_needed(policy, limit) else count
         else:
-            count = min(limit, rounded(int(held[layer] + new.max()), SLOT_SIZES)) + rounded(room, SLOT_SIZES)
+            count = min(limit, prompt) + more
         count = count if window is None or policy.decode is not None else min(count, window)
         slots.append(-(-count // parts) * parts)
 
     more = max(0, -(-int(new.max()) // block) - 1)
     first = int(new.max()) - more * block
-    reach = policy.allocate.reach(max(slots), int(limits.max()))
+    reach = policy.allocate.reach(max(slots), min(int(limits.max()), max(slots)))
     blocks = PromptBlocks(min(rounded(first, sizes), block), more, block)
     return Plan(tuple(slots), _looks(policy, total, limits), reach), blocks, limits
+
+
+def whole(policy: Policy, limit: int) -> int:
+    """Slots per KV head that a layer fills under a decode phase: its budget, and what decode runs over it."""
+    assert policy.decode is not None
+    return limit + (policy.decode.every if policy.decode.every > 1 else 0)
+
+
+def _as_needed(policy: Policy, limit: int) -> bool:
+    """Whether a layer has the slots that its text needs, and not those of its budget. Positions in the cache need all
+    of them: there the slots are a ring."""
+    return limit > AT_ONCE and policy.rope == "text"
+
+
+def lacking(policy: Policy, cache: KVCache, room: int) -> int:
+    """Slots per KV head that decoding of `room` tokens needs besides those that the cache's entries fill; 0 where every
+    layer has all that its budget may fill."""
+    if policy.decode is None:
+        return room
+    limits = np.asarray(cache.limits).max(axis=1)
+    short = [
+        whole(policy, int(limit)) - layer.needed(of)
+        for layer, of, limit in zip(cache.layers, on_host(cache.held()), limits, strict=True)
+        if _as_needed(policy, int(limit)) and layer.slots < whole(policy, int(limit))
+    ]
+    return min(room, max(short, default=0))
 
 
 def _held(cache: KVCache) -> np.ndarray:

@@ -4,6 +4,7 @@
 
 import dataclasses
 import json
+import shutil
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -12,8 +13,9 @@ import pytest
 from letters import Letters
 
 import jaxkv
-from jaxkv.errors import BadValue, UnknownName
+from jaxkv.errors import BadValue, BadWeights, UnknownName
 from jaxkv.models import ModelConfig
+from jaxkv.plan import plan
 from jaxkv.policies import LastQueries, Phase, Policy, Score, Select
 from jaxkv.policies.policy import from_dict
 
@@ -209,3 +211,35 @@ def test_configs(goldens, changes, words):
     assert ModelConfig.from_hf(facts).num_layers == 2
     with pytest.raises(BadValue, match=words):
         ModelConfig.from_hf({**facts, **changes})
+
+
+def test_slots_are_those_that_the_text_needs(lettered):
+    """A budget beyond all bounds runs as the full cache does, in as many slots, and a call that goes on adds some."""
+    prompt = np.random.default_rng(0).integers(3, 90, 40).astype(np.int32)
+    policy = jaxkv.policy("h2o", budget=2**30)
+    begun = jaxkv.generate(lettered, prompt, policy=policy, max_new_tokens=8, stop_tokens=())
+    more = jaxkv.generate(lettered, cache=begun.cache, max_new_tokens=24, stop_tokens=())
+    full = jaxkv.generate(lettered, prompt, max_new_tokens=32, stop_tokens=())
+    assert np.concatenate([begun.tokens, more.tokens], axis=1).tolist() == full.tokens.tolist()
+    assert [layer.slots for layer in begun.cache.layers] == [64, 64]
+    assert [layer.slots for layer in more.cache.layers] == [128, 128] and more.stats.kept == (71.0,)
+
+
+@pytest.mark.parametrize("budget, room, slots", [(8192, 8, 8192), (8193, 8, 64), (2**20, 100, 160), (2**30, 100, 160)])
+def test_a_large_budget_is_laid_out_as_needed(tiny, budget, room, slots):
+    policy = jaxkv.policy("h2o", budget=budget)
+    shapes, _, limits = plan(policy, tiny(FAMILY).config, None, np.array([40]), room)
+    assert shapes.slots == (slots, slots) and limits.max() == min(budget, 2**21)
+
+
+def test_a_config_of_more_layers_than_the_weights(goldens, tmp_path):
+    shutil.copytree(goldens / "tiny" / FAMILY, tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    facts = json.loads(config.read_text())
+    for layers, error, words in (
+        (10**9, BadValue, "num_hidden_layers is 1000000000"),
+        (9999, BadWeights, "9999 layers: the weights have 2 layers; missing"),
+    ):
+        config.write_text(json.dumps({**facts, "num_hidden_layers": layers}))
+        with pytest.raises(error, match=words):
+            jaxkv.load(tmp_path / "model")
