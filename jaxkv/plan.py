@@ -71,8 +71,8 @@ def plan(
 
     The slots of every layer are rounded up to a multiple of `parts`, for the devices that share them. A layer has the
     slots of its budget, or above `AT_ONCE` those that prompt and room need; where nothing is evicted while decoding,
-    those for new tokens are rounded up, and so is a prompt that fits. Blocks are counted from the end of the prompt, so a row is cut at the same places whatever stands
-    beside it; the first is padded to one of `sizes` sizes per doubling.
+    those for new tokens are rounded up, and so is a prompt that fits. Blocks are counted from the end of the prompt, so
+    a row is cut at the same places whatever stands beside it; the first is padded to one of `sizes` sizes per doubling.
     Raises `BadValue` for a text longer than the model's context under a policy that keeps text positions.
     """
     seen = np.zeros_like(new) if cache is None else np.asarray(cache.lengths)
@@ -90,9 +90,10 @@ def plan(
     if policy.rope == "cache":  # positions in the cache run up to budget + block
         block = min(block, config.max_position - int(limits.max()))
         if block < 1:
+            given = limits.max() if policy.budget is None else policy.budget
             raise BadValue(
-                f"budget {limits.max() if policy.budget is None else policy.budget} fills the model's context of {config.max_position}: lower budget= to leave "
-                "room for the tokens that come"
+                f"budget {given} fills the model's context of {config.max_position}: lower budget= to leave room for "
+                "the tokens that come"
             )
     held = np.zeros(config.num_layers, np.int64) if cache is None else _held(cache)
 
