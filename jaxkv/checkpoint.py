@@ -1,5 +1,7 @@
 """Save a cache with orbax and go on from it later, bit for bit, in another process."""
 
+import hashlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -8,15 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax import lax
 
-from jaxkv.errors import BadCheckpoint, JaxkvError
+from jaxkv.checks import shown
+from jaxkv.errors import BadCheckpoint, BadValue, JaxkvError, first_line
+from jaxkv.folders import appearing_folder
 from jaxkv.policies.policy import from_dict, to_dict
 from jaxkv.sharding.hosts import together
 from jaxkv.sharding.layout import ONE_DEVICE, Layout
 from jaxkv.store import KVCache
 from jaxkv.store.described import arrays_in, arrays_of, described, rebuilt
+from jaxkv.weights.orbax_folder import written
 
-FORMAT = 2
+FORMAT = 3
 
 
 def save(cache: KVCache, path: str | os.PathLike) -> Path:
@@ -24,6 +30,8 @@ def save(cache: KVCache, path: str | os.PathLike) -> Path:
 
     On many hosts each calls this, with a path that all of them see, and writes its own parts.
     """
+    if not isinstance(cache, KVCache):
+        raise BadValue(f"cache={shown(cache)}: expected a KVCache, such as the .cache that jaxkv.generate gives")
     path = Path(path).absolute()
     if path.exists():
         raise BadCheckpoint(f"{path} exists already: expected a new path; remove it or save elsewhere")
@@ -36,17 +44,19 @@ def save(cache: KVCache, path: str | os.PathLike) -> Path:
         "batch": cache.batch,
         "text": None if cache.tokens is None else cache.tokens.shape[1],
     }
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-        checkpointer.save(
-            path, ocp.args.Composite(cache=ocp.args.StandardSave(_arrays(cache)), facts=ocp.args.JsonSave(facts))
-        )
+    arrays = _arrays(cache)
+    facts["sums"] = _sums(arrays)
+    facts["own"] = _own(facts)
+    with appearing_folder(path, sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))) as draft:
+        written(draft, cache=ocp.args.StandardSave(arrays), facts=ocp.args.JsonSave(facts))
     return path
 
 
 def restore(path: str | os.PathLike, params: Any = None) -> KVCache:
     """The cache that was saved at `path`. With `params`, it must have been made by that model, and goes to its mesh.
 
-    Raises `BadCheckpoint` for a path that holds no cache, a corrupt one, one of another model, or one whose policy has
+    What was written is held against its checksums first. Raises `BadCheckpoint` for a path that holds no cache, a
+    corrupt one, one of another model, or one whose policy has
     a part that is not registered.
     """
     path = Path(path).absolute()
@@ -57,14 +67,22 @@ def restore(path: str | os.PathLike, params: Any = None) -> KVCache:
             facts = checkpointer.restore(path, ocp.args.Composite(facts=ocp.args.JsonRestore()))["facts"]
             if facts.get("format") != FORMAT:
                 raise BadCheckpoint(f"{path}: format {facts.get('format')}, expected {FORMAT}; save it again")
+            if facts.get("own") != _own(facts):
+                raise BadCheckpoint(f"{path}: its description is not what was written: it is damaged; save it again")
             layout = ONE_DEVICE if params is None else params.layout
             template = _template(facts, layout)
             arrays = checkpointer.restore(path, ocp.args.Composite(cache=ocp.args.StandardRestore(template)))["cache"]
+            lost = [name for name, sum in _sums(arrays).items() if sum != facts["sums"].get(name)]
+            if lost:
+                raise BadCheckpoint(
+                    f"{path}: {', '.join(lost[:3])}{' and others' * (len(lost) > 3)} are not what was written: the "
+                    "checkpoint is damaged; save it again"
+                )
     except BadCheckpoint:
         raise
     except Exception as error:
         raise BadCheckpoint(
-            f"{path}: not a readable saved cache ({type(error).__name__}: {error}); save it again"
+            f"{path}: not a readable saved cache ({type(error).__name__}: {first_line(error)}); save it again"
         ) from error
     if params is not None and params.fingerprint != facts["model"]:
         raise BadCheckpoint(
@@ -84,6 +102,36 @@ def restore(path: str | os.PathLike, params: Any = None) -> KVCache:
         tokens=np.asarray(arrays["tokens"]) if "tokens" in arrays else None,
     )
     return layout.cache(cache)
+
+
+def _own(facts: dict[str, Any]) -> str:
+    """The digest of the description, 64 hexadecimal digits."""
+    said = {name: value for name, value in facts.items() if name != "own"}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def _sums(arrays: dict[str, Any]) -> dict[str, list[int]]:
+    """The checksum of every array, by its place; the same on any number of devices."""
+    leaves, _ = jax.tree.flatten_with_path(arrays)
+    return {jax.tree_util.keystr(where): np.asarray(_sum(leaf)).tolist() for where, leaf in leaves}
+
+
+@jax.jit
+def _sum(x: jax.Array) -> jax.Array:
+    """Two sums of 32 bits over all elements, each mixed with its place so that no other array is likely to have them.
+
+    A single element that differs always changes the first sum: the mixing is one to one.
+    """
+    if x.dtype == jnp.bool:
+        x = x.astype(jnp.uint8)
+    flat = lax.bitcast_convert_type(x.reshape(-1), f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
+    place = lax.iota(jnp.uint32, flat.size)
+    mixed = flat ^ (place * jnp.uint32(0x9E3779B1))
+    sums = []
+    for times in (0x7FEB352D, 0x846CA68B):
+        mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(times)
+        sums.append(jnp.sum(mixed, dtype=jnp.uint32))
+    return jnp.stack(sums)
 
 
 def _arrays(cache: KVCache) -> dict[str, Any]:

@@ -1,9 +1,113 @@
-"""Folders of the user's that jaxkv writes to."""
+"""Folders of the user's that jaxkv writes to, and the one way to write there: whole, or not at all."""
 
+import contextlib
+import errno
 import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
+
+from jaxkv.errors import BadValue
+
+TRIES = 16  # to put a folder in another's place, or to remove one, while others write there
+SPARE = 2**20  # bytes besides a folder's arrays: what is written about them
 
 
 def cache_folder() -> Path:
     """Where joined models and compiled programs are kept: `$JAXKV_CACHE`, else `~/.cache/jaxkv`."""
     return Path(os.environ.get("JAXKV_CACHE") or Path.home() / ".cache" / "jaxkv")
+
+
+@contextlib.contextmanager
+def appearing(target: Path) -> Iterator[Path]:
+    """A draft file to write, which becomes `target` at the end of the block; an error leaves the old file and no draft.
+
+    Each draft has a name of its own, so of several that write side by side the last one's file stands there, whole.
+    Raises `BadValue` where nothing can be written.
+    """
+    draft = _draft(target)
+    try:
+        with writing(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            yield draft
+            with draft.open("rb") as file:
+                os.fsync(file.fileno())  # a disk that is full says so here at the latest
+            draft.replace(target)
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def appearing_folder(target: Path, size: int) -> Iterator[Path]:
+    """As `appearing`, with a folder, which the block makes, of `size` bytes. Of many hosts all get the same draft.
+
+    What libraries write beside their folder while they make it lies in a folder of the draft's own, and goes with it.
+    """
+    import jax
+
+    from jaxkv.sharding.hosts import agreed, together
+
+    own, first = _draft(target, agreed(uuid.uuid4().hex[:12])), jax.process_index() == 0
+    draft = own / target.name
+    try:
+        with writing(target):
+            own.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(own).free
+            if free < size + SPARE:
+                raise OSError(errno.ENOSPC, f"it takes {size / 2**20:.1f} MiB, and {free / 2**20:.1f} MiB are free")
+            yield draft
+            together(f"{target}: written")
+            if first:
+                _put(draft, target)
+            together(f"{target}: named")
+    finally:
+        if first:
+            _remove(own)
+
+
+@contextlib.contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Raises `BadValue` for an error of the disk inside the block."""
+    try:
+        yield
+    except OSError as error:
+        raise BadValue(
+            f"{target} cannot be written ({error.strerror or error}): make room there or give another path; what "
+            "stood there is as it was"
+        ) from error
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder, in which a library's threads may still be writing after an error."""
+    for _ in range(TRIES):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.05)
+
+
+def _draft(target: Path, own: str | None = None) -> Path:
+    return target.with_name(f".{target.name}.{own or uuid.uuid4().hex[:12]}.part")
+
+
+def _put(draft: Path, target: Path) -> None:
+    """Names the draft `target`; what another has put there in the meantime goes."""
+    for _ in range(TRIES):
+        try:
+            os.rename(draft, target)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        aside = _draft(target)
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(target, aside)
+        with contextlib.suppress(OSError):
+            os.rename(draft, target)
+        shutil.rmtree(aside, ignore_errors=True)
+        if not draft.exists():
+            return
+    raise OSError(errno.EEXIST, "others keep writing there")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.errors import BadValue
+from jaxkv.folders import appearing, writing
 
 Record = dict[str, Any]
 COLUMNS = (
@@ -35,7 +36,8 @@ class Store:
 
         Raises `BadValue` where it holds a run of other settings or another model.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
         about = self.folder / "run.json"
         if about.exists():
             there = json.loads(about.read_text(encoding="utf-8"))
@@ -81,9 +83,8 @@ class Store:
 
 def written(path: Path, text: str | bytes) -> None:
     """The file with this content, whole or not at all."""
-    draft = path.with_name(path.name + ".part")
-    draft.write_bytes(text.encode() if isinstance(text, str) else text)
-    draft.replace(path)
+    with appearing(path) as draft:
+        draft.write_bytes(text.encode() if isinstance(text, str) else text)
 
 
 def table(records: Iterable[Record], folder: Path) -> list[Path]:

@@ -1,7 +1,8 @@
 """Many hosts: each runs the same program, and together they are one mesh."""
 
 import jax
-from jax.experimental.multihost_utils import sync_global_devices
+import numpy as np
+from jax.experimental.multihost_utils import broadcast_one_to_all, sync_global_devices
 
 from jaxkv.errors import BadValue, HostFailure, first_line
 
@@ -59,6 +60,13 @@ def together(name: str) -> None:
     """Wait until every host has come to this place, which all of them call by the same name."""
     if jax.process_count() > 1:
         sync_global_devices(name)
+
+
+def agreed(text: str) -> str:
+    """Process 0's text (ASCII, of equal length everywhere), which all hosts then have."""
+    if jax.process_count() == 1:
+        return text
+    return bytes(broadcast_one_to_all(np.frombuffer(text.encode(), np.uint8))).decode()
 
 
 def speaks() -> bool:

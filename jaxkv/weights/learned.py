@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from jaxkv.errors import BadWeights
-from jaxkv.folders import cache_folder
-from jaxkv.weights.source import appearing
+from jaxkv.folders import appearing, cache_folder
 
 Learned = Mapping[str, Any]  # name -> array [L, ...]
 
@@ -39,8 +38,7 @@ def read(path: Path) -> dict[str, np.ndarray]:
 def write(learned: Learned, path: Path) -> None:
     """The arrays as a file, float16 where they fit in, else float32: it appears whole or not at all."""
     with appearing(path) as draft:
-        save_file({key: _small(np.asarray(value, np.float32)) for key, value in learned.items()}, draft)
-        draft.chmod(0o644)  # it was made for its owner alone
+        draft.write_bytes(save({key: _small(np.asarray(value, np.float32)) for key, value in learned.items()}))
 
 
 def _small(array: np.ndarray) -> np.ndarray:

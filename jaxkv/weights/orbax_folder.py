@@ -1,8 +1,8 @@
 """Weights as an orbax checkpoint: every host writes and reads only the parts that its devices hold."""
 
 import dataclasses
+import logging
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxkv.errors import BadCheckpoint, BadValue, BadWeights, first_line
+from jaxkv.folders import appearing_folder
 from jaxkv.models import ModelConfig, abstract_weights
 from jaxkv.models.linear import Blocks, packed, packed_table, plain, quantised, settled
 from jaxkv.models.rope import Rope
@@ -36,28 +37,36 @@ def save_weights(params: Params, path: str | os.PathLike) -> Path:
         raise BadValue("weights in blocks are not saved: save them as floats, and load that with weights=")
     if path.exists():
         raise BadCheckpoint(f"{path} exists already: expected a new path; remove it or save elsewhere")
-    making = path.with_name(path.name + ".part")
-    first = jax.process_index() == 0
-    if first:
-        shutil.rmtree(making, ignore_errors=True)  # of a run that was interrupted
-    together("jaxkv.save_weights: begun")
+    together("jaxkv.save_weights")  # every host has looked before one of them begins to write
     flat = {
         tuple(map(str, where)): _plain(str(where[-1]), leaf[...]) for where, leaf in nnx.to_flat_state(params.weights)
     }
     weights = unflatten_dict(flat)
     facts = {"format": FORMAT, "config": dataclasses.asdict(params.config)}
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-        checkpointer.save(
-            making / INSIDE,
-            ocp.args.Composite(weights=ocp.args.StandardSave(weights), facts=ocp.args.JsonSave(facts)),
-        )
-    if first and params.tokenizer is not None:
-        params.tokenizer.save_pretrained(making)
-    together("jaxkv.save_weights: written")
-    if first:
-        os.replace(making, path)
-    together("jaxkv.save_weights: named")
+    with appearing_folder(path, sum(leaf.nbytes for leaf in jax.tree.leaves(weights))) as draft:
+        written(draft / INSIDE, weights=ocp.args.StandardSave(weights), facts=ocp.args.JsonSave(facts))
+        if jax.process_index() == 0 and params.tokenizer is not None:
+            params.tokenizer.save_pretrained(draft)
     return path
+
+
+def written(path: Path, **what: Any) -> None:
+    """A checkpoint of orbax with these items. Raises `BadCheckpoint` where it cannot be written."""
+    log = logging.getLogger("absl")
+    before = log.level
+    log.setLevel(logging.CRITICAL)  # pages of what its threads raised, which the one error says
+    try:
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+            checkpointer.save(path, ocp.args.Composite(**what))
+    except jax.errors.JaxRuntimeError:  # another host is gone
+        raise
+    except Exception as error:
+        raise BadCheckpoint(
+            f"a checkpoint cannot be written ({type(error).__name__}: {first_line(error)}): make room there, or give "
+            "another path"
+        ) from error
+    finally:
+        log.setLevel(before)
 
 
 def config_of(folder: Path) -> ModelConfig:

