@@ -293,6 +293,7 @@ def main(args: list[str] | None = None) -> int:
         print(f"jaxkv: {message}", file=sys.stderr, flush=True)
         os._exit(3)  # leaving in order would wait for the host that is gone
     except KeyboardInterrupt:
+        print(f"jaxkv: stopped; nothing was kept of {type(command).__name__.lower()}, start it again", file=sys.stderr)
         return 130
 
 
@@ -551,6 +552,7 @@ def _eval(command: Eval) -> int:
     import jaxkv
     from jaxkv import evaluation
     from jaxkv.evaluation import summary
+    from jaxkv.evaluation.results import Store
 
     _register(command.parts)
     settings = evaluation.load(command.run)
@@ -561,7 +563,12 @@ def _eval(command: Eval) -> int:
     settings = dataclasses.replace(settings, **changes)
     out = command.out or os.path.join("results", settings.name)
     params = jaxkv.load(settings.model, dtype=settings.dtype)
-    store = evaluation.evaluate(params, settings, out, progress=_Jobs())
+    try:
+        store = evaluation.evaluate(params, settings, out, progress=_Jobs())
+    except KeyboardInterrupt:
+        kept = len(list(Store(out).records()))
+        print(f"jaxkv: stopped; {kept} records are kept in {out}, and the same command goes on there", file=sys.stderr)
+        return 130
     records = list(store.records())
     rows, found = summary.quality(records), summary.fidelities(records)
     if command.json:

@@ -34,12 +34,12 @@ class HostFailure(JaxkvError, RuntimeError):
     """Another host of a run over many that failed, or never came."""
 
 
-def unknown(kind: str, name: str, known) -> UnknownName:
+def unknown(kind: str, name: object, known) -> UnknownName:
     """`UnknownName` that lists the nearest of the `known` names."""
-    known = sorted(known)
+    name, known = str(name), sorted(map(str, known))
     near = get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else f"known: {', '.join(known)}"
-    return UnknownName(f"unknown {kind} {name!r}; {hint}")
+    return UnknownName(f"unknown {kind} {name[:80]!r}; {hint}")
 
 
 def first_line(error: BaseException) -> str:

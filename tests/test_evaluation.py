@@ -352,7 +352,7 @@ def test_a_stopped_run_goes_on(finished, lettered, tmp_path, monkeypatch):
 
 def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
     store = Store(tmp_path)
-    store.path.write_text('{"key": "a"}\n{"key"\n{"key": "b"}\n')
+    store.path.write_text('{"key": "a", "kind": "answer"}\n{"key"\n{"key": "b", "kind": "answer"}\n')
     with pytest.raises(BadValue, match="line 2"):
         list(store.records())
 

@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 
 import jaxkv
-from jaxkv.errors import BadCheckpoint, BadWeights
+from jaxkv import folders
+from jaxkv.errors import BadCheckpoint, BadValue, BadWeights
 from jaxkv.weights.orbax_folder import INSIDE
 
 FAMILIES = ("llama3", "qwen2", "gemma3_text")  # scaled rope; biases; two ropes, sliding layers
@@ -58,8 +59,8 @@ def test_nothing_is_overwritten_or_left_half_written(tiny, saved, tmp_path, monk
     def fails(*_):
         raise OSError("the disk is full")
 
-    monkeypatch.setattr("os.replace", fails)
-    with pytest.raises(OSError, match="full"):
+    monkeypatch.setattr(folders, "_put", fails)
+    with pytest.raises(BadValue, match="the disk is full"):
         jaxkv.save_weights(tiny("llama3"), tmp_path / "new")
     assert not (tmp_path / "new").exists()
     monkeypatch.undo()

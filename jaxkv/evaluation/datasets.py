@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxkv.errors import BadValue
+from jaxkv.checks import MOST, fits, shown
+from jaxkv.errors import BadValue, first_line
 from jaxkv.evaluation.example import Example, Question
 
 
@@ -22,17 +23,25 @@ def read(
     if not path.is_file():
         raise BadValue(f"data set {str(path)!r}: no such file; expected a JSONL with context, question and answers")
     found: dict[tuple, list[Question]] = {}
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip() or (limit is not None and number > limit):
                 continue
+            where = f"{path}, line {number}"
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise BadValue(f"{path}, line {number}: not JSON ({error.msg}); expected one object per line") from None
-            name, context, question = _parts(row, f"{path}, line {number}", path.stem)
-            key = (name, context, int(row.get("max_new_tokens", max_new_tokens)))
-            found.setdefault(key, []).append(question)
+                row = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise BadValue(f"{where}: not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from None
+            except (ValueError, RecursionError) as error:
+                told = getattr(error, "msg", first_line(error))
+                raise BadValue(f"{where}: not JSON ({told}); expected one object per line") from None
+            name, context, question = _parts(row, where, path.stem)
+            tokens = row.get("max_new_tokens", max_new_tokens)
+            if not fits(tokens, int) or not 1 <= tokens <= MOST:
+                raise BadValue(f"{where}: max_new_tokens is {shown(tokens)}; expected a whole number of at least 1")
+            found.setdefault((name, context, tokens), []).append(question)
+    if not found:
+        raise BadValue(f"{path} holds no examples: expected one object per line, with context, question and answers")
     return [
         Example(name, context, tuple(questions), scorer, tokens, index=index, chat=chat)
         for index, ((name, context, tokens), questions) in enumerate(found.items())
@@ -47,11 +56,19 @@ def _parts(row: Any, where: str, stem: str) -> tuple[str, str, Question]:
     if answers is None or answers == []:
         raise BadValue(f"{where}: no answers; expected a field answers, outputs or answer")
     answers = answers if isinstance(answers, list) else [answers]
+    if not all(fits(answer, str | float) for answer in answers):
+        raise BadValue(f"{where}: the answers are {shown(answers)}; expected text or numbers")
     context = row.get("context", row.get("prompt", row.get("input", "")))
     text = row.get("question", row.get("problem", row.get("input", "") if "context" in row else ""))
+    prefix = row.get("answer_prefix", "")
+    named = {"context": context, "question": text, "answer_prefix": prefix}
+    named |= {name: row[name] for name in ("task", "dataset") if row.get(name) is not None}
+    for name, value in named.items():
+        if not fits(value, str):
+            raise BadValue(f"{where}: {name} is {shown(value)}; expected text")
     if not context and not text:
         raise BadValue(
             f"{where}: neither context nor question; expected a field context, prompt, input, question or problem"
         )
     name = str(row.get("task") or row.get("dataset") or stem)
-    return name, context, Question(text, tuple(str(answer) for answer in answers), row.get("answer_prefix", ""))
+    return name, context, Question(text, tuple(str(answer) for answer in answers), prefix)

@@ -67,6 +67,8 @@ def _lines(axes: Any, rows: Sequence[Record], value: Any, styles: dict[str, Any]
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
         axes.minorticks_off()
+    if len(ticks) == 1:  # what stands side by side is no other budget
+        axes.set_xlim(ticks[0] / 1.5, ticks[0] * 1.5)
     axes.set_xlabel("tokens kept per KV head")
     axes.grid(alpha=0.25)
     for side in ("top", "right"):
@@ -153,20 +155,20 @@ def needle_figure(records: Sequence[Record]) -> Any:
 
 
 def cost_figure(records: Sequence[Record]) -> Any:
-    """Bytes of the cache per row, and decoded tokens per second, against budget."""
+    """Bytes of the cache per row, and, where more than one batch was decoded, tokens per second, against budget."""
     rows = [row for row in quality(records) if row["mode"] == quality(records)[0]["mode"]]
-    figure = _figure(9.6, 4.0)
-    left, right = figure.subplots(1, 2)
+    timed = any(row["tokens_per_second"] for row in rows)
+    figure = _figure(9.6 if timed else 4.8, 4.0)
+    left, *right = np.atleast_1d(figure.subplots(1, 1 + timed))
     _lines(left, rows, lambda row: row["cache_bytes"] / 2**20, _styles(rows))
     left.set_title("Cache per sequence when the answer ends", fontsize=10)
     left.set_ylabel("MiB")
     left.set_ylim(bottom=0)
-    _lines(right, rows, lambda row: row["tokens_per_second"], _styles(rows))
-    right.set_title("Decoding, best batch", fontsize=10)
-    right.set_ylabel("tokens/s, all rows")
-    right.set_ylim(bottom=0)
-    if not any(row["tokens_per_second"] for row in rows):
-        right.text(0.5, 0.5, "one batch, which compiles: no speed", transform=right.transAxes, ha="center", fontsize=9)
+    for axes in right:
+        _lines(axes, rows, lambda row: row["tokens_per_second"], _styles(rows))
+        axes.set_title("Decoding, best batch", fontsize=10)
+        axes.set_ylabel("tokens/s, all rows")
+        axes.set_ylim(bottom=0)
     _legend(figure, left)
     return figure
 

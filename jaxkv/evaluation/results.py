@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.errors import BadValue
+from jaxkv.errors import BadValue, first_line
 from jaxkv.folders import appearing, writing
 
 Record = dict[str, Any]
@@ -40,9 +40,9 @@ class Store:
             self.folder.mkdir(parents=True, exist_ok=True)
         about = self.folder / "run.json"
         if about.exists():
-            there = json.loads(about.read_text(encoding="utf-8"))
+            there = self.about()
             for name, mine in (("settings", settings), ("model", model)):
-                if there[name] != mine:
+                if there.get(name) != mine:
                     raise BadValue(
                         f"{self.folder} holds a run with other {name}: give another folder (--out), or remove this one"
                     )
@@ -50,35 +50,67 @@ class Store:
             written(about, json.dumps({"settings": settings, "model": model, "machine": machine()}, indent=1) + "\n")
         records = list(self.records())
         if self.path.exists():  # without the line that was cut off, if there is one
-            written(self.path, "".join(json.dumps(record) + "\n" for record in records))
+            written(self.path, _lines(records))
         return {record["key"] for record in records}
 
+    def leave_out(self, wanted: set[str]) -> int:
+        """Move the records of other keys, whose data has changed since, to `stale.jsonl`; their number."""
+        records = list(self.records())
+        stale = [record for record in records if record["key"] not in wanted]
+        if stale:
+            self._append(self.folder / "stale.jsonl", stale)
+            written(self.path, _lines(record for record in records if record["key"] in wanted))
+        return len(stale)
+
     def add(self, records: Iterable[Record]) -> None:
-        """Add a batch: all its lines in one write, on the disk when this returns."""
-        lines = "".join(json.dumps(record) + "\n" for record in records)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(lines)
-            file.flush()
-            os.fsync(file.fileno())
+        """Add a batch: all its lines in one write, on the disk when this returns, or none of them."""
+        self._append(self.path, records)
+
+    def _append(self, path: Path, records: Iterable[Record]) -> None:
+        with writing(path), path.open("ab", buffering=0) as file:
+            before, lines = file.tell(), memoryview(_lines(records).encode())
+            try:
+                while lines:
+                    lines = lines[file.write(lines) :]
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(before)
+                raise
 
     def records(self) -> Iterable[Record]:
-        """The records so far. Raises `BadValue` for a broken line that is not the last."""
+        """The records so far, each key once. Raises `BadValue` for a broken line that is not the last."""
         if not self.path.exists():
             return
-        lines = self.path.read_text(encoding="utf-8").splitlines()
+        lines, seen = self.path.read_bytes().splitlines(), set()
         for number, line in enumerate(lines, 1):
             try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
                 if number < len(lines):
                     raise BadValue(f"{self.path}, line {number}: not JSON; remove the line to go on") from None
+                return
+            if not isinstance(record, dict) or not all(isinstance(record.get(name), str) for name in ("key", "kind")):
+                raise BadValue(f"{self.path}, line {number}: no record of jaxkv eval; remove the line to go on")
+            if record["key"] not in seen:
+                seen.add(record["key"])
+                yield record
 
     def about(self) -> Record:
-        """run.json. Raises `BadValue` where there is none."""
+        """run.json. Raises `BadValue` where there is none, or a broken one."""
         path = self.folder / "run.json"
         if not path.exists():
             raise BadValue(f"{self.folder} holds no results (no run.json): run jaxkv eval first")
-        return json.loads(path.read_text(encoding="utf-8"))
+        try:
+            about = json.loads(path.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise BadValue(f"{path} cannot be read ({first_line(error)}): remove the folder, or give another") from None
+        if not isinstance(about, dict) or not isinstance(about.get("settings"), dict):
+            raise BadValue(f"{path} says nothing of a run: remove the folder, or give another")
+        return about
+
+
+def _lines(records: Iterable[Record]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 def written(path: Path, text: str | bytes) -> None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import run
-from jaxkv.errors import BadValue
+from jaxkv.errors import BadValue, first_line
 from jaxkv.evaluation import asking, datasets, forced, tasks, texts
 from jaxkv.evaluation.example import Example
 from jaxkv.evaluation.fidelity import fidelity, reference
@@ -59,6 +59,7 @@ class Step:
 
     cell: Cell
     title: str
+    keys: tuple[str, ...]  # of the records that it gives
     records: Callable[[], list[Record]]
 
 
@@ -89,16 +90,28 @@ def examples_of(settings: Settings, tokenizer: Any) -> list[Example]:
 def evaluate(
     params: Params, settings: Settings, folder: str | Path, *, progress: Progress | None = None, model: str = ""
 ) -> Store:
-    """Run what the folder doesn't hold yet, a batch at a time, and give the store back."""
+    """Run what the folder doesn't hold yet, a batch at a time, and give the store back.
+
+    A record is known by its policy and by the text that it was measured on: where a file of data has changed since, its
+    old records are left out (`Store.leave_out`), and `progress` says so.
+    """
+    if params.tokenizer is None:
+        raise BadValue("an evaluation asks questions in text, and these params have no tokenizer: load them with one")
     store = Store(folder)
     done = store.open(to_dict(settings), model or params.fingerprint)
     examples = examples_of(settings, params.tokenizer)
-    todo = [job for job in jobs(settings, examples, params.tokenizer) if not done.issuperset(job.keys)]
-    steps = [Step(job.cell, job.title, lambda job=job: _answers(params, settings, job)) for job in todo]
-    steps += _fidelity_steps(params, settings, done)
+    steps = [
+        Step(job.cell, job.title, tuple(job.keys), lambda job=job: _answers(params, settings, job))
+        for job in jobs(settings, examples, params.tokenizer)
+    ]
+    steps += _fidelity_steps(params, settings)
     order = {(cell.label, cell.budget, cell.ratio): place for place, cell in enumerate(settings.cells())}
     steps.sort(key=lambda step: order[step.cell.label, step.cell.budget, step.cell.ratio])  # stable: cell by cell
-    steps += _retention_steps(params, settings, done)
+    steps += _retention_steps(params, settings)
+    stale = store.leave_out({key for step in steps for key in step.keys})
+    steps = [step for step in steps if not done.issuperset(step.keys)]
+    if stale and progress is not None:
+        progress(f"{stale} records of data that has changed since are left out (stale.jsonl)", 0, len(steps), None)
     started, times, last = time.perf_counter(), [], steps[0].cell if steps else None
     for number, step in enumerate(steps):
         if step.cell != last:  # the programs of the one before are of no more use, and hundreds would fill the memory
@@ -276,19 +289,36 @@ def _cell(cell: Cell) -> Record:
 
 def prose_rows(settings: Settings, tokenizer: Any, count: int, tokens: int, file: str = "") -> np.ndarray:
     """`count` rows of `tokens` ids of the prose (or of a text file), from different places on, repeated as needed."""
-    text = Path(file).expanduser().read_text(encoding="utf-8") if file else texts.prose()
+    text = text_of(file)
     ids = asking.ids(tokenizer, text)
+    if len(ids) < 2:
+        raise BadValue(f"fidelity file {file!r} has {len(ids)} tokens: expected a text")
     start = [row * len(ids) // count for row in range(count)]
     return np.stack([np.resize(np.roll(ids, -at), tokens) for at in start]).astype(np.int32)
 
 
-def _fidelity_steps(params: Params, settings: Settings, done: set[str]) -> list[Step]:
+def text_of(file: str) -> str:
+    """The text of a file, or the prose. Raises `BadValue` where it cannot be read."""
+    if not file:
+        return texts.prose()
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise BadValue(
+            f"fidelity file {file!r} cannot be read ({first_line(error)}): expected text in UTF-8"
+        ) from error
+
+
+def _fidelity_steps(params: Params, settings: Settings) -> list[Step]:
     """One step per cell; the full cache is asked once, by the first."""
     wanted = settings.fidelity
     if wanted is None:
         return []
     rows = prose_rows(settings, params.tokenizer, wanted.texts, wanted.prompt + wanted.continuation, wanted.file)
     prompt, continuation = rows[:, : wanted.prompt], rows[:, wanted.prompt :]
+    what = repr(wanted)
+    if wanted.file:  # known by what stands in it
+        what += hashlib.sha256(text_of(wanted.file).encode()).hexdigest()
     known: list[Any] = []
 
     def step(cell: Cell, key: str) -> list[Record]:
@@ -303,16 +333,16 @@ def _fidelity_steps(params: Params, settings: Settings, done: set[str]) -> list[
 
     out = []
     for cell in settings.cells():
-        key = key_of(cell, "fidelity", repr(wanted))
+        key = key_of(cell, "fidelity", what)
         left_out = wanted.budgets and cell.budget is not None and cell.budget not in wanted.budgets
-        if key not in done and not left_out:
+        if not left_out:
             size = cell.budget if cell.ratio is None else cell.ratio
             title = f"{cell.label}{'' if size is None else f' at {size}'}: fidelity"
-            out.append(Step(cell, title, lambda cell=cell, key=key: step(cell, key)))
+            out.append(Step(cell, title, (key,), lambda cell=cell, key=key: step(cell, key)))
     return out
 
 
-def _retention_steps(params: Params, settings: Settings, done: set[str]) -> list[Step]:
+def _retention_steps(params: Params, settings: Settings) -> list[Step]:
     """One step per policy of the [retention] table."""
     wanted, out = settings.retention, []
     if wanted is None:
@@ -327,7 +357,6 @@ def _retention_steps(params: Params, settings: Settings, done: set[str]) -> list
     chosen = dataclasses.replace(settings, policies=wanted.policies, budgets=(wanted.budget,), ratios=())
     for cell in chosen.cells():
         key = key_of(cell, "retention", repr(wanted))
-        if key not in done:
-            title = f"{cell.label} at {wanted.budget}: retention"
-            out.append(Step(cell, title, lambda cell=cell, key=key: step(cell, key)))
+        title = f"{cell.label} at {wanted.budget}: retention"
+        out.append(Step(cell, title, (key,), lambda cell=cell, key=key: step(cell, key)))
     return out

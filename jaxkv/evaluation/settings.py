@@ -1,13 +1,18 @@
 """What an evaluation runs, as a TOML says it: model, policies, budgets, tasks, fidelity, retention."""
 
 import dataclasses
+import os
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxkv.configs import config_files
+from jaxkv.checks import Checked, shown
+from jaxkv.configs import config_files, read_toml
 from jaxkv.errors import BadValue, unknown
+from jaxkv.evaluation.scorers import SCORERS
 from jaxkv.evaluation.tasks import TASKS
+from jaxkv.evaluation.texts import HAYSTACKS
 from jaxkv.policies.catalogue import catalogue, is_file, named, sized
 from jaxkv.policies.parts import digest, load_parts
 from jaxkv.policies.policy import Policy
@@ -15,10 +20,11 @@ from jaxkv.policies.policy import from_dict as made_of
 from jaxkv.policies.policy import to_dict as table_of
 
 MODES = ("aware", "agnostic")
+OF_A_POLICY = tuple(field.name for field in dataclasses.fields(Policy))
 
 
 @dataclasses.dataclass(frozen=True)
-class Tasks:
+class Tasks(Checked):
     """One [[tasks]] table: a task's name, or a JSONL `file`, with what `tasks.generate` or `datasets.read` takes.
 
     Of a file's texts with more than `longest` tokens the middle is left out, as LongBench does; without `chat` they go
@@ -43,10 +49,18 @@ class Tasks:
             raise BadValue(f"a [[tasks]] table with name={self.name!r} and file={self.file!r}: expected one of the two")
         if self.name and self.name not in TASKS:
             raise unknown("task", self.name, TASKS)
+        if self.scorer not in SCORERS:
+            raise unknown("scorer", self.scorer, SCORERS)
+        for haystack in self.haystacks:
+            if haystack not in HAYSTACKS:
+                raise unknown("haystack", haystack, HAYSTACKS)
+        at_least_one(self, "lengths", "examples", "questions", "max_new_tokens", "limit", "longest")
+        if not all(0 <= depth <= 1 for depth in self.depths):
+            raise BadValue(f"depths={self.depths}: expected 0 (the text's beginning) to 1 (its end)")
 
 
 @dataclasses.dataclass(frozen=True)
-class Fidelity:
+class Fidelity(Checked):
     """The [fidelity] table: `texts` stretches of prose (or of `file`), `prompt` tokens each, and the `continuation`
     tokens after it that are run through decode under every policy. `budgets` restricts it to some of the run's.
     """
@@ -66,7 +80,7 @@ class Fidelity:
 
 
 @dataclasses.dataclass(frozen=True)
-class Retention:
+class Retention(Checked):
     """The [retention] table: one text of `prompt` tokens and `steps` decode steps, looked at every `every` steps."""
 
     policies: tuple[Any, ...] = ()
@@ -76,7 +90,16 @@ class Retention:
     every: int = 16
 
     def __post_init__(self):
+        at_least_one(self, "budget", "prompt", "steps", "every")
         object.__setattr__(self, "policies", tuple(map(_read, self.policies)))
+
+
+def at_least_one(table: Any, *names: str) -> None:
+    """Raises `BadValue` for a number, or one in a list, below 1."""
+    for name in names:
+        value = getattr(table, name)
+        if any(each is not None and each < 1 for each in (value if isinstance(value, tuple) else (value,))):
+            raise BadValue(f"{name}={shown(value)}: expected at least 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +114,7 @@ class Cell:
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(Checked):
     """A whole run. `policies` are names, .toml files, or tables of one of these and options; "all" is the whole
     catalogue. What stands in such a file is read at once and becomes part of the settings, as the `table` of its name.
     `parts` are Python files or modules that register parts of one's own.
@@ -124,8 +147,7 @@ class Settings:
                 raise unknown("mode", mode, MODES)
         if self.after not in ("policy", "full"):
             raise BadValue(f"after={self.after!r}: expected 'policy' or 'full'")
-        if self.batch < 1:
-            raise BadValue(f"batch={self.batch}: expected at least 1")
+        at_least_one(self, "batch", "budgets")
         self.cells()
 
     def cells(self) -> list[Cell]:
@@ -174,27 +196,32 @@ def load(source: str | Path) -> Settings:
     path = Path(source).expanduser()
     if not path.is_file():
         raise unknown("evaluation (neither a shipped one nor a file)", str(source), shipped)
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise BadValue(f"{path}: not TOML ({error})") from None
-    return from_dict(table, path.parent)
+    return from_dict(read_toml(path), path.parent)
 
 
 def from_dict(table: dict[str, Any], folder: Path | None = None) -> Settings:
     """The settings that the tables describe; files of policies and parts may lie in the `folder`."""
+    if not isinstance(table, Mapping):
+        raise BadValue(f"an evaluation {shown(table)}: expected a table")
     table = {name: dict(value) if isinstance(value, dict) else value for name, value in table.items()}
     for owner in (table, table.get("retention")):
         for name in ("policies", "parts"):
             if folder is not None and isinstance(owner, dict) and isinstance(owner.get(name), list):
                 owner[name] = [_beside(entry, folder) for entry in owner[name]]
-    for source in table.get("parts", ()):
-        load_parts(source)
+    parts = table.get("parts", ())
+    for source in parts if isinstance(parts, list | tuple) else ():
+        if isinstance(source, str):
+            load_parts(source)
     if "tasks" in table:
-        table["tasks"] = tuple(_build(Tasks, each, "[[tasks]]") for each in table["tasks"])
+        tasks = table["tasks"]
+        if not isinstance(tasks, list | tuple) or not all(isinstance(each, Mapping) for each in tasks):
+            raise BadValue(f"tasks={shown(tasks)}: expected a list of tables; write [[tasks]] above each, not [tasks]")
+        table["tasks"] = tuple(_build(Tasks, each, "[[tasks]]") for each in tasks)
     for name, cls in (("fidelity", Fidelity), ("retention", Retention)):
         if isinstance(table.get(name), dict):
             table[name] = _build(cls, table[name], f"[{name}]")
+        elif table.get(name) is not None:
+            raise BadValue(f"{name}={shown(table[name])}: expected one table; write [{name}] above it")
     return _build(Settings, table, "an evaluation")
 
 
@@ -206,9 +233,25 @@ def to_dict(settings: Settings) -> dict[str, Any]:
 
 
 def _read(entry: Any) -> Any:
-    """An entry of `policies`, with a file's content as its `table`."""
+    """An entry of `policies`, with what a file, a `Policy` or a policy's own tables say as its `table`."""
+    if isinstance(entry, Policy):
+        return {"name": entry.name, "table": table_of(entry)}
+    if not isinstance(entry, str | os.PathLike | dict):
+        raise BadValue(f"policies has {shown(entry)}: expected names, files, or tables of a name and options")
     options = dict(entry) if isinstance(entry, dict) else {"name": entry}
-    if not is_file(options.get("name")):
+    if not isinstance(options.get("name"), str | os.PathLike) or not isinstance(options.get("label", ""), str):
+        raise BadValue(f"policies has {shown(entry)}: expected a table with a name, such as {{ name = 'snapkv' }}")
+    if "table" in options and not isinstance(options["table"], dict):
+        raise BadValue(f"policies has table={shown(options['table'])}: expected the tables of a policy")
+    if isinstance(options.get("prefill"), dict):  # a whole policy
+        whole = {name: options.pop(name) for name in list(options) if name in OF_A_POLICY}
+        return {**options, "name": whole["name"], "table": table_of(made_of(whole))}
+    for name in ("budget", "ratio", "chosen"):
+        if name in options:
+            raise BadValue(
+                f"policies has {name}={shown(options[name])}: sizes stand in budgets = [...] or ratios = [...]"
+            )
+    if not is_file(options["name"]):
         return entry
     chosen = named(options["name"])
     return {**options, "name": chosen.name, "table": table_of(chosen)}
@@ -231,7 +274,7 @@ def _plain(value: Any) -> Any:
 
 def _build(cls: Any, table: dict[str, Any], where: str) -> Any:
     known = {field.name for field in dataclasses.fields(cls)}
-    for name in table:
+    for name in map(str, table):
         if name not in known:
             raise unknown(f"field of {where}", name, known)
     return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in table.items()})

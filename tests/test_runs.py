@@ -1,0 +1,200 @@
+"""Evaluations: settings that are none, data that changed, folders that broke, a run that was stopped."""
+
+# pyright: reportArgumentType=false
+import json
+
+import numpy as np
+import pytest
+from letters import Letters
+
+import jaxkv
+from jaxkv import cli
+from jaxkv.errors import BadValue, UnknownName
+from jaxkv.evaluation import datasets, plots, runner, settings
+from jaxkv.evaluation.fidelity import Fidelity
+from jaxkv.evaluation.results import Store
+from jaxkv.policies import Policy
+from jaxkv.policies.policy import to_dict
+
+SIZES = {"policies": ["tova"], "budgets": [64]}
+
+
+@pytest.fixture(scope="module")
+def lettered(tiny):
+    params = tiny("llama3")
+    return type(params)(params.weights, params.config, Letters())
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Answers and fidelity that cost nothing: what is tested here is which of them are asked for."""
+    asked = []
+
+    def answers(params, settings, job):
+        asked.extend(example.context for example, _ in job.rows)
+        return [{**runner.about(job, row), "score": 1.0, "answer": "x"} for row in job.rows]
+
+    def distance(params, policy, known):
+        asked.append("fidelity")
+        return Fidelity(*[np.zeros(1)] * 6)
+
+    monkeypatch.setattr(runner, "_answers", answers)
+    monkeypatch.setattr(runner, "reference", lambda *_: None)
+    monkeypatch.setattr(runner, "fidelity", distance)
+    return asked
+
+
+def line(context: str, question: str = "Which?") -> str:
+    return json.dumps({"context": context, "question": question, "answers": ["x"]}) + "\n"
+
+
+def test_edited_data_is_measured_again(lettered, quick, tmp_path):
+    data, out = tmp_path / "data.jsonl", tmp_path / "out"
+    data.write_text(line("one") + line("two"))
+    run = settings.from_dict({"policies": ["full"], "batch": 1, "tasks": [{"file": str(data)}]})
+    assert len(list(runner.evaluate(lettered, run, out).records())) == 2 and quick == ["one", "two"]
+    data.write_text(line("one") + line("three"))
+    said = []
+    store = runner.evaluate(lettered, run, out, progress=lambda *step: said.append(step))
+    assert quick == ["one", "two", "three"], "what stayed is not run again"
+    assert len(list(store.records())) == 2 and said[0][0].startswith("1 records of data that has changed since")
+    (stale,) = (out / "stale.jsonl").read_text().splitlines()
+    assert json.loads(stale)["key"] not in {record["key"] for record in store.records()}
+
+
+def test_an_edited_fidelity_file_is_measured_again(lettered, quick, tmp_path):
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text("some words to go on with")
+    table = {"texts": 1, "prompt": 8, "continuation": 2, "file": str(text)}
+    run = settings.from_dict({"policies": ["full"], "fidelity": table})
+    for words, times in (("some words to go on with", 1), ("some words to go on with", 1), ("others", 2)):
+        text.write_text(words)
+        store = runner.evaluate(lettered, run, out)
+        assert quick == ["fidelity"] * times and len(list(store.records())) == 1
+    for content in (b"", b"\xff\xfe\xfa"):
+        text.write_bytes(content)
+        with pytest.raises(BadValue, match=r"text\.txt"):
+            runner.evaluate(lettered, run, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ('{"context": 5, "question": "q", "answers": ["x"]}', "line 1: context is 5; expected text"),
+        ('{"context": "c", "question": ["q"], "answers": ["x"]}', "question is"),
+        ('{"context": "c", "question": "q", "answers": [{}]}', "answers are"),
+        ('{"context": "c", "answers": ["x"], "max_new_tokens": "many"}', "max_new_tokens is 'many'"),
+        ('{"context": "c\\ud800", "answers": ["x"]}', "context is"),
+        ("[1]", "a list; expected an object"),
+        ("[" * 100_000, "line 1: not JSON"),
+        ("", "holds no examples"),
+        (b"\xff\xfe", "line 1: not UTF-8"),
+    ],
+)
+def test_broken_data(tmp_path, content, words):
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(BadValue, match=words):
+        datasets.read(file)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "table, words",
+    [
+        ({"tasks": {"name": "passkey"}}, r"write \[\[tasks\]\] above each, not \[tasks\]"),
+        ({"tasks": ["passkey"]}, "expected a list of tables"),
+        ({"fidelity": [{"texts": 1}]}, r"write \[fidelity\]"),
+        ({"fidelity": {"texts": 1.5}}, "texts=1.5"),
+        ({"policies": "snapkv"}, "policies='snapkv'"),
+        ({"policies": [5]}, "policies has 5"),
+        ({"policies": [{"window": 5}]}, "a table with a name"),
+        ({"policies": [{"name": "tova", "budget": 5}], "budgets": [64]}, "sizes stand in"),
+        ({**SIZES, "budgets": ["64"]}, "budgets="),
+        ({**SIZES, "budgets": [0]}, "at least 1"),
+        ({**SIZES, "batch": 0}, "batch=0"),
+        ({**SIZES, "seed": "x"}, "seed='x'"),
+        ({**SIZES, "modes": 5}, "modes=5"),
+        ({**SIZES, "tasks": [{"name": "passkey", "lengths": [0]}]}, "lengths="),
+        ({**SIZES, "tasks": [{"name": "passkey", "depths": [2]}]}, "depths="),
+        ({**SIZES, "retention": {"steps": 0}}, "steps=0"),
+        ({**SIZES, "parts": 5}, "parts=5"),
+    ],
+)
+def test_settings_that_are_none(table, words):
+    with pytest.raises(BadValue, match=words):
+        settings.from_dict(table)
+
+
+def test_scorers_and_haystacks_are_known_before_a_run():
+    for task in ({"file": "x", "scorer": "alll"}, {"name": "passkey", "haystacks": ["nois"]}):
+        with pytest.raises(UnknownName, match="did you mean"):
+            settings.from_dict({**SIZES, "tasks": [task]})
+
+
+def test_toml_that_is_none(tmp_path):
+    for content in (b"\xff", b"a = ", b"a = " + b"[" * 100_000):
+        (tmp_path / "run.toml").write_bytes(content)
+        with pytest.raises(BadValue, match=r"run\.toml"):
+            settings.load(tmp_path / "run.toml")
+
+
+def test_every_form_of_a_policy(tmp_path):
+    """A name, a file, a `Policy`, its tables, and a name with options are all columns of a run."""
+    table = to_dict(jaxkv.policy("tova", budget=32))
+    (tmp_path / "mine.toml").write_text(
+        '[prefill]\nobserve = { kind = "last-queries", window = 1 }\nscore = { kind = "attention" }\n'
+    )
+    policies = ["snapkv", tmp_path / "mine.toml", Policy("p", prefill=jaxkv.policy("tova", budget=32).prefill)]
+    policies += [{**table, "name": "whole"}, {"name": "tova", "sinks": 2}]
+    run = settings.from_dict({"policies": policies, "budgets": [80]})
+    assert [cell.label for cell in run.cells()] == ["snapkv", "mine", "p", "whole", "tova sinks=2"]
+    assert all(cell.policy is not None and cell.policy.budget == 80 for cell in run.cells())
+    assert settings.from_dict(json.loads(json.dumps(settings.to_dict(run)))) == run
+
+
+def test_broken_folders(tmp_path):
+    store = Store(tmp_path)
+    for content in (b"{", b"[]", b"\xff", b"{}"):
+        (tmp_path / "run.json").write_bytes(content)
+        with pytest.raises(BadValue, match=r"run\.json"):
+            store.open({}, "model")
+    for content in (b'{"kind": "answer"}\n{}\n', b"[]\n{}\n", b"\xff\n{}\n"):
+        store.path.write_bytes(content)
+        with pytest.raises(BadValue, match="line 1"):
+            list(store.records())
+
+
+def test_two_runs_in_one_folder_count_once(tmp_path):
+    store = Store(tmp_path)
+    for _ in range(2):
+        store.add([{"key": "a", "kind": "answer"}])
+    assert [record["key"] for record in store.records()] == ["a"]
+
+
+def test_one_batch_has_no_speed_to_draw():
+    record = {"kind": "answer", "source": "jaxkv", "policy": "tova", "budget": 64, "ratio": None, "mode": "aware"}
+    record |= {"task": "lookup", "score": 1.0, "kept": 64.0, "cache_bytes": 2**20, "tokens_per_second": 9.0}
+    (left,) = plots.cost_figure([record, record]).axes
+    assert left.get_xlim() == pytest.approx((64 / 1.5, 64 * 1.5))
+    assert len(plots.cost_figure([record, {**record, "tokens_per_second": 12.0}]).axes) == 2
+
+
+def test_stopping_says_how_to_go_on(lettered, quick, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(jaxkv, "load", lambda *_, **__: lettered)
+    (tmp_path / "data.jsonl").write_text(line("one") + line("two"))
+    (tmp_path / "run.toml").write_text(
+        f'policies = ["full"]\nbatch = 1\n[[tasks]]\nfile = {json.dumps(str(tmp_path / "data.jsonl"))}\n'
+    )
+    answers = runner._answers
+
+    def stopped(params, settings, job):
+        if quick:
+            raise KeyboardInterrupt
+        return answers(params, settings, job)
+
+    monkeypatch.setattr(runner, "_answers", stopped)
+    args = ["eval", str(tmp_path / "run.toml"), "--out", str(tmp_path / "out"), "--no-report"]
+    assert cli.main(args) == 130
+    assert "1 records are kept" in (said := capsys.readouterr().err) and "the same command goes on" in said
+    assert len(list(Store(tmp_path / "out").records())) == 1
