@@ -18,7 +18,7 @@ from small import SMALL
 import jaxkv
 from jaxkv.errors import BadValue
 from jaxkv.models import ModelConfig
-from jaxkv.policies import Adaptive, Aggregate, Attention, Pyramid, catalogue
+from jaxkv.policies import Adaptive, Attention, Pyramid, catalogue
 from jaxkv.policies.across import Across
 from jaxkv.store import EMPTY, Entries, Pool, Slots
 from jaxkv.store import pool as pools
@@ -106,21 +106,6 @@ def test_a_pyramid_of_layers_whose_heads_compete(tiny):
     heads = params.config.num_kv_heads
     assert [layer.total for layer in cache.layers] == [heads * each for each in wanted]
     assert np.asarray(cache.held()).sum(axis=(1, 2)).tolist() == [heads * each for each in wanted]
-
-
-def test_defensive_aggregation():
-    """The largest mass over queries and group, at least the head's mean outside the window (NumPy, one head)."""
-    rng = np.random.default_rng(0)
-    mass = rng.random((1, 2, 3, 12)).astype(np.float32)  # B, G, queries, S
-    positions, apart = np.arange(12)[None, None], np.arange(12)[None, None] >= 9
-    worst = mass.max(axis=(1, 2))
-    expected = np.maximum(worst, worst[:, :9].mean())
-    aggregate = Aggregate(queries="max", group="max", floor="mean")
-    over_queries = jnp.asarray(mass.max(axis=2))
-    ours = aggregate.raised(aggregate.over_group(over_queries, 1), jnp.asarray(positions), jnp.asarray(apart))
-    np.testing.assert_allclose(np.asarray(ours)[0], expected, rtol=1e-6)
-    plain = dataclasses.replace(aggregate, floor="none")
-    assert plain.raised(ours, jnp.asarray(positions), jnp.asarray(apart)) is ours
 
 
 # ---- the pool's operations

@@ -55,7 +55,7 @@ def decode_layer(
     )  # fmt: skip
     entered = policy.enter(
         key[:, :, None], value[:, :, None], positions=position[:, None], rotate=rotation, prompt=False,
-        learned=facts.learned,
+        learned=facts.learned, out=facts.out,
     )  # fmt: skip
     at_read = None
     if policy.rope == "text":

@@ -55,7 +55,13 @@ def prefill_layer(
     ask, facts, store = given.ask, given.facts, layout.gathered(given.cache)
     rotation = functools.partial(rotate, rope=spec.rope)
     entered = policy.enter(  # before RoPE, so that a token's norm is the same wherever it stands
-        key, value, queries=query, positions=positions, rotate=rotation, learned=facts.learned
+        key,
+        value,
+        queries=query,
+        positions=positions,
+        rotate=rotation,
+        learned=facts.learned,
+        out=facts.out,
     )
     own = positions.shape[1] - ask.extra
     inputs = ScoreInputs(
@@ -148,8 +154,7 @@ def _mass(
         mass = aggregate.by_output(mass, filled(joined.values, joined.positions), given.facts.out)
     apart = phase.protects.recent_entries(key_positions, now, given.limits)
     mass = aggregate.along_text(mass, key_positions, apart)
-    mass = aggregate.over_group(mass, keys.shape[1], given.facts.learned)
-    return aggregate.raised(mass, key_positions, apart)
+    return aggregate.over_group(mass, keys.shape[1], given.facts.learned)
 
 
 def _cut(

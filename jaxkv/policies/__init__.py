@@ -21,12 +21,14 @@ from jaxkv.policies.by_queries import ExpectedAttention as ExpectedAttention
 from jaxkv.policies.by_queries import NonCausal as NonCausal
 from jaxkv.policies.by_queries import QuestionAttention as QuestionAttention
 from jaxkv.policies.by_queries import ShiftingAttention as ShiftingAttention
+from jaxkv.policies.by_queries import WorstAttention as WorstAttention
 from jaxkv.policies.catalogue import catalogue as catalogue
 from jaxkv.policies.catalogue import policy as policy
 from jaxkv.policies.combine import Maximum as Maximum
 from jaxkv.policies.combine import PromptFirst as PromptFirst
 from jaxkv.policies.combine import Scaled as Scaled
 from jaxkv.policies.combine import Then as Then
+from jaxkv.policies.combine import Until as Until
 from jaxkv.policies.combine import Weighted as Weighted
 from jaxkv.policies.cover import Cover as Cover
 from jaxkv.policies.curves import Curves as Curves

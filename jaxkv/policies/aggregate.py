@@ -23,9 +23,6 @@ class Aggregate(Checked):
     query heads of the layer speak, those that retrieve best by calibration, in the mean and for all KV heads
     (CompressKV, arXiv 2508.02401).
 
-    `floor="mean"` raises every entry of a prompt to the mean of its head's: what few queries of the window asked for
-    may still be wanted later (DefensiveKV's correction, arXiv 2510.13334).
-
     `weigh="output"` multiplies each query's attention, before it is summed up, by the size of what the entry writes
     into the stream over the size of what the query was made of: A_ti ||v_i W_O||_2 / ||h_t||_2, W_O being the output
     matrix of the query's head and h_t the normed hidden state (KVzip+, arXiv 2601.07891, in kvpress' form).
@@ -37,7 +34,6 @@ class Aggregate(Checked):
     group: str = "mean"
     heads: str = "each"
     best: int = 0
-    floor: str = "none"
     weigh: str = "none"
 
     def __post_init__(self):
@@ -46,7 +42,6 @@ class Aggregate(Checked):
             ("pool", ("none", "avg", "max")),
             ("group", ("sum", "mean", "max")),
             ("heads", ("each", "sum", "mean")),
-            ("floor", ("none", "mean")),
             ("weigh", ("none", "output")),
         ):
             if getattr(self, field) not in allowed:
@@ -89,17 +84,6 @@ class Aggregate(Checked):
             spoken = jnp.mean(jnp.take(mass, which, axis=1), axis=1, keepdims=True)
             return jnp.broadcast_to(spoken, (batch, kv_heads, slots))
         return REDUCE[self.group](mass.reshape(batch, kv_heads, heads // kv_heads, slots), axis=2)
-
-    def raised(
-        self, mass: Float[Array, "B Hk S"], positions: Int[Array, "B Hk S"], apart: Bool[Array, "B Hk S"]
-    ) -> Float[Array, "B Hk S"]:
-        """At least the floor: the mean over the head's entries that are not set `apart`."""
-        if self.floor == "none":
-            return mass
-        counts = (positions >= 0) & ~apart
-        total = jnp.sum(jnp.where(counts, mass, 0.0), axis=-1, keepdims=True)
-        mean = total / jnp.maximum(jnp.sum(counts, axis=-1, keepdims=True, dtype=jnp.float32), 1.0)
-        return jnp.maximum(mass, mean)
 
     def over_heads(self, score: Float[Array, "B Hk S"]) -> Float[Array, "B Hk S"]:
         """The same score for every KV head of the layer, unless each decides for itself."""

@@ -233,6 +233,39 @@ class ShiftingAttention(Score):
         return aggregate.over_group(aggregate.along_text(worth, inputs.at, apart), inputs.at.shape[1])
 
 
+@dataclasses.dataclass(frozen=True)
+class WorstAttention(Score):
+    """score_j = max(a_j, mean_i a_i), a_j = the largest attention to j of the last `window` queries of the group.
+
+    The attention of each query to the tokens before the window is averaged over `kernel` neighbours first, and scaled
+    to the sum that it had. The mean is over the head's entries before the window: what few queries of the window asked
+    for may still be wanted later. Source: DefensiveKV (arXiv 2510.13334).
+    """
+
+    window: int = 32
+    kernel: int = 5
+    kind: ClassVar[str] = "worst-attention"
+    aware: ClassVar[bool] = True
+    linear: ClassVar[bool] = False
+    needs: ClassVar[frozenset[str]] = frozenset({QUERIES})
+
+    def __post_init__(self):
+        if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
+            raise BadValue(f"window={self.window}, kernel={self.kernel}: expected at least 1 query, and an odd number")
+
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        mass, real = window_attention(inputs, self.window)
+        before = inputs.live & (inputs.at < (inputs.next - self.window)[:, None, None])
+        mass = jnp.where(before[:, :, None, None] & real[:, None, None, :, None], mass, 0.0)
+        rows = mass.reshape(mass.shape[0], -1, mass.shape[-1])  # a query of a head each
+        even = Aggregate(pool="avg", kernel=self.kernel).along_text(rows, inputs.at, ~before).reshape(mass.shape)
+        even = jnp.where(before[:, :, None, None], even, 0.0)
+        total, now = (jnp.sum(x, axis=-1, keepdims=True) for x in (mass, even))
+        worst = jnp.max(even / jnp.where(now > 0, now, 1.0) * total, axis=(2, 3))
+        mean = jnp.sum(worst, axis=-1, keepdims=True) / count(before, -1, keepdims=True)
+        return jnp.where(before, jnp.maximum(worst, mean), 0.0)
+
+
 def window_attention(inputs: ScoreInputs, window: int) -> tuple[Float[Array, "B Hk G W S"], Bool[Array, "B W"]]:
     """The attention of the block's last `window` queries to every entry (0 for padding), and which of them are real."""
     assert inputs.queries is not None and inputs.query_positions is not None

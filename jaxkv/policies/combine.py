@@ -32,9 +32,11 @@ class Combined(Score):
 class Scaled(Combined):
     """score = (of + epsilon) * size of the value: ||v||_1, ||v||_2, or the mean over the group of ||v W_O||_1.
 
-    `by`: "value-l1", "value-l2", "output-l1". Only for scores that are never negative. The first two are fixed as a
-    token enters; the last is computed from the values at every cut, for it reads the layer's output matrix.
-    Source: VATP (arXiv 2406.12335) with value-l1; CriticalKV (arXiv 2502.03805) with output-l1.
+    `by`: "value-l1", "value-l2", "output-l1", or "output-share": output-l1 over its sum over the layer's KV heads, of
+    the same token. Only for scores that are never negative. All but "output-l1" are fixed as a token enters; that is
+    computed from the values at every cut, for it reads the layer's output matrix.
+    Source: VATP (arXiv 2406.12335) with value-l1; CriticalKV (arXiv 2502.03805) with output-l1; DefensiveKV's release
+    (arXiv 2510.13334) with output-share.
     """
 
     of: Score
@@ -43,15 +45,15 @@ class Scaled(Combined):
     kind: ClassVar[str] = "scaled"
 
     def __post_init__(self):
-        if self.by not in ("value-l1", "value-l2", "output-l1"):
-            raise BadValue(f"by={self.by!r}: expected 'value-l1', 'value-l2' or 'output-l1'")
+        if self.by not in ("value-l1", "value-l2", "output-l1", "output-share"):
+            raise BadValue(f"by={self.by!r}: expected 'value-l1', 'value-l2', 'output-l1' or 'output-share'")
         if any(leaf.signed for leaf in self.of.leaves()):
             raise BadValue(f"score {self.of.kind!r} can be negative, and scaling would turn its order around")
         self._join(self.of)
         projects = self.by == "output-l1"
         object.__setattr__(self, "stats", self.stats if projects else (*self.stats, self.name))
         object.__setattr__(self, "linear", self.of.linear and not projects)
-        object.__setattr__(self, "needs", self.needs | {OUTPUT} if projects else self.needs)
+        object.__setattr__(self, "needs", self.needs | {OUTPUT} if "output" in self.by else self.needs)
 
     @property
     def name(self) -> str:
@@ -62,6 +64,12 @@ class Scaled(Combined):
         values, more = new.values.astype(jnp.float32), super().enter(new)
         if self.by == "output-l1":
             return more
+        if self.by == "output-share":
+            if new.out is None:  # a token that is decoded, where only the prefill phase reads the matrix
+                return {**more, self.name: jnp.zeros(values.shape[:-1], jnp.float32)}
+            size = _output_size(values, new.out)
+            total = jnp.sum(size, axis=1, keepdims=True)
+            return {**more, self.name: size / jnp.where(total > 0, total, 1.0)}
         size = jnp.sum(jnp.abs(values), axis=-1) if self.by == "value-l1" else jnp.linalg.norm(values, axis=-1)
         return {**more, self.name: size}
 
@@ -72,7 +80,11 @@ class Scaled(Combined):
         return 0.0 if none else jnp.multiply(size, weight), jnp.multiply(size, jnp.add(bias, self.epsilon))
 
     def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
-        size = _output_size(inputs) if self.by == "output-l1" else stats[self.name]
+        if self.by == "output-l1":
+            assert inputs.out is not None, "this score needs the output matrix"
+            size = _output_size(inputs.v, inputs.out)
+        else:
+            size = stats[self.name]
         return (self.of.score(stats, inputs) + self.epsilon) * size
 
 
@@ -162,6 +174,52 @@ class Then(Combined):
 
 
 @dataclasses.dataclass(frozen=True)
+class Until(Combined):
+    """Of each head the best by `first`, as long as they hold less than `share` of its sum, come before all others of
+    the layer; what is left goes by `second`, which is never negative.
+
+    What is protected is not in the sum, comes on top, and leaves the others the rest of the budget. `share` is lessened
+    by what the `window` entries before the last `window` have of `first`, in the mean over the heads. The release means
+    the last `window` themselves, it seems; this is what it computes.
+    Source: DefensiveKV's release (arXiv 2510.13334), its form of CriticalKV's two stages.
+    """
+
+    first: Score
+    second: Score
+    share: float = 0.9
+    window: int = 32
+    kind: ClassVar[str] = "until"
+    linear: ClassVar[bool] = False
+
+    def __post_init__(self):
+        if not 0 <= self.share <= 1 or self.window < 0:
+            raise BadValue(
+                f"share={self.share}, window={self.window}: expected a fraction of the attention, from 0 to 1, and a "
+                "number of tokens"
+            )
+        if any(leaf.signed for leaf in (*self.first.leaves(), *self.second.leaves())):
+            raise BadValue(f"scores {self.first.kind!r} and {self.second.kind!r}: expected two that are never negative")
+        self._join(self.first, self.second)
+
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        assert inputs.protected is not None
+        at, free = inputs.at, inputs.live & ~inputs.protected
+        first, second = (jnp.where(free, part.score(stats, inputs), 0.0) for part in (self.first, self.second))
+        near = (at >= (inputs.next - 2 * self.window)[:, None, None]) & (
+            at < (inputs.next - self.window)[:, None, None]
+        )
+        less = jnp.mean(jnp.sum(jnp.where(near, first, 0.0), axis=-1), axis=1)[:, None, None]
+        total = jnp.sum(first, axis=-1, keepdims=True)
+        place = best_first(first, jnp.where(free, at, -1))
+        order = jnp.argsort(place, axis=-1)
+        upto = jnp.cumsum(jnp.take_along_axis(first, order, axis=-1), axis=-1)
+        few = jnp.sum(upto < (self.share - less) * total, axis=-1, keepdims=True, dtype=jnp.int32)
+        room = inputs.goal - jnp.sum(inputs.live & inputs.protected, axis=-1, keepdims=True, dtype=jnp.int32)
+        top = jnp.max(second, axis=(1, 2), keepdims=True)
+        return jnp.where(free & (place < jnp.minimum(few, room)), jnp.nextafter(top, jnp.float32(jnp.inf)), second)
+
+
+@dataclasses.dataclass(frozen=True)
 class PromptFirst(Combined):
     """What the prompt left is never evicted at decode; the new tokens compete among themselves by `of`.
 
@@ -188,17 +246,15 @@ class PromptFirst(Combined):
         return jnp.where(stats["prompt"] > 0, BIG, self.of.score(stats, inputs))
 
 
-def _output_size(inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+def _output_size(values: Float[Array, "B Hk S D"], out: Float[Array, "Hq D M"]) -> Float[Array, "B Hk S"]:
     """The mean over the group of ||v W_O||_1."""
-    assert inputs.out is not None, "this score needs the output matrix"
-    values, kv_heads = inputs.v, inputs.at.shape[1]
-    out = inputs.out.astype(jnp.float32).reshape(kv_heads, -1, *inputs.out.shape[1:])
+    out = out.astype(jnp.float32).reshape(values.shape[1], -1, *out.shape[1:])
     group = out.shape[1]
 
     def one(total, matrix):  # a head of each group at a time, or v W_O would take Hq times its memory
         return total + jnp.sum(jnp.abs(jnp.einsum("bhsd,hdm->bhsm", values, matrix)), axis=-1), None
 
-    total, _ = lax.scan(one, jnp.zeros(inputs.at.shape, jnp.float32), jnp.moveaxis(out, 1, 0))
+    total, _ = lax.scan(one, jnp.zeros(values.shape[:-1], jnp.float32), jnp.moveaxis(out, 1, 0))
     return total / group
 
 

@@ -29,7 +29,8 @@ Rotate = Callable[[jax.Array, jax.Array], jax.Array]
 class Entering:
     """Tokens as they enter a layer's cache: keys and queries before RoPE, and how RoPE turns them to positions.
 
-    `prompt` tells prefill from decode; `learned` is what was measured on the layer beforehand.
+    `prompt` tells prefill from decode; `learned` is what was measured on the layer beforehand; `out` is the layer's
+    output matrix by query heads, where the phase that runs needs OUTPUT.
     """
 
     keys: Float[Array, "B Hk T D"]
@@ -39,6 +40,7 @@ class Entering:
     rotate: Rotate | None = None
     prompt: bool = True
     learned: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
+    out: Float[Array, "Hq D M"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

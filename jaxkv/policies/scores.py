@@ -8,8 +8,9 @@ from jaxkv.policies.by_queries import (
     NonCausal,
     QuestionAttention,
     ShiftingAttention,
+    WorstAttention,
 )
-from jaxkv.policies.combine import Maximum, PromptFirst, Scaled, Then, Weighted
+from jaxkv.policies.combine import Maximum, PromptFirst, Scaled, Then, Until, Weighted
 from jaxkv.policies.cover import Cover
 from jaxkv.policies.graph import Propagated
 from jaxkv.policies.patterns import Crush, Ladder, Neighbours
@@ -31,8 +32,16 @@ KINDS: dict[str, type[Score]] = {
     for part in (
         *(Recency, Random, Distance, KeyNorm, Attention, AccumulatedAttention, AttentionValue, PeakAttention),
         *(KeyDiff, LagKV, Cur, Leverage, Redundancy, QueryDirection),
-        *(ExpectedAttention, CalibratedAttention, Capacity, NonCausal, QuestionAttention, ShiftingAttention),
+        *(
+            ExpectedAttention,
+            CalibratedAttention,
+            Capacity,
+            NonCausal,
+            QuestionAttention,
+            ShiftingAttention,
+            WorstAttention,
+        ),
         *(Recurrence, Ladder, Neighbours, Crush, Cover),
-        *(Scaled, Weighted, Maximum, Then, PromptFirst, Propagated),
+        *(Scaled, Weighted, Maximum, Then, Until, PromptFirst, Propagated),
     )
 }

@@ -1,10 +1,14 @@
-"""What the oracle scripts share: where goldens go, how they are written, and greedy decoding with its margins."""
+"""What the oracle scripts share: where goldens go, how they are written, greedy decoding with its
+margins, and what the attention of a tiny model sees."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.utils import logging
 
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
 
@@ -43,3 +47,61 @@ def greedy(model, ids: torch.Tensor, steps: int) -> tuple[np.ndarray, np.ndarray
     top = torch.stack(out.logits, dim=1).float().topk(2, dim=-1)
     assert tokens.shape[1] == steps and torch.equal(top.indices[..., 0], tokens)
     return tokens.numpy().astype(np.int32), (top.values[..., 0] - top.values[..., 1]).numpy()
+
+
+@dataclass
+class Layer:
+    """What a layer's attention saw of a prompt: its input, RoPE's cosines and sines, and its cache. B = 1."""
+
+    module: torch.nn.Module
+    hidden: torch.Tensor  # [1, S, M]
+    rotation: tuple[torch.Tensor, torch.Tensor]
+    keys: torch.Tensor  # [1, Hk, S, D], turned
+    values: torch.Tensor
+
+
+def sharpened(family: str, sharp: float):
+    """A tiny model whose attention norms' weights are `sharp` times as large: its logits are sharp^2 times as far
+    apart, as real attention is far less even than that of random weights."""
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(GOLDENS / "tiny" / family, dtype=torch.float32).eval()
+    for layer in model.model.layers:
+        layer.input_layernorm.weight.data *= sharp
+    return model
+
+
+def attended(model, ids: torch.Tensor) -> list[Layer]:
+    """One prefill by transformers, layer by layer."""
+    seen = {}
+
+    def watch(module, args, kwargs):
+        seen[module.layer_idx] = kwargs["hidden_states"], kwargs["position_embeddings"]
+
+    hooks = [layer.self_attn.register_forward_pre_hook(watch, with_kwargs=True) for layer in model.model.layers]
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+    for hook in hooks:
+        hook.remove()
+    return [
+        Layer(layer.self_attn, *seen[index], cache.layers[index].keys, cache.layers[index].values)
+        for index, layer in enumerate(model.model.layers)
+    ]
+
+
+def margin(scores: np.ndarray, kept: np.ndarray) -> float:
+    """The lowest score that is kept less the highest that is not, relative to the larger of them."""
+    low, high = scores[kept].min(), scores[~kept].max()
+    return float((low - high) / max(abs(low), abs(high), 1e-30))
+
+
+def choose_ids(cases, need: float, length: int = 120, vocabulary: int = 160) -> dict[str, np.ndarray]:
+    """`ids` [1, length], none twice, of the first seed whose `cases(ids)`, arrays and their smallest margin, leave a
+    margin of `need`; and those arrays."""
+    for seed in range(200):
+        ids = 3 + torch.randperm(vocabulary - 3, generator=torch.Generator().manual_seed(seed))[None, :length]
+        arrays, smallest = cases(ids)
+        if smallest >= need:
+            print(f"seed {seed}: smallest margin {smallest:.1e}")
+            return {"ids": ids.numpy().astype(np.int32)} | arrays
+    raise SystemExit("no seed without near ties")

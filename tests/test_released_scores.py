@@ -1,0 +1,51 @@
+"""Methods against what their released code scores and keeps (goldens/policies, from scripts in oracle/)."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from archives import arrays
+from ordered import heads_of
+
+import jaxkv
+
+RTOL = 5e-4  # the sharper the model, the more rounding shows
+
+
+@pytest.fixture
+def sharpened(tiny):
+    """`sharpened(family, sharp)`: the tiny model with attention norms `sharp` times as large, as in the goldens."""
+
+    def load(family, sharp):
+        def scaled(path, leaf):
+            return leaf * sharp if "attention_norm" in jax.tree_util.keystr(path) else leaf
+
+        params = tiny(family)
+        return dataclasses.replace(params, weights=jax.tree_util.tree_map_with_path(scaled, params.weights))
+
+    return load
+
+
+def masks(layer, length):
+    """Which positions each head of row 0 holds: bool [Hk, length]."""
+    out = np.zeros((len(heads_of(layer)), length), bool)
+    for head, held in zip(out, heads_of(layer), strict=True):
+        head[held[held >= 0]] = True
+    return out
+
+
+@pytest.mark.parametrize("ratio", ["0.5", "0.75"])
+@pytest.mark.parametrize("name", ["defensivekv", "layer-defensivekv"])
+def test_defensivekv_as_released(goldens, sharpened, scored, name, ratio):
+    """Scores and kept entries of every head and layer: no head has a floor, and what holds 90 % of the attention comes
+    first, at the same worth."""
+    golden = arrays(goldens / "policies" / "defensivekv.npz")
+    ids, window = golden["ids"][0], 4
+    policy = jaxkv.policy(name, budget=int(len(ids) * (1 - float(ratio))), window=window)
+    cache, worths = scored(sharpened("llama3", 3.0), ids, policy)
+    for index, (layer, worth) in enumerate(zip(cache.views, worths, strict=True)):
+        scores, kept = (golden[f"{name}/r{ratio}/layer{index}/{part}"] for part in ("scores", "kept_mask"))
+        assert np.isposinf(worth[:, -window:]).all()
+        np.testing.assert_allclose(worth[:, :-window], scores[:, :-window], rtol=RTOL)
+        np.testing.assert_array_equal(masks(layer, len(ids)), kept)
