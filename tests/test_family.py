@@ -443,7 +443,7 @@ def test_queries_are_there_at_prefill_only():
 
 
 def test_patterns(entries):
-    """Ladder: the rungs of two layers; neighbours: losers of pairs; distance; an even sample."""
+    """Ladder: the rungs of two layers; neighbours: losers of pairs; distance."""
     inputs, arrays = entries
     time = lambda part, at=inputs: arrays["in_time"](part.score({}, at))[0, 0]  # noqa: E731
     for layer in (0, 1):
@@ -466,16 +466,33 @@ def test_patterns(entries):
     weight, far = Distance(offset=5).factors({}, inputs.at, inputs.next)
     assert weight == 0.0 and arrays["in_time"](far)[0, 0].argmin() == S - 5
 
-    mass = arrays["mass"][0]
-    worth = time(Crush(share=0.25))
-    leaders = np.argsort(-mass.sum(0), kind="stable")[: S // 8]
-    assert set(np.flatnonzero(worth == np.float32(BIG))) == set(leaders)
-    bits = (mass > mass.mean(1, keepdims=True)).astype(int)
-    distance = (bits != np.array([[0], [1]])).sum(0)
-    rest = [i for i in np.lexsort((np.arange(S), distance)) if i not in leaders]
-    wanted, many = S // 2 - len(leaders), len(rest)
-    sampled = [t for r, t in enumerate(rest) if (r + 1) * wanted // many > r * wanted // many]
-    assert len(sampled) == wanted and set(np.flatnonzero(worth == 1)) == set(sampled)
+
+@pytest.mark.parametrize(("guarded", "share"), [(0, 0.25), (5, 0.5), (4, 0.0)])
+def test_an_even_sample_of_behaviour(entries, guarded, share):
+    """KVCrush by loops: the share of what protection leaves, bits by halves of the heads, every (n // m)-th of the rest.
+
+    Attention of the protected counts for nothing, so theirs is the largest here.
+    """
+    inputs, arrays = entries
+    guard, mass = np.asarray(inputs.at) >= S - guarded, arrays["mass"][0].copy()
+    mass[:, S - guarded :] += 1
+    inputs = dataclasses.replace(
+        inputs, protected=jnp.asarray(guard), mass=arrays["slots"](mass[None], np.float32(0)), limits=jnp.array([13])
+    )
+    worth = arrays["in_time"](Crush(share=share).score({}, inputs))[0]
+    assert (worth[0] == worth[1]).all()
+    free, room = S - guarded, 13 - guarded
+    leaders = sorted(range(free), key=lambda t: -mass[:, t].sum())[: int(room * share)]
+    differ = [0] * free
+    for head in range(HEADS):
+        loved = sorted(range(free), key=lambda t: -mass[head, t])[: free // 2]
+        for token in range(free):
+            differ[token] += (token in loved) != (head % 2 == 1)
+    rest = sorted((t for t in range(free) if t not in leaders), key=lambda t: (differ[t], t))
+    wanted = room - len(leaders)
+    sampled = [rest[i * (len(rest) // wanted)] for i in range(wanted)]
+    assert set(np.flatnonzero(worth[0] == np.float32(BIG))) == set(leaders)
+    assert set(np.flatnonzero(worth[0] == 1)) == set(sampled) and len(set(sampled)) == wanted
 
 
 @pytest.mark.parametrize("head_goal", [False, True])

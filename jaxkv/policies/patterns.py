@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxkv.errors import BadValue
 from jaxkv.policies.needs import MASS
-from jaxkv.policies.order import BIG, best_first, count, in_time
+from jaxkv.policies.order import BIG, best_first, in_time
 from jaxkv.policies.score import AccumulatedAttention, Score, ScoreInputs, Stats
 
 
@@ -70,12 +70,14 @@ class Neighbours(AccumulatedAttention):
 
 @dataclasses.dataclass(frozen=True)
 class Crush(Score):
-    """A `share` of the budget by attention summed over the heads; the rest an even sample of how heads behave.
+    """A `share` of what is left of the budget beside the protected by attention summed over the heads; the rest an
+    even sample of how heads behave.
 
-    A token's pattern is a bit per KV head: more than that head's mean attention or not. The other tokens are ordered
-    by the Hamming distance of their pattern to 0101..., then by age, and every n-th is kept, so that each kind of
-    token is represented. All heads keep the same. Source: KVCrush (arXiv 2503.00022); the even sample stands for its
-    buckets of equal size.
+    A token's pattern is a bit per KV head: among the half that this head attends to most, of what is not protected. The
+    other tokens are ordered by the Hamming distance of their pattern to 0101..., then by age, and with n of them for m
+    places, those at 0, n // m, 2 (n // m), ... stay, so that each kind of token is represented. All heads keep the same.
+    Source: KVCrush (arXiv 2503.00022); halves and steps as in OpenVINO GenAI's form of it, which compares pages by the
+    bits of their tokens.
     """
 
     share: float = 0.5
@@ -91,15 +93,19 @@ class Crush(Score):
     def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
         assert inputs.mass is not None and inputs.protected is not None
         at, live = inputs.at, inputs.live
-        mean = jnp.sum(jnp.where(live, inputs.mass, 0.0), axis=-1, keepdims=True) / count(live, -1, keepdims=True)
+        free = live & ~inputs.protected
+        half = jnp.sum(free, axis=-1, keepdims=True, dtype=jnp.int32) // 2
+        loved = best_first(inputs.mass, jnp.where(free, at, -1)) < half
         anchor = jnp.arange(at.shape[1])[:, None] % 2 == 1
-        distance = jnp.sum((inputs.mass > mean) != anchor, axis=1, keepdims=True).astype(jnp.float32)
-        total = jnp.where(inputs.protected, BIG, jnp.sum(inputs.mass, axis=1, keepdims=True))
-        chosen = jnp.floor(inputs.goal.astype(jnp.float32) * self.share).astype(jnp.int32)
-        leads = best_first(total, at) < chosen
-        rest = live & ~leads
-        place = best_first(jnp.where(rest, -distance, -BIG), jnp.where(rest, at, -1))
-        many = jnp.sum(rest, axis=-1, keepdims=True)
-        wanted = jnp.clip(inputs.goal - chosen, 0, many)
-        sampled = (place + 1) * wanted // jnp.maximum(many, 1) > place * wanted // jnp.maximum(many, 1)
-        return jnp.where(leads, BIG, jnp.where(rest & sampled, 1.0, 0.0))
+        distance = jnp.sum(loved != anchor, axis=1, keepdims=True).astype(jnp.float32)
+        total = jnp.sum(inputs.mass, axis=1, keepdims=True)
+        kept = jnp.sum(live & inputs.protected, axis=-1, keepdims=True, dtype=jnp.int32)
+        open_ = jnp.maximum(inputs.goal - kept, 0)
+        chosen = jnp.floor(open_.astype(jnp.float32) * self.share).astype(jnp.int32)
+        leads = free & (best_first(total, jnp.where(free, at, -1)) < chosen)
+        rest = free & ~leads
+        place = best_first(-distance, jnp.where(rest, at, -1))
+        wanted = open_ - chosen
+        step = jnp.maximum(jnp.sum(rest, axis=-1, keepdims=True, dtype=jnp.int32) // jnp.maximum(wanted, 1), 1)
+        sampled = rest & (place % step == 0) & (place // step < wanted)
+        return jnp.where(leads, BIG, jnp.where(sampled, 1.0, 0.0))
