@@ -469,7 +469,7 @@ def test_patterns(entries):
 
 @pytest.mark.parametrize(("guarded", "share"), [(0, 0.25), (5, 0.5), (4, 0.0)])
 def test_an_even_sample_of_behaviour(entries, guarded, share):
-    """KVCrush by loops: the share of what protection leaves, bits by halves of the heads, every (n // m)-th of the rest.
+    """KVCrush by loops: a share of what protection leaves, bits by halves, every (n // m)-th of the rest.
 
     Attention of the protected counts for nothing, so theirs is the largest here.
     """

@@ -205,9 +205,8 @@ class Until(Combined):
         assert inputs.protected is not None
         at, free = inputs.at, inputs.live & ~inputs.protected
         first, second = (jnp.where(free, part.score(stats, inputs), 0.0) for part in (self.first, self.second))
-        near = (at >= (inputs.next - 2 * self.window)[:, None, None]) & (
-            at < (inputs.next - self.window)[:, None, None]
-        )
+        age = inputs.next[:, None, None] - at
+        near = (age > self.window) & (age <= 2 * self.window)
         less = jnp.mean(jnp.sum(jnp.where(near, first, 0.0), axis=-1), axis=1)[:, None, None]
         total = jnp.sum(first, axis=-1, keepdims=True)
         place = best_first(first, jnp.where(free, at, -1))

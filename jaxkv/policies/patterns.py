@@ -73,9 +73,10 @@ class Crush(Score):
     """A `share` of what is left of the budget beside the protected by attention summed over the heads; the rest an
     even sample of how heads behave.
 
-    A token's pattern is a bit per KV head: among the half that this head attends to most, of what is not protected. The
-    other tokens are ordered by the Hamming distance of their pattern to 0101..., then by age, and with n of them for m
-    places, those at 0, n // m, 2 (n // m), ... stay, so that each kind of token is represented. All heads keep the same.
+    A token's pattern is a bit per KV head: whether it is in the half that this head attends to most, of what is not
+    protected. The other tokens are ordered by the Hamming distance of their pattern to 0101..., then by age, and with n
+    of them for m places, those at 0, n // m, 2 (n // m), ... stay, so that each kind of token is represented. All heads
+    keep the same.
     Source: KVCrush (arXiv 2503.00022); halves and steps as in OpenVINO GenAI's form of it, which compares pages by the
     bits of their tokens.
     """
