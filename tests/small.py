@@ -17,7 +17,7 @@ SMALL = {  # published windows are longer than the tiny prompts
     "adakv-h2o": {"interval": 4, "shift": 2},
     "ada-pyramidkv": {"window": 6},
     "adakv": {"window": 6},
-    "a2sf": {"window": 6},
+    "a2sf": {"recent": 4},
     "chunk-topk": {"chunk": 8},
     "chunkkv": {"window": 4, "chunk": 4},
     "chunkkv-entropy": {"window": 4, "chunk": 4, "gate": 2},

@@ -355,9 +355,9 @@ def test_forgetting_factor():
     """A2SF: after n observations the sum over them of decay^age * mass."""
     rng, part = np.random.default_rng(0), AccumulatedAttention(decay=0.7)
     masses = rng.random((6, 1, 2, 5)).astype(np.float32)
-    stats = {"attention": jnp.zeros((1, 2, 5))}
-    for mass in masses[:-1]:
-        stats = part.observe(stats, jnp.asarray(mass), jnp.array([0]))
+    stats = part.enter(Entering(jnp.zeros((1, 2, 5, DIMS)), jnp.zeros((1, 2, 5, DIMS))))
+    for step, mass in enumerate(masses[:-1]):
+        stats = part.observe(stats, jnp.asarray(mass), jnp.array([step + 1]))
     weight, bias = part.factors(stats, jnp.zeros((1, 2, 5), jnp.int32), jnp.array([6]))
     want = sum(0.7 ** (5 - i) * mass for i, mass in enumerate(masses))
     np.testing.assert_allclose(weight * masses[-1] + np.asarray(bias), want, rtol=RTOL)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from archives import arrays
-from ordered import heads_of
+from ordered import heads_of, in_text_order
 
 import jaxkv
 
@@ -49,3 +49,18 @@ def test_defensivekv_as_released(goldens, sharpened, scored, name, ratio):
         assert np.isposinf(worth[:, -window:]).all()
         np.testing.assert_allclose(worth[:, :-window], scores[:, :-window], rtol=RTOL)
         np.testing.assert_array_equal(masks(layer, len(ids)), kept)
+
+
+def test_a2sf_as_released(goldens, sharpened, scored):
+    """Scores and kept entries; and run in blocks, with room for all, each query is forgotten token by token as well."""
+    golden = arrays(goldens / "policies" / "a2sf.npz")
+    ids, params = golden["ids"][0], sharpened("llama3", 2.0)
+    cache, worths = scored(params, ids, jaxkv.policy("a2sf", budget=40))
+    roomy = jaxkv.prefill(params, ids, policy=jaxkv.policy("a2sf", budget=120, block=48))
+    for index, (layer, worth) in enumerate(zip(cache.views, worths, strict=True)):
+        scores, kept = (golden[f"layer{index}/{part}"] for part in ("scores", "kept"))
+        np.testing.assert_allclose(worth[:, :-16], scores[:, :-16], rtol=RTOL)
+        np.testing.assert_array_equal([np.sort(head[head >= 0]) for head in heads_of(layer)], kept)
+        blocks = roomy.views[index]
+        sums = in_text_order(blocks.stats["attention"][0], blocks.positions[0])
+        np.testing.assert_allclose(sums, scores, rtol=RTOL, atol=1e-6)

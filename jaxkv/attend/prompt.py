@@ -146,7 +146,7 @@ def _mass(
     query = query[:, :, -at.shape[1] :]
     if not observe.own_keys:
         key_positions = key_positions.at[:, :, -at.shape[1] :].set(EMPTY)
-    weights = None if sizes is None else 1 / jnp.maximum(sizes[:, -at.shape[1] :], 1e-12)
+    weights = aggregate.weights(at, now, None if sizes is None else sizes[:, -at.shape[1] :])
     mass = prefill_attend_mass(
         layout, query, keys, at, key_positions, reduce=aggregate.queries, weights=weights, **softmax
     )

@@ -13,6 +13,7 @@ from jaxkv.policies.needs import HIDDEN, OUTPUT, calibrated
 from jaxkv.store.entries import counted, packed
 from pallas_kernels.decode_attend_score.victim import over_heads
 
+FADED = 1e-30  # what a query counts at least: the kernels take its logarithm
 REDUCE = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}
 
 
@@ -26,6 +27,9 @@ class Aggregate(Checked):
     `weigh="output"` multiplies each query's attention, before it is summed up, by the size of what the entry writes
     into the stream over the size of what the query was made of: A_ti ||v_i W_O||_2 / ||h_t||_2, W_O being the output
     matrix of the query's head and h_t the normed hidden state (KVzip+, arXiv 2601.07891, in kvpress' form).
+
+    With a `decay` below 1 a query of the prompt counts decay^a, a being the number of the block's tokens behind it
+    (A2SF, arXiv 2407.20485).
     """
 
     queries: str = "mean"
@@ -35,6 +39,7 @@ class Aggregate(Checked):
     heads: str = "each"
     best: int = 0
     weigh: str = "none"
+    decay: float = 1.0
 
     def __post_init__(self):
         for field, allowed in (
@@ -48,6 +53,8 @@ class Aggregate(Checked):
                 raise BadValue(f"aggregate {field}={getattr(self, field)!r}: expected one of {', '.join(allowed)}")
         if self.kernel < 1 or self.kernel % 2 == 0:
             raise BadValue(f"kernel={self.kernel}: expected an odd number, so that a pool has a middle")
+        if not 0 < self.decay <= 1:
+            raise BadValue(f"decay={self.decay}: expected a number in (0, 1]; 1 forgets nothing")
         if self.best < 0:
             raise BadValue(f"best={self.best}: expected a number of query heads, or 0 for all")
 
@@ -56,6 +63,16 @@ class Aggregate(Checked):
         """What it reads besides the attention of the queries, by the names of `needs.py`."""
         best = {calibrated("retrieval")} if self.best else set[str]()
         return frozenset(best | {OUTPUT, HIDDEN} if self.weigh == "output" else best)
+
+    def weights(
+        self, at: Int[Array, "B T"], now: Int[Array, "B"], sizes: Float[Array, "B T"] | None
+    ) -> Float[Array, "B T"] | None:
+        """What the queries at these positions count, above 0; None where all count alike."""
+        if self.decay == 1:
+            return None if sizes is None else 1 / jnp.maximum(sizes, 1e-12)
+        age = jnp.maximum(now[:, None] - 1 - at, 0).astype(jnp.float32)
+        weights = jnp.maximum(self.decay**age, FADED)
+        return weights if sizes is None else weights / jnp.maximum(sizes, 1e-12)
 
     def by_output(
         self, mass: Float[Array, "B Hq S"], values: Float[Array, "B Hk S D"], out: Float[Array, "Hq D M"]

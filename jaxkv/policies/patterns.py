@@ -98,8 +98,8 @@ class Crush(Score):
         half = jnp.sum(free, axis=-1, keepdims=True, dtype=jnp.int32) // 2
         loved = best_first(inputs.mass, jnp.where(free, at, -1)) < half
         anchor = jnp.arange(at.shape[1])[:, None] % 2 == 1
-        distance = jnp.sum(loved != anchor, axis=1, keepdims=True).astype(jnp.float32)
-        total = jnp.sum(inputs.mass, axis=1, keepdims=True)
+        over_heads = lambda x: jnp.broadcast_to(jnp.sum(x, axis=1, keepdims=True, dtype=jnp.float32), at.shape)  # noqa: E731
+        distance, total = over_heads(loved != anchor), over_heads(inputs.mass)
         kept = jnp.sum(live & inputs.protected, axis=-1, keepdims=True, dtype=jnp.int32)
         open_ = jnp.maximum(inputs.goal - kept, 0)
         chosen = jnp.floor(open_.astype(jnp.float32) * self.share).astype(jnp.int32)

@@ -180,10 +180,11 @@ class Attention(Score):
 
 @dataclasses.dataclass(frozen=True)
 class AccumulatedAttention(Score):
-    """score = sum over all observations so far of decay^age * attention mass.
+    """score = sum over all observations so far of decay^age * attention mass, the age in tokens.
 
+    The queries of one observation weigh alike, but where the phase's aggregate has the same `decay`.
     `average=True` divides by the number of queries that could see the entry (kvpress' ObservedAttention).
-    Source: H2O (arXiv 2306.14048), decay 1; A2SF's forgetting factor is a decay below 1.
+    Source: H2O (arXiv 2306.14048), decay 1; A2SF's forgetting factor (arXiv 2407.20485) is a decay below 1.
     """
 
     decay: float = 1.0
@@ -196,15 +197,29 @@ class AccumulatedAttention(Score):
     def __post_init__(self):
         if not 0 < self.decay <= 1:
             raise BadValue(f"decay={self.decay}: expected a number in (0, 1]; 1 forgets nothing")
+        if self.decay < 1:
+            object.__setattr__(self, "stats", (*self.stats, "attended_at"))  # the next position at that time
 
     def enter(self, new: Entering) -> Stats:
-        return {"attention": jnp.zeros(new.keys.shape[:-1], jnp.float32)}
+        return {name: jnp.zeros(new.keys.shape[:-1], jnp.float32) for name in self.stats}
 
     def observe(self, stats: Stats, mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"] | None) -> Stats:
-        return {} if mass is None else {"attention": stats["attention"] * self.decay + mass}
+        if mass is None:
+            return {}
+        if self.decay == 1:
+            return {"attention": stats["attention"] + mass}
+        assert now is not None
+        at = jnp.broadcast_to(now[:, None, None].astype(jnp.float32), mass.shape)
+        return {"attention": self.faded(stats, now) + mass, "attended_at": at}
+
+    def faded(self, stats: Stats, now: Int[Array, "B"]) -> Float[Array, "B Hk S"]:
+        """What is left at `now` of the attention so far."""
+        if self.decay == 1:
+            return stats["attention"]
+        return stats["attention"] * self.decay ** (now[:, None, None].astype(jnp.float32) - stats["attended_at"])
 
     def factors(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
-        past = stats["attention"] * self.decay
+        past = self.faded(stats, now)
         if not self.average:
             return 1.0, past
         seen = jnp.maximum(now[:, None, None] - positions, 1).astype(jnp.float32)

@@ -2,12 +2,15 @@
 margins, and what the attention of a tiny model sees."""
 
 import json
+import sys
+import types
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.utils import logging
 
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
@@ -87,6 +90,20 @@ def attended(model, ids: torch.Tensor) -> list[Layer]:
         Layer(layer.self_attn, *seen[index], cache.layers[index].keys, cache.layers[index].values)
         for index, layer in enumerate(model.model.layers)
     ]
+
+
+def queries(layer: Layer, last: int = 0) -> torch.Tensor:
+    """The queries of the `last` tokens (0: all) [1, Hq, T, D], turned."""
+    hidden, rotation = layer.hidden[:, -last:], [x[:, -last:] for x in layer.rotation]
+    query = layer.module.q_proj(hidden).view(1, hidden.shape[1], -1, layer.module.head_dim).transpose(1, 2)
+    return apply_rotary_pos_emb(query, query, *rotation)[0].detach()
+
+
+def bare(name: str, checkout: str) -> None:
+    """Makes the package `name` of a checkout importable without its `__init__.py` and what that wants."""
+    package = types.ModuleType(name)
+    package.__path__ = [str(Path(checkout).joinpath(*name.split(".")))]
+    sys.modules[name] = package
 
 
 def margin(scores: np.ndarray, kept: np.ndarray) -> float:

@@ -11,11 +11,10 @@ form beside it in the same class, and the compiled cache by the few fields that 
 import dataclasses
 import sys
 import types
-from pathlib import Path
 
 import numpy as np
 import torch
-from common import GOLDENS, attended, choose_ids, margin, save, sharpened
+from common import GOLDENS, attended, bare, choose_ids, margin, save, sharpened
 
 WINDOW = 4
 RATIOS = (0.5, 0.75)
@@ -25,11 +24,8 @@ SHARP = 3.0
 
 def released(checkout: str):
     """Its two classes, without what needs a GPU."""
-    root = Path(checkout) / "kvpress"
-    for name, path in (("kvpress", root), ("kvpress.presses", root / "presses"), ("kvpress.ops", root / "ops")):
-        package = types.ModuleType(name)
-        package.__path__ = [str(path)]
-        sys.modules[name] = package
+    for name in ("kvpress", "kvpress.presses", "kvpress.ops"):
+        bare(name, checkout)
     attr = types.ModuleType("attr")
     attr.dataclass = dataclasses.dataclass
     sys.modules.setdefault("attr", attr)
