@@ -330,7 +330,7 @@ def with_room(policy: Policy, config: Any, cache: KVCache, room: int) -> KVCache
             f"{config.max_position}: generate fewer"
         )
     layers, more = cache.layers, lacking(policy, cache, room)
-    if more:
+    if any(more):
         windows = tuple(spec.window for spec in config.specs)
         layers = tuple(map(policy.read.indexed, grown(layers, on_host(cache.held()), more, windows)))
     return jax.tree.map(jnp.copy, dataclasses.replace(cache, layers=_keeping(layers, policy), policy=policy))

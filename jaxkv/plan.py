@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -131,18 +132,19 @@ def _as_needed(policy: Policy, limit: int) -> bool:
     return limit > AT_ONCE and policy.rope == "text"
 
 
-def lacking(policy: Policy, cache: KVCache, room: int) -> int:
-    """Slots per KV head that decoding of `room` tokens needs besides those that the cache's entries fill; 0 where every
-    layer has all that its budget may fill."""
+def lacking(policy: Policy, cache: KVCache, room: int) -> tuple[int, ...]:
+    """Slots per KV head that decoding of `room` tokens needs besides those that each layer's entries fill; 0 for a
+    layer that has all that its budget may fill."""
     if policy.decode is None:
-        return room
-    limits = np.asarray(cache.limits).max(axis=1)
-    short = [
-        whole(policy, int(limit)) - layer.needed(of)
-        for layer, of, limit in zip(cache.layers, on_host(cache.held()), limits, strict=True)
-        if _as_needed(policy, int(limit)) and layer.slots < whole(policy, int(limit))
-    ]
-    return min(room, max(short, default=0))
+        return (room,) * len(cache.layers)
+
+    def of(layer: Any, held: np.ndarray, limit: int) -> int:
+        most = whole(policy, limit)
+        short = _as_needed(policy, limit) and layer.slots < most
+        return min(room, max(most - layer.needed(held), 0)) if short else 0
+
+    limits = np.asarray(cache.limits).max(axis=1).tolist()
+    return tuple(map(of, cache.layers, on_host(cache.held()), limits))
 
 
 def _held(cache: KVCache) -> np.ndarray:

@@ -35,6 +35,7 @@ SMALL = {  # published windows are longer than the tiny prompts
     "defensivekv": {"window": 4},
     "headkv": {"window": 4},
     "keydiff": {"every": 4},
+    "knorm": {"spare": 1},  # of two layers
     "kvcrush": {"window": 6},
     "lacache": {"every": 4},
     "lagkv": {"lag": 4, "every": 4},

@@ -21,7 +21,7 @@ CLEAR = 2e-5  # smallest margin at which rounding can't change what is kept; all
 # the queries that could see an entry, with nothing protected.
 KVPRESS = {
     "tova": ("tova", {"recent": 1}),
-    "knorm": ("knorm", {}),
+    "knorm": ("knorm", {"spare": 0}),
     "streaming-s4": ("streaming-llm", {"sinks": 4, "rope": "text"}),
     "observed": ("h2o", {"average": True, "recent": 0}),
     "snapkv-w8-k5": ("snapkv", {"window": 8, "kernel": 5}),

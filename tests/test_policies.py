@@ -131,7 +131,7 @@ def test_a_policy_by_hand():
 
 def test_a_score_in_both_phases_counts_once():
     h2o = jaxkv.policy("h2o", budget=8, decay=0.5)
-    stats = {"attention": jnp.array([[[1.0, 2.0]]])}
+    stats = {"attention": jnp.array([[[1.0, 2.0]]]), "attended_at": jnp.array([[[1.0, 1.0]]])}
     mass = jnp.array([[[0.25, 0.5]]])
     for phase in h2o.phases:
         assert h2o.observe(phase, stats, mass, jnp.array([2]))["attention"].tolist() == [[[0.75, 1.5]]]

@@ -64,3 +64,24 @@ def test_a2sf_as_released(goldens, sharpened, scored):
         blocks = roomy.views[index]
         sums = in_text_order(blocks.stats["attention"][0], blocks.positions[0])
         np.testing.assert_allclose(sums, scores, rtol=RTOL, atol=1e-6)
+
+
+def test_key_norm_spares_layers(goldens, tiny):
+    """Spared layers hold the whole text, at decode and when a cache goes on too; the others what the release keeps:
+    the ceil(ratio * n) keys of the smallest norm."""
+    params, ids = tiny("llama3"), np.random.default_rng(0).permutation(100)[:40].astype(np.int32)
+    assert jaxkv.policy("knorm", budget=8).allocate.spare == 2
+    policy = jaxkv.policy("knorm", budget=8, spare=1)
+    roomy = jaxkv.prefill(params, ids, policy=jaxkv.policy("full"))
+    cache = jaxkv.prefill(params, ids, policy=policy)
+    np.testing.assert_array_equal(np.asarray(cache.held())[:, 0], [[40, 40], [8, 8]])
+    norms = np.linalg.norm(np.asarray(roomy.views[1].keys[0]), axis=-1)
+    norms = in_text_order(norms, roomy.views[1].positions[0])  # of the first layer that evicts: it has seen no cut yet
+    kept = np.sort(np.argsort(norms, axis=-1)[:, :8], axis=-1)
+    np.testing.assert_array_equal([np.sort(head[head >= 0]) for head in heads_of(cache.views[1])], kept)
+    given = {"prompt": ids}
+    for steps in (3, 70):  # more than the room that a prompt's slots are rounded up to
+        cache = jaxkv.generate(params, **given, policy=policy, max_new_tokens=steps, stop_tokens=()).cache
+        given = {"cache": cache}
+        seen = int(cache.lengths[0])
+        np.testing.assert_array_equal(np.asarray(cache.held())[:, 0], [[seen, seen], [8, 8]])

@@ -2,24 +2,45 @@
 
 import dataclasses
 import itertools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from jaxkv.errors import BadValue
-from jaxkv.policies.allocator import Allocate, Learned
+from jaxkv.policies.allocator import UNLIMITED, Allocate, Learned
 from jaxkv.policies.needs import calibrated
 
 
 @dataclasses.dataclass(frozen=True)
 class Uniform(Allocate):
-    """Every layer gets the budget."""
+    """Every layer gets the budget, but for the first `spare`, which hold the whole text on top of it.
 
+    So with `spare` the memory is bounded by no budget: L layers hold (L - spare) budget + spare (tokens of the text).
+    Source of sparing: key norm's release (arXiv 2406.11430).
+    """
+
+    spare: int = 0
     kind: ClassVar[str] = "uniform"
+
+    def __post_init__(self):
+        if isinstance(self.spare, bool) or self.spare < 0:
+            raise BadValue(f"spare={self.spare}: expected a number of layers that evict nothing, 0 for none")
 
     @property
     def equal(self) -> bool:
-        return type(self).budgets is Allocate.budgets
+        return type(self).budgets is Uniform.budgets and not self.spare
+
+    def check(self, policy: Any) -> None:
+        if self.spare and policy.rope != "text":
+            raise BadValue(
+                f"policy {policy.name!r} spares {self.spare} layers, which hold the whole text: expected rope='text', "
+                "for the places in them grow with it"
+            )
+
+    def budgets(self, budget: int, layers: int, tokens: int, window: int, learned: Learned) -> tuple[int, ...]:
+        """One budget per layer, bottom first; what is spared is unlimited."""
+        spared = min(self.spare, layers)
+        return (UNLIMITED,) * spared + (budget,) * (layers - spared)
 
 
 @dataclasses.dataclass(frozen=True)

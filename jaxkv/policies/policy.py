@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv.checks import Checked, shown
 from jaxkv.errors import BadValue, UnknownName, unknown
 from jaxkv.policies.aggregate import Aggregate
-from jaxkv.policies.allocator import Allocate, Learned
+from jaxkv.policies.allocator import UNLIMITED, Allocate, Learned
 from jaxkv.policies.evicted import Drop, Evicted
 from jaxkv.policies.flow import Flow, Straight
 from jaxkv.policies.layers import Uniform
@@ -24,7 +24,6 @@ from jaxkv.policies.score import Entering, Recency, Score, ScoreInputs, Stats
 from jaxkv.policies.select import Select
 from jaxkv.store.codecs import Codecs
 
-UNLIMITED = 2**30  # the budget of a policy that evicts nothing
 MOST_SHARED = 0.999  # of a budget, by what is protected and reserved: a thousandth can be evicted
 NOTHING: Learned = {}
 FIDELITIES = ("", "faithful", "simplified", "ours")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -108,11 +109,13 @@ def branched(cache: KVCache, batch: int) -> KVCache:
     return repeated(cache, batch)
 
 
-def grown(layers: tuple[Any, ...], held: Any, tokens: int, windows: tuple[int | None, ...]) -> tuple[Any, ...]:
-    """The layers with slots for so many tokens more than the `held [L, B, Hk]` ones, on the host."""
+def grown(
+    layers: tuple[Any, ...], held: Any, tokens: Sequence[int], windows: tuple[int | None, ...]
+) -> tuple[Any, ...]:
+    """The layers with slots for so many `tokens [L]` more than the `held [L, B, Hk]` ones, on the host."""
     line = line_of(layers)
-    lacking = 0 if line is None else line.lacking(tokens)
+    lacking = 0 if line is None else line.lacking(max(tokens))
     return tuple(
-        layer.grown(int(of.max()), tokens, window, lacking)
-        for layer, of, window in zip(layers, held, windows, strict=True)
+        layer.grown(int(of.max()), more, window, lacking)
+        for layer, of, more, window in zip(layers, held, tokens, windows, strict=True)
     )
