@@ -79,9 +79,8 @@ def test_key_norm_spares_layers(goldens, tiny):
     norms = in_text_order(norms, roomy.views[1].positions[0])  # of the first layer that evicts: it has seen no cut yet
     kept = np.sort(np.argsort(norms, axis=-1)[:, :8], axis=-1)
     np.testing.assert_array_equal([np.sort(head[head >= 0]) for head in heads_of(cache.views[1])], kept)
-    given = {"prompt": ids}
-    for steps in (3, 70):  # more than the room that a prompt's slots are rounded up to
-        cache = jaxkv.generate(params, **given, policy=policy, max_new_tokens=steps, stop_tokens=()).cache
-        given = {"cache": cache}
+    begun = jaxkv.generate(params, ids, policy=policy, max_new_tokens=3, stop_tokens=()).cache
+    after = jaxkv.generate(params, cache=begun, max_new_tokens=70, stop_tokens=()).cache
+    for cache in (begun, after):  # 70 are more than the room that slots are rounded up to
         seen = int(cache.lengths[0])
         np.testing.assert_array_equal(np.asarray(cache.held())[:, 0], [[seen, seen], [8, 8]])
