@@ -30,6 +30,7 @@ from jaxkv.speculative.method import Start
 from jaxkv.speculative.session import Session, Speculative
 from jaxkv.store import EMPTY, KVCache
 from jaxkv.store.cache import branched, grown, repeated
+from jaxkv.store.line import narrowed
 from jaxkv.weights.params import Params
 
 STREAM_CHUNK = 4
@@ -275,6 +276,7 @@ def _prefill(
         limit=limit, scan_layers=execution.scan_layers, learned=learned,
     )  # fmt: skip
     check_scores(policy)
+    layers = narrowed(layers)
     if expected is not None:
         expected = jnp.where(positions[..., None] < 0, EMPTY, expected[0]), expected[1]
     texts = [np.zeros(0, np.int32)] * batch if cache is None else cache.texts()

@@ -115,7 +115,8 @@ def plan(
 
     more = max(0, -(-int(new.max()) // block) - 1)
     first = int(new.max()) - more * block
-    reach = policy.allocate.reach(max(slots), min(int(limits.max()), max(slots)))
+    sharing = sum(spec.window is None for spec in config.specs)
+    reach = policy.allocate.reach(max(slots), min(int(limits.max()), max(slots)), sharing, longest)
     blocks = PromptBlocks(min(rounded(first, sizes), block), more, block)
     return Plan(tuple(slots), _looks(policy, total, limits), reach), blocks, limits
 

@@ -8,7 +8,7 @@ SMALL = {  # published windows are longer than the tiny prompts
     "dapq-longflow": {"count": 6},
     "spans": {"kernel": 5},
     "spans-longflow": {"kernel": 5},
-    "cake": {"window": 4},
+    "cake": {"window": 4, "decode_recent": 4},
     "d2o": {"sinks": 2},
     "layer-compresskv": {"window": 4, "least": 6, "most": 1.25},
     "layer-defensivekv": {"window": 4},

@@ -132,7 +132,8 @@ def assert_shared(cache, chosen, row):
     held = np.array([[len(head) for head in entries(layer, row)] for layer in views])
     reserved = int(chosen.prefill.reserved(np.int32(limit)))
     if chosen.decode is not None:
-        assert held.sum() <= held.size * limit and held.mean(axis=1).max() <= chosen.allocate.most * limit
+        most = chosen.allocate.most or len(views)
+        assert held.sum() <= held.size * limit and held.mean(axis=1).max() <= most * limit
     if seen >= limit:
         assert held.sum() >= held.size * (limit - reserved)
         assert held.min() >= min(guard(chosen, limit), limit - reserved)

@@ -3,9 +3,11 @@
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from archives import arrays
 from flax import nnx
 from ordered import heads_of, in_line
 from small import SMALL
@@ -16,6 +18,7 @@ import jaxkv
 from jaxkv.errors import BadValue
 from jaxkv.policies import Cake, Density, Global, Lazy, Prefix, Uniform, catalogue
 from jaxkv.policies.across import Across
+from jaxkv.run import decode_logits
 from jaxkv.store import Entries, Pool
 from jaxkv.store.line import Written, opened, placed, written
 
@@ -44,11 +47,16 @@ def attention(params, tokens):
     return [each.reshape(params.config.num_kv_heads, -1, *each.shape[1:]) for _, _, each in watched(params, tokens)]
 
 
-def by_weight(weights, most=2.0, safeguard=0.2):
-    """The layers' sizes: the safeguard, and of the rest shares in proportion to the weights, up to the ceiling."""
+def by_weight(weights, total, most=TOKENS):
+    """Shares of the total in proportion to the weights, none above `most`."""
     shares = np.round(np.float32(weights) / np.float32(max(weights)) * 4095).astype(int).tolist()
-    floor, count = max(int(safeguard * BUDGET), 1), len(shares)
-    return floor + np.array(apportioned(count * (BUDGET - floor), shares, [int(most * BUDGET) - floor] * count))
+    return np.array(apportioned(total, shares, [most] * len(shares)))
+
+
+def guarded(weights, safeguard=0.2):
+    """The layers' sizes: the safeguard, and of the rest shares in proportion to the weights, up to twice the mean."""
+    floor = max(int(safeguard * BUDGET), 1)
+    return floor + by_weight(weights, len(weights) * (BUDGET - floor), 2 * BUDGET - floor)
 
 
 @pytest.fixture
@@ -68,37 +76,36 @@ def best(score, count, sinks, recent):
 
 
 def test_prefixkv(apart):
-    """The sizes by a search for the share of attention that fills the budget; each head its best by attention."""
+    """The sizes by a search for the share of attention that fills the budget; one set of tokens for all heads."""
     params, tokens = apart, ids(TOKENS)
-    policy = jaxkv.policy("prefixkv", budget=BUDGET, sinks=2, safeguard=0.0, most=2.5)
+    policy = jaxkv.policy("prefixkv", budget=BUDGET, sinks=2, reserve=0)
     ours = held(jaxkv.prefill(params, tokens, policy=policy))
-    weights = [each.sum(axis=2).mean(axis=1) for each in attention(params, tokens)]  # [Hk, S] per layer
-    curves = []
-    for each in weights:
-        middle = -np.sort(-each[:, 2:-1], axis=1)  # sinks and the last token come first and don't count
-        curves.append(np.cumsum(middle / middle.sum(axis=1, keepdims=True), axis=1).mean(axis=0))
+    weights = [each.mean(axis=(0, 1)).sum(axis=0) for each in attention(params, tokens)]  # [S] per layer
     low, high = 0.0, 1.0
     for turn in range(61):
         share = high if turn == 60 else (low + high) / 2
-        sizes = [min(3 + int((np.append(0, curve[:-1]) < share).sum()), int(2.5 * BUDGET)) for curve in curves]
+        sizes = []
+        for each in weights:
+            before = np.append(0, np.cumsum(-np.sort(-each) / each.sum())[:-1])
+            sizes.append(min(3 + int((before < share).sum()), TOKENS))  # sinks and the last token come on top
         low, high = (share, high) if sum(sizes) < len(sizes) * BUDGET else (low, share)
     assert sum(sizes) == len(sizes) * BUDGET and len(set(sizes)) > 1
     for layer, each in enumerate(weights):
-        assert ours[layer] == [best(head, sizes[layer], 2, 1) for head in each], layer
+        assert ours[layer] == [best(each, sizes[layer], 2, 1)] * len(ours[layer]), layer
 
 
 def test_cake(apart):
     """Entropy and variance of the window's attention share out the budget; mean + gamma variance chooses the tokens."""
     params, tokens, window = apart, ids(TOKENS), 4
-    policy = jaxkv.policy("cake", budget=BUDGET, window=window, kernel=1)  # how neighbours are pooled is SnapKV's
-    ours = held(jaxkv.prefill(params, tokens, policy=policy))
+    policy = jaxkv.policy("cake", budget=BUDGET, window=window, prefill_kernel=1, decode_recent=window, reserve=0)
+    ours = held(jaxkv.prefill(params, tokens, policy=policy))  # how neighbours are pooled is SnapKV's
     seen = [each[:, :, -window:].astype(np.float64) for each in attention(params, tokens)]  # [Hk, G, W, S]
     preferences = []
     for each in seen:
         before = each[..., :-window]
         entropy = -(before * np.log(np.maximum(before, 1e-30))).sum()
         preferences.append(entropy ** (1 / 1.6) * before.var(axis=2, ddof=1).sum() ** (1 / 0.6))
-    sizes = by_weight(preferences)
+    sizes = window + by_weight(preferences, len(seen) * (BUDGET - window))
     assert sizes.sum() == len(seen) * BUDGET and len(set(sizes)) > 1
     for layer, each in enumerate(seen):
         score = each.mean(axis=2) + 200 * each.var(axis=2, ddof=1)
@@ -112,7 +119,7 @@ def test_d2o(apart):
     ours = held(jaxkv.prefill(params, tokens, policy=policy))
     summed = [each.sum(axis=2).mean(axis=1) for each in attention(params, tokens)]
     spread = np.array([np.mean([(head / head.mean()).var() for head in each]) for each in summed])
-    sizes = by_weight(np.exp(-spread / spread.mean()))
+    sizes = guarded(np.exp(-spread / spread.mean()))
     assert len(set(sizes)) > 1 and (np.argsort(sizes) == np.argsort(-spread)).all()
     for layer, each in enumerate(summed):
         assert ours[layer] == [best(head, sizes[layer], 2, 4) for head in each], layer
@@ -130,7 +137,7 @@ def test_simlayerkv(apart, lazy):
     threshold = {2: ends[1] * 0.9, 1: (ends[0] + ends[1]) / 2, 0: ends[0] * 1.1}[sum(lazy)]
     policy = jaxkv.policy("simlayerkv", budget=BUDGET, threshold=float(threshold), sinks=2, prefill_recent=0)
     ours = held(jaxkv.prefill(params, tokens, policy=policy))
-    sizes = by_weight(np.where(lazy, 0, 1), safeguard=0.5) if sum(lazy) == 1 else [BUDGET] * len(last)
+    sizes = guarded(np.where(lazy, 0, 1), safeguard=0.5) if sum(lazy) == 1 else [BUDGET] * len(last)
     for layer, each in enumerate(last):
         if lazy[layer]:
             assert ours[layer] == [[0, 1, *range(TOKENS - sizes[layer] + 2, TOKENS)]] * len(each)
@@ -275,3 +282,57 @@ def test_what_cannot_share(tiny):
             dataclasses.replace(jaxkv.policy("global-h2o", budget=16), **changes)
     with pytest.raises(BadValue, match=r"most=0\.5"):
         Global(most=0.5)
+
+
+# ---- against the releases (tests/oracle/make_layers.py)
+
+
+@pytest.fixture
+def released(goldens, tiny):
+    """The golden, and the model that it was made with."""
+    golden, params = arrays(goldens / "policies" / "layers.npz"), tiny("llama2")
+    flat = nnx.to_flat_state(params.weights)
+    times: dict[tuple, float] = {("layers", layer, "qkv"): float(by) for layer, by in enumerate(golden["sharper"])}
+    scaled = [(path, leaf.replace(leaf[...] * times[path]) if path in times else leaf) for path, leaf in flat]
+    return golden, dataclasses.replace(params, weights=nnx.from_flat_state(scaled))
+
+
+def gone_of(layer):
+    """The positions that the next token overwrites in every head."""
+    return np.asarray(layer.positions)[0, np.asarray(layer.next_slot)[0]].tolist()
+
+
+def forced(params, policy, tokens):
+    """The positions that every layer and head keeps after the prompt, and after each of the given tokens when what the
+    next one overwrites is gone."""
+    cache = jaxkv.prefill(params, tokens[:TOKENS], policy=policy)
+    step = jax.jit(decode_logits, static_argnames=("config", "policy"))
+    yield held(cache)
+    for token in tokens[TOKENS:]:
+        cache = dataclasses.replace(cache, pending=jnp.array([token], jnp.int32))
+        cache, _ = step(params.weights, cache, jnp.array([True]), config=params.config, policy=policy)
+        kept = []
+        for layer in cache.views:
+            heads = zip(heads_of(layer), gone_of(layer), strict=True)
+            kept.append([sorted({*head.tolist()} - {-1, gone}) for head, gone in heads])
+        yield kept
+
+
+@pytest.mark.parametrize("size", [16, 28])
+def test_cake_as_released(released, size):
+    """Sizes of the layers under its cascade, and what they keep of the prompt and of 8 new tokens."""
+    golden, params = released
+    policy = jaxkv.policy("cake", budget=size + 1, window=8, decode_recent=8)  # and the token that comes
+    for step, ours in enumerate(forced(params, policy, golden[f"cake/{size}/ids"])):
+        for layer, heads in enumerate(ours):
+            assert heads == golden[f"cake/{size}/step{step}/layer{layer}"].tolist(), (step, layer)
+
+
+@pytest.mark.parametrize(("ratio", "mean"), [(0.53, 33), (0.75, 18)])
+def test_prefixkv_as_released(released, ratio, mean):
+    """Sizes of the layers, and what all of their heads keep of the prompt and of 8 new tokens."""
+    golden, params = released
+    policy = jaxkv.policy("prefixkv", budget=mean + 1)  # and the token that comes
+    for step, ours in enumerate(forced(params, policy, golden["prefix/ids"])):
+        for layer, heads in enumerate(ours):
+            assert heads == [golden[f"prefix/{ratio}/step{step}/layer{layer}"].tolist()] * len(heads), (step, layer)

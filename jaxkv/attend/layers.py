@@ -11,12 +11,14 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jaxkv.attend.aim import aimed
 from jaxkv.attend.layer import LayerOut
 from jaxkv.attend.leave import absorbed
 from jaxkv.attend.prompt import finished
 from jaxkv.plan import Plan
 from jaxkv.policies.allocator import Allocate, Division, Learned
 from jaxkv.policies.evicted import Evicted, Leaving
+from jaxkv.policies.needs import MASS
 from jaxkv.policies.policy import Policy
 from jaxkv.policies.score import ScoreInputs
 from jaxkv.store.line import joined, placed
@@ -54,14 +56,33 @@ def divided(
         total = heads * slots
         room = jnp.full_like(limit, total) if policy.decode is None else line.heads * limit
         line = line.arranged(kept, room, {}, total)
-        line = finished(policy, policy.allocate, line, now, None, limit, ScoreInputs(), profiles is not None)
-        return placed(line, [pool.beside for pool in stay], heads * plan.reach)
+        beside = [pool.beside for pool in stay]
+        aim = functools.partial(_aimed, beside, heads * plan.reach)
+        line = finished(policy, policy.allocate, line, now, None, limit, ScoreInputs(), profiles is not None, aim)
+        return placed(line, beside, heads * plan.reach)
 
     profiles = [p for p in (outs[i].notes.profile for i in full) if p is not None] if looked else None
     guard = jnp.minimum(policy.allocate.guard(limit, policy.phases), each)
     shared = policy.allocate.divide(Division(pools, profiles, each, guard, lined))
     left = dict(zip(full, shared or (), strict=True))
     return tuple(left.get(i, store) for i, store in enumerate(stores))
+
+
+def _aimed(
+    beside: list[dict[str, Any]], reach: int, policy: Policy, share: Allocate, line: Any, mass: Any, *rest: Any
+) -> Any:
+    """The line with its next slots, as `aimed` chooses them: of a score that compares a head's entries with each other
+    layer by layer, for all heads of all layers side by side would be as many times the line."""
+    if policy.decode is None or policy.decode.linear or not line.total:
+        return aimed(policy, share, line, mass, *rest)
+    marked = line if mass is None else line.changed(stats={**line.stats, MASS: line.unscored(mass)})
+    slots = []
+    for place in placed(marked, beside, reach):
+        view = place.view(marked)
+        own = None if mass is None else view.scored(view.stats[MASS])
+        after = aimed(policy, share, view.keeping(policy.stats), own, *rest)
+        slots.append(after.next_slot + place.start(marked)[:, None])
+    return line.aimed(jnp.concatenate(slots, axis=1))
 
 
 def _left(

@@ -6,6 +6,7 @@ back the context and the new store.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -219,8 +220,9 @@ def _choice(
     facts = None
     if phase is not None and looked:
         protected = phase.protects.protected(joined.positions, now, limits)
+        seen = None if mass is None else phase.aggregate.over_heads(mass)
         facts = dataclasses.replace(
-            inputs, positions=joined.positions, mass=mass, now=now, limits=limits, protected=protected
+            inputs, positions=joined.positions, mass=seen, now=now, limits=limits, protected=protected
         )
     guard = share.guard(limits, policy.phases)
     return share.choose(
@@ -240,13 +242,14 @@ def finished(
     limits: Int[Array, "B"],
     inputs: ScoreInputs,
     looked: bool,
+    aim: Callable[..., Any] = aimed,
 ) -> Any:
-    """A store after its cut: the next slot chosen from the statistics before the block's mass, then these brought up
-    to date, and the index made that decode reads by. The mass is among the store's statistics, and goes."""
+    """A store after its cut: the next slot chosen (`aim`) from the statistics before the block's mass, then these
+    brought up to date, and the index made that decode reads by. The mass is among the store's statistics, and goes."""
     mass = store.stats.get("mass")
     store = store.keeping(policy.stats)
     mass = None if mass is None else store.scored(mass)
-    ready = aimed(policy, share, store, mass, now, window, limits, inputs)
+    ready = aim(policy, share, store, mass, now, window, limits, inputs)
     if looked and policy.prefill is not None:
         stats = {name: store.scored(stat) for name, stat in store.stats.items()}
         stats = policy.observe(policy.prefill, stats, mass, now)

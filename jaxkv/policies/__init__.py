@@ -25,6 +25,7 @@ from jaxkv.policies.by_queries import WorstAttention as WorstAttention
 from jaxkv.policies.catalogue import catalogue as catalogue
 from jaxkv.policies.catalogue import policy as policy
 from jaxkv.policies.combine import Maximum as Maximum
+from jaxkv.policies.combine import Pooled as Pooled
 from jaxkv.policies.combine import PromptFirst as PromptFirst
 from jaxkv.policies.combine import Scaled as Scaled
 from jaxkv.policies.combine import Then as Then
@@ -65,6 +66,7 @@ from jaxkv.policies.parts import register as register
 from jaxkv.policies.patterns import Crush as Crush
 from jaxkv.policies.patterns import Ladder as Ladder
 from jaxkv.policies.patterns import Neighbours as Neighbours
+from jaxkv.policies.patterns import Place as Place
 from jaxkv.policies.policy import Phase as Phase
 from jaxkv.policies.policy import Policy as Policy
 from jaxkv.policies.read import All as All

@@ -19,7 +19,7 @@ from jaxkv.policies.by_queries import over_queries, window_attention
 from jaxkv.policies.measured import STEPS, poured
 from jaxkv.policies.needs import MASS, QUERIES
 from jaxkv.policies.score import ScoreInputs
-from jaxkv.policies.shared import Shared, safeguarded
+from jaxkv.policies.shared import Shared, safeguarded, spared
 from jaxkv.store.entries import highest
 from jaxkv.store.pool import best, compete
 
@@ -29,38 +29,40 @@ class Across(Shared):
     """The layers share the model's budget: the mean over layers and KV heads is `budget`.
 
     Every head keeps at least the fraction `safeguard` of it, and what is protected. A layer gets at most `most` times
-    the mean: so many slots it reads at every step, a static number. Layers with a sliding window stay uniform.
+    the mean (0: as much as there is): so many slots it may read at every step. Layers with a sliding window stay
+    uniform.
     """
 
     safeguard: float = 0.2
     most: float = 2.0
     store: ClassVar[str] = "line"
-    alike: ClassVar[bool] = True  # a layer's heads hold equally many
+    alike: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset({MASS})  # of the profile
 
     def __post_init__(self):
-        if not 0 <= self.safeguard <= 1 or self.most < 1:
+        if not 0 <= self.safeguard <= 1 or (self.most and self.most < 1):
             raise BadValue(
                 f"safeguard={self.safeguard}, most={self.most}: expected a fraction of the budget, from 0 to 1, and at "
-                "least 1 times the budget"
+                "least 1 times the budget (0: no ceiling)"
             )
 
     def check(self, policy: Any) -> None:
         super().check(policy)
         where = f"policy {policy.name!r}, whose layers share the model's budget (allocate kind {self.kind!r})"
-        if policy.decode is not None and not (policy.decode.linear and policy.decode.every == 1):
+        if policy.decode is not None and not (policy.decode.keyless and policy.decode.every == 1):
             raise BadValue(
-                f"{where}: at decode every token takes one slot of its own head; expected a decode score that is "
-                "linear in the attention, every=1, or no decode phase"
+                f"{where}: at decode every token takes one slot of its own head; expected a decode score that reads "
+                "attention and positions alone, every=1, or no decode phase"
             )
         if MASS in self.needs and policy.prefill is not None and MASS not in policy.prefill.needs:
             raise BadValue(f"{where}, goes by attention: expected a prefill score that looks, or kind 'global'")
         if not policy.flow.straight:
             raise BadValue(f"{where}, must see the whole prompt in each: expected flow kind 'straight'")
 
-    def reach(self, slots: int, limit: int) -> int:
+    def reach(self, slots: int, limit: int, layers: int, tokens: int) -> int:
         """Slots of an even share, and what a layer may have of the others'."""
-        return slots + math.ceil((self.most - 1) * limit) + 1
+        widest = self.most * limit if self.most else min(layers * limit, tokens)
+        return slots + math.ceil(max(widest - limit, 0)) + 1
 
     def guard(self, limits: Int[Array, "B"], phases: Sequence[Any]) -> Int[Array, "B"]:
         """The safeguard, and at decode what is protected and one entry that can go."""
@@ -102,6 +104,8 @@ class Across(Shared):
 
     def ceiling(self, each: Int[Array, "B"]) -> Int[Array, "B"]:
         """The most entries per head that a layer may hold."""
+        if not self.most:
+            return jnp.full_like(each, 2**30)
         return jnp.floor(each.astype(jnp.float32) * self.most).astype(jnp.int32)
 
     def profile(self, inputs: ScoreInputs, ranks: int) -> Float[Array, "B _"]:
@@ -143,26 +147,33 @@ class Global(Across):
 
 @dataclasses.dataclass(frozen=True)
 class Prefix(Across):
-    """Every layer keeps its best entries up to the same share p of its attention; p is what the budget allows.
+    """Every layer keeps its best tokens up to the same share p of its attention; p is what the budget allows.
 
-    F_l(n) = the share that the n best hold, mean over heads; n_l = the number of ranks with F_l(n - 1) < p. What is
-    protected comes first and does not count. Source: PrefixKV (arXiv 2412.03409); it searches p on samples beforehand,
-    here each text has its own.
+    F_l(n) = the share that the n best of all tokens hold, mean over the heads; n_l = what is protected + the number of
+    ranks with F_l(n - 1) < p. Source: PrefixKV (arXiv 2412.03409) and its release's `obtain_cdf_num`, which counts the
+    protected tokens in F too. It measures n_l on samples beforehand and keeps the means; here each text has its own,
+    exact to the token, where the release stops its search for p within 5 tokens of the total and scales the rest.
     """
 
+    safeguard: float = 0.0
+    most: float = 0.0
     kind: ClassVar[str] = "prefix"
 
+    def guard(self, limits: Int[Array, "B"], phases: Sequence[Any]) -> Int[Array, "B"]:
+        """The safeguard, or what is protected."""
+        return _floor(self.safeguard, limits, phases)
+
     def profile(self, inputs: ScoreInputs, ranks: int) -> Float[Array, "B R"]:
+        """F(n - 1) of each further entry that a head keeps, -1 for those that are protected."""
         assert inputs.mass is not None and inputs.protected is not None
-        safe = inputs.protected & inputs.live
-        mass = jnp.where(inputs.live & ~safe, inputs.mass, 0.0)
+        safe = jnp.sum(inputs.protected & inputs.live, axis=-1, keepdims=True, dtype=jnp.int32)
+        mass = jnp.where(inputs.live, inputs.mass, 0.0)
         total = jnp.maximum(jnp.sum(mass, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-        best = -jnp.sort(-jnp.where(safe, jnp.inf, jnp.where(inputs.live, mass, -1.0)), axis=-1)  # -1: no entry
-        share = jnp.where(jnp.isfinite(best), jnp.maximum(best, 0.0), 0.0) / total
+        share = -jnp.sort(-mass, axis=-1) / total
         before = jnp.cumsum(share, axis=-1) - share
-        before = jnp.where(best == jnp.inf, -1.0, jnp.where(best < 0, jnp.inf, before))
-        before = jnp.mean(before, axis=1)[:, :ranks]
-        return jnp.pad(before, ((0, 0), (0, ranks - before.shape[1])), constant_values=jnp.inf)
+        rank = jnp.arange(ranks) - safe
+        before = jnp.take_along_axis(before, jnp.clip(rank, 0, before.shape[-1] - 1), axis=-1)
+        return jnp.mean(jnp.where(rank < 0, -1.0, before), axis=1)
 
     def quotas(self, profiles, each, guard, most, held):
         rank = jnp.arange(profiles.shape[-1])
@@ -178,6 +189,8 @@ class Prefix(Across):
 class Weighed(Across):
     """Layers share what is above the guard in proportion to their weights, whole numbers, up to the ceiling."""
 
+    spills: ClassVar[str] = "by-weight"  # how what a layer has no text for goes to the others; "even": to each as much
+
     def turns(self, profiles: Float[Array, "N B 1"]) -> tuple[Float[Array, "N B"], ...]:
         """Non-negative weights; what the first leave over goes by the next."""
         raise NotImplementedError
@@ -186,10 +199,13 @@ class Weighed(Across):
         given = jnp.minimum(guard, held)
         room = jnp.minimum(most, held)
         pour = jax.vmap(lambda left, shares, room: poured(left[None], shares, room[None])[0], (0, 1, 1), 1)
-        for weights in self.turns(profiles):
+        for turn, weights in enumerate(self.turns(profiles)):
             top = jnp.maximum(jnp.max(weights, axis=0), jnp.finfo(jnp.float32).tiny)
             shares = jnp.round(weights / top * STEPS).astype(jnp.int32)
-            given += pour(len(held) * each - jnp.sum(given, axis=0), shares, room - given)
+            left = len(held) * each - jnp.sum(given, axis=0)
+            spills = self.spills == "even" and not turn
+            free = jnp.broadcast_to(left, given.shape) if spills else room - given
+            given += jnp.minimum(pour(left, shares, free), room - given)
         return given
 
 
@@ -198,14 +214,18 @@ class Cake(Weighed):
     """weight = H^(1/tau1) V^(1/tau2) of the last `window` queries' attention to the tokens before them.
 
     H = -sum over heads, queries and keys of a ln a, V = the sum over heads and keys of the variance (W - 1) over the
-    queries. Source: CAKE (arXiv 2503.12491); it cuts earlier layers again at each later one, here each layer waits
-    with its ceiling and all are cut at the end of the block.
+    queries. What is protected comes first; the rest of the model's budget goes by weight, and what a layer has no text
+    for to the others in even parts. Source: CAKE (arXiv 2503.12491) and its release's `adjust_budgets`. It cuts earlier
+    layers again at each later one, here all are cut at the end of the block: the same entries stay.
     """
 
+    safeguard: float = 0.0
+    most: float = 0.0
     window: int = 32
     tau1: float = 1.6
     tau2: float = 0.6
     kind: ClassVar[str] = "cake"
+    spills: ClassVar[str] = "even"
     needs: ClassVar[frozenset[str]] = frozenset({QUERIES})
 
     def __post_init__(self):
@@ -215,6 +235,10 @@ class Cake(Weighed):
                 f"window={self.window}, tau1={self.tau1}, tau2={self.tau2}: expected at least 2 queries, for they have "
                 "a variance, and temperatures above 0"
             )
+
+    def guard(self, limits: Int[Array, "B"], phases: Sequence[Any]) -> Int[Array, "B"]:
+        """The safeguard, or what is protected."""
+        return _floor(self.safeguard, limits, phases)
 
     def profile(self, inputs: ScoreInputs, ranks: int) -> Float[Array, "B 1"]:
         mass, real = window_attention(inputs, self.window)
@@ -226,7 +250,14 @@ class Cake(Weighed):
 
     def turns(self, profiles: Float[Array, "N B 1"]) -> tuple[Float[Array, "N B"], ...]:
         weights = profiles[..., 0]
-        return jnp.where(jnp.max(weights, axis=0) > 0, weights, 1.0), jnp.ones_like(weights)
+        even = jnp.ones_like(weights)
+        return jnp.where(jnp.max(weights, axis=0) > 0, weights, 1.0), even
+
+
+def _floor(safeguard: float, limits: Int[Array, "B"], phases: Sequence[Any]) -> Int[Array, "B"]:
+    """The fraction of the limits, what is protected, or one entry, whichever is most; at most the limits."""
+    guard = jnp.floor(limits.astype(jnp.float32) * safeguard).astype(jnp.int32)
+    return jnp.minimum(jnp.maximum(jnp.maximum(guard, spared(limits, phases)), 1), limits)
 
 
 @dataclasses.dataclass(frozen=True)

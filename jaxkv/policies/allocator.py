@@ -99,8 +99,9 @@ class Allocate(Checked):
         """The mean budget of every layer, bottom first, for a text of so many tokens."""
         return (budget,) * layers
 
-    def reach(self, slots: int, limit: int) -> int:
-        """Slots per head that a layer may hold while a block of a prompt runs; 0: as many as its budget needs."""
+    def reach(self, slots: int, limit: int, layers: int, tokens: int) -> int:
+        """Slots per head that a layer may hold while a block of a prompt runs, of `layers` that share; 0: as many as
+        its budget needs. `slots` are those of an even share, `limit` its budget, `tokens` the length of the text."""
         return 0
 
     def guard(self, limits: Int[Array, "B"], phases: Sequence[Any]) -> Int[Array, "B"]:

@@ -8,8 +8,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv.errors import BadValue
+from jaxkv.policies.aggregate import Aggregate
 from jaxkv.policies.needs import OUTPUT
-from jaxkv.policies.order import BIG, best_first, count
+from jaxkv.policies.order import BIG, best_first, count, in_time
 from jaxkv.policies.score import Entering, Score, ScoreInputs, Stats
 from pallas_kernels.decode_attend_score.victim import Factor
 
@@ -216,6 +217,30 @@ class Until(Combined):
         room = inputs.goal - jnp.sum(inputs.live & inputs.protected, axis=-1, keepdims=True, dtype=jnp.int32)
         top = jnp.max(second, axis=(1, 2), keepdims=True)
         return jnp.where(free & (place < jnp.minimum(few, room)), jnp.nextafter(top, jnp.float32(jnp.inf)), second)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pooled(Combined):
+    """score = the mean of `of` over `kernel` neighbours in time; what is protected neither gives nor counts (as 0).
+
+    The divisor is always `kernel`, so the edges shrink. Source: CAKE's release at decode.
+    """
+
+    of: Score
+    kernel: int = 5
+    kind: ClassVar[str] = "pooled"
+    linear: ClassVar[bool] = False
+    keyless: ClassVar[bool] = True
+
+    def __post_init__(self):
+        Aggregate(pool="avg", kernel=self.kernel)  # refuses a kernel without a middle
+        self._join(self.of)
+
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        assert inputs.protected is not None
+        over, order = Aggregate(pool="avg", kernel=self.kernel), in_time(inputs.at)
+        line, at, apart = map(order.put, (self.of.score(stats, inputs), inputs.at, inputs.protected))
+        return order.slots(over.along_text(line, at, apart))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -13,7 +12,7 @@ from jaxkv.errors import BadValue
 from jaxkv.policies.allocator import Allocate, Choice, Contest, Learned
 from jaxkv.policies.layers import Uniform
 from jaxkv.policies.needs import calibrated
-from jaxkv.policies.shared import Shared
+from jaxkv.policies.shared import Shared, spared
 from jaxkv.store.pool import best
 from pallas_kernels.ragged_decode.segments import per_head, per_slot
 
@@ -46,10 +45,9 @@ class Measured(Shared):
 
     def guard(self, limits: Int[Array, "B"], phases: Sequence[Any]) -> Int[Array, "B"]:
         """What any phase protects and the fraction of the rest, or one entry."""
-        spared = [phase.protects.recents(limits) + phase.protects.sinks for phase in phases]
-        spared = jax.tree.reduce(jnp.maximum, spared)
-        rest = jnp.floor((limits - spared).astype(jnp.float32) * self.fraction).astype(jnp.int32)
-        return jnp.minimum(spared + jnp.maximum(rest, 1), limits)
+        least = spared(limits, phases)
+        rest = jnp.floor((limits - least).astype(jnp.float32) * self.fraction).astype(jnp.int32)
+        return jnp.minimum(least + jnp.maximum(rest, 1), limits)
 
     def choose(self, contest: Contest) -> Choice:
         """Each head keeps its quota of the best, a local one of the newest that are not protected."""

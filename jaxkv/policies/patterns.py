@@ -38,6 +38,30 @@ class Ladder(Score):
 
 
 @dataclasses.dataclass(frozen=True)
+class Place(Score):
+    """score = |place - (n - offset)|, the oldest entry at place 0, n the entries besides the newest: one place goes.
+
+    So what lies before that place stays for good, and the newest entries slide. With n no more than `offset` it is the
+    place in the middle, n // 2. Source: PrefixKV's release (`distance=-25`), where the new token is added first.
+    """
+
+    offset: int = 25
+    kind: ClassVar[str] = "place"
+    linear: ClassVar[bool] = False
+    keyless: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if self.offset < 1:
+            raise BadValue(f"offset={self.offset}: expected at least 1 entry behind the place")
+
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        order, place = in_time(inputs.at), jnp.arange(inputs.at.shape[-1])
+        older = order.count[..., None] - 1
+        goes = jnp.where(older > self.offset, older - self.offset, older // 2)
+        return order.slots(jnp.abs(place - goes).astype(jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True)
 class Neighbours(AccumulatedAttention):
     """One of two neighbours goes, the one with less attention so far; the pair moves on with every token.
 

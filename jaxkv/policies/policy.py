@@ -78,6 +78,15 @@ class Phase(Checked):
         return self.score.linear and self.select.plain
 
     @property
+    def keyless(self) -> bool:
+        """Whether it reads attention and positions alone, and no keys or values."""
+
+        def keyless(score: Score) -> bool:
+            return score.linear or (score.keyless and all(map(keyless, score.parts)))
+
+        return self.select.plain and keyless(self.score)
+
+    @property
     def needs(self) -> frozenset[str]:
         """What its parts read, by the names of `needs.py`."""
         return self.score.needs | self.aggregate.needs | self.evicted.needs

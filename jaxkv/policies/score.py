@@ -120,6 +120,7 @@ class Score(Checked):
     needs: ClassVar[frozenset[str]] = frozenset()  # of `needs.py`: with QUERIES it scores at prefill only
     remembers: ClassVar[bool] = False  # its statistics depend on past attention mass
     linear: ClassVar[bool] = True  # linear in the mass: the attention kernel can score
+    keyless: ClassVar[bool] = False  # not linear, and yet it reads no keys or values
     signed: ClassVar[bool] = False  # may be negative
     aware: ClassVar[bool] = False  # the prompt's last tokens decide, whoever observes
     together: ClassVar[bool] = False  # sums over the KV heads, which must hold the same tokens

@@ -10,10 +10,10 @@ from jaxkv.policies.by_queries import (
     ShiftingAttention,
     WorstAttention,
 )
-from jaxkv.policies.combine import Maximum, PromptFirst, Scaled, Then, Until, Weighted
+from jaxkv.policies.combine import Maximum, Pooled, PromptFirst, Scaled, Then, Until, Weighted
 from jaxkv.policies.cover import Cover
 from jaxkv.policies.graph import Propagated
-from jaxkv.policies.patterns import Crush, Ladder, Neighbours
+from jaxkv.policies.patterns import Crush, Ladder, Neighbours, Place
 from jaxkv.policies.recurrence import Recurrence
 from jaxkv.policies.score import (
     AccumulatedAttention,
@@ -41,7 +41,7 @@ KINDS: dict[str, type[Score]] = {
             ShiftingAttention,
             WorstAttention,
         ),
-        *(Recurrence, Ladder, Neighbours, Crush, Cover),
-        *(Scaled, Weighted, Maximum, Then, Until, PromptFirst, Propagated),
+        *(Recurrence, Ladder, Place, Neighbours, Crush, Cover),
+        *(Scaled, Weighted, Maximum, Then, Until, Pooled, PromptFirst, Propagated),
     )
 }

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -14,6 +15,7 @@ class Shared(Allocate):
     """The heads of a layer share its budget: the layer is a pool of exactly that."""
 
     store: ClassVar[str] = "pool"
+    alike: ClassVar[bool] = False  # a layer's heads hold equally many, so that they may decide as one on a prompt
 
     def check(self, policy: Any) -> None:
         where = f"policy {policy.name!r}, whose heads share a layer's budget"
@@ -28,11 +30,18 @@ class Shared(Allocate):
             )
         for phase in policy.phases:
             together = [leaf.kind for leaf in phase.score.leaves() if leaf.together]
-            if phase.aggregate.heads != "each" or together:
+            as_one = phase.aggregate.heads != "each" or together
+            if as_one and not (self.alike and phase is policy.prefill):
                 raise BadValue(
                     f"{where}, lets them decide as one (aggregate heads={phase.aggregate.heads!r}, score "
                     f"{phase.score.kind!r}): set heads='each' and another score, or allocate kind 'uniform'"
                 )
+
+
+def spared(limits: Int[Array, "B"], phases: Sequence[Any]) -> Int[Array, "B"]:
+    """The most entries of a head that a phase protects under the limits."""
+    each = [phase.protects.recents(limits) + phase.protects.sinks for phase in phases]
+    return jax.tree.reduce(jnp.maximum, each)
 
 
 def safeguarded(safeguard: float, limits: Int[Array, "B"], phases: Sequence[Any]) -> Int[Array, "B"]:

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxkv.sharding.attention import RotateAtRead
-from jaxkv.sharding.layout import Layout
+from jaxkv.sharding.layout import Layout, on_host
 from jaxkv.store.entries import Entries
 from jaxkv.store.pool import Pool, on_average
 from pallas_kernels.arguments import Judge, Segments, Token
@@ -164,6 +164,25 @@ def placed(line: Pool, beside: list[dict[str, Any]], reach: int) -> tuple[Place,
     """The layers' places in a line that they share, with what is beside each."""
     heads, reach = line.heads // len(beside), min(reach, line.total)
     return tuple(Place(line if i == 0 else None, i, reach, heads, state) for i, state in enumerate(beside))
+
+
+def narrowed(layers: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The layers after a prompt, those that share a line with no more slots to read than the widest of them has.
+
+    Twice, four times, eight times an even share and so on, so that few programs are compiled.
+    """
+    line: Any = line_of(layers)
+    if line is None:
+        return layers
+    heads = next(layer.heads for layer in layers if isinstance(layer, Place))
+    borders = on_host(line.offsets)[:, ::heads]
+    widest, reach = int((borders[:, 1:] - borders[:, :-1]).max()), 2 * line.slots * heads
+    while reach < widest:
+        reach *= 2
+    return tuple(
+        dataclasses.replace(layer, reach=min(layer.reach, reach + heads)) if isinstance(layer, Place) else layer
+        for layer in layers
+    )
 
 
 def written(layers: tuple[Any, ...], after: tuple[Any, ...], position: Int[Array, "B"]) -> tuple[Any, ...]:
