@@ -121,7 +121,7 @@ def _block(
     the positions that the first decoded tokens will have; when the block itself is replayed, they are its instruction
     and come before it. With `top` also the likeliest tokens after each of the block's, where they are `wanted`.
     """
-    model, length = model_of(config, weights), tokens.shape[1]
+    model, length, learned = model_of(config, weights), tokens.shape[1], policy.allocate.prepared(learned)
     if begins:  # the slots of a cache to go on from lie as decoding left them; from here on they stay in time order
         layers = tuple(layout.gathered(layer).in_time_order() if layer.slots else layer for layer in layers)
     full = [layer for layer, spec in enumerate(config.specs) if spec.window is None]
@@ -258,7 +258,7 @@ def decode_logits(
     learned: Learned = NOTHING,
 ) -> tuple[KVCache, Float[Array, "B V"]]:
     """Run each running row's pending token through the model; the cache, and the logits of the token after it."""
-    position = jnp.where(running, cache.lengths, EMPTY)
+    position, learned = jnp.where(running, cache.lengths, EMPTY), policy.allocate.prepared(learned)
     attend = functools.partial(decode_layer, policy, position, layout, implementation)
     model = model_of(config, weights)
     needs_out = policy.decode is not None and OUTPUT in policy.decode.needs

@@ -95,6 +95,10 @@ class Allocate(Checked):
     def check(self, policy: Any) -> None:
         """Raises `BadValue` for a policy with which the division cannot be done."""
 
+    def prepared(self, learned: Learned) -> Learned:
+        """What was measured, and what each layer has to know of all of them."""
+        return learned
+
     def budgets(self, budget: int, layers: int, tokens: int, window: int, learned: Learned) -> tuple[int, ...]:
         """The mean budget of every layer, bottom first, for a text of so many tokens."""
         return (budget,) * layers

@@ -5,12 +5,11 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv.errors import BadValue
 from jaxkv.policies.allocator import Learned
-from jaxkv.policies.measured import STEPS, Measured, poured
+from jaxkv.policies.measured import STEPS, Measured, at_least, scaled
 from jaxkv.policies.needs import calibrated
 
 
@@ -51,17 +50,8 @@ class Curves(Measured):
         tokens: Int[Array, "B"],
     ) -> Int[Array, "B Hk"]:
         """`total` in proportion to the curve's fractions; heads whose part is below `guard` get that instead."""
-        least, heads = jnp.minimum(guard[:, None], held), held.shape[-1]
-        shares = _shares(learned["utility_curves"], total / jnp.maximum(heads * tokens, 1))
-
-        def pour(low):
-            fixed = jnp.where(low, least, 0)
-            left = total - jnp.sum(fixed, axis=-1)
-            return fixed + poured(left, jnp.where(low, 0, shares), held - fixed)
-
-        low = lax.fori_loop(0, heads, lambda _, low: low | (pour(low) < least), jnp.zeros(held.shape, bool))
-        given = pour(low)
-        return given + poured(total - jnp.sum(given, axis=-1), jnp.ones(heads, jnp.int32), held - given)
+        shares = _shares(learned["utility_curves"], total / jnp.maximum(held.shape[-1] * tokens, 1))
+        return at_least(total, shares, jnp.minimum(guard[:, None], held), held)
 
 
 def _shares(curves: Float[Array, "99 Hk"], kept: Float[Array, "B"]) -> Int[Array, "B Hk"]:
@@ -70,22 +60,6 @@ def _shares(curves: Float[Array, "99 Hk"], kept: Float[Array, "B"]) -> Int[Array
     fractions = curves[jnp.argmin(jnp.abs(jnp.mean(curves, axis=-1) - kept[:, None]), axis=-1)]
     most = jnp.maximum(jnp.max(fractions, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
     return jnp.maximum(jnp.round(fractions / most * STEPS).astype(jnp.int32), 1)
-
-
-def scaled(shares: np.ndarray, total: int, least: int, most: int) -> np.ndarray:
-    """Whole numbers from `least` to `most` that sum to `total`, in proportion to `shares [L]` but for these bounds.
-
-    `total` lies between L times `least` and L times `most`. The largest remainders are rounded up.
-    """
-    low, high = 0.0, most / max(float(shares.min()), 1e-9)
-    for _ in range(100):  # the scale at which the bounded parts sum to the total, by halving
-        scale = (low + high) / 2
-        low, high = (scale, high) if np.clip(shares * scale, least, most).sum() < total else (low, scale)
-    exact = np.clip(shares * high, least, most)
-    whole = np.floor(exact + 1e-6).astype(int)
-    order = np.argsort(whole - exact, kind="stable")
-    whole[order[: total - whole.sum()]] += 1
-    return whole
 
 
 def best_split(gains: np.ndarray) -> np.ndarray:

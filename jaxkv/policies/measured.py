@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -64,39 +65,38 @@ class Measured(Shared):
 
 
 @dataclasses.dataclass(frozen=True)
-class Retrieving(Measured):
-    """Heads share the layer's budget by `retrieval [L, Hq]`, what `jaxkv calibrate` found of each query head.
+class Proportional(Measured):
+    """The heads of all layers share one pool: a head gets (1 - 1/beta) of the mean budget and, by its score's part in
+    the sum of all scores, of the pool that the 1/beta of all of them make.
 
-    A KV head's score is the mean of its query heads' (`of_group="mean"`) or that of the best of them ("max"). Every
-    head keeps what the phases protect and, of the rest of the budget, the `fraction`, or one entry. The scores
-    are compared within a layer only, whose total is `layers`' and static, so that each layer keeps as much as under
-    any other policy; the papers share one total between the heads of all layers (the difference is ours).
+    Both count what is kept beyond the protected entries; every head keeps one of those. A KV head's score is the mean
+    of its query heads' in `retrieval [L, Hq]`, which `jaxkv calibrate` found. A layer's budget is what its heads get,
+    whole tokens per head on average and no more than the text; what a head has no text for goes to the others of its
+    layer. Source: HeadKV (arXiv 2410.19258), with scores of CompressKV's kind. Its release scores query heads, rounds
+    the pool's 1/beta of the budget down, and tries eight betas from 1.005 to 10; the default is ours, one of them.
     """
 
-    of_group: str = "mean"
-    layers: Allocate = Uniform()
+    beta: float = 1.2
+    kind: ClassVar[str] = "proportional"
+    needs: ClassVar[frozenset[str]] = frozenset({calibrated("retrieval")})
 
     def __post_init__(self):
-        if self.of_group not in ("mean", "max"):
-            raise BadValue(f"of_group={self.of_group!r}: expected 'mean' or 'max'")
+        if self.beta < 1:
+            raise BadValue(f"beta={self.beta}: expected at least 1, where a head's share is all it has")
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """What dividing the budget over heads and layers needs."""
-        return self.layers.needs | {calibrated("retrieval")}
-
-    def turns(self, scores: Float[Array, "Hk"]) -> tuple[Int[Array, "Hk"], ...]:
-        """Who takes of what is left, by whole shares: first in proportion to the first, then to the next."""
-        raise NotImplementedError
+    def prepared(self, learned: Learned) -> Learned:
+        """With `parts [L, Hq]`: the scores by their mean over all heads of all layers (1 where all are 0)."""
+        scores = jnp.asarray(learned["retrieval"], jnp.float32)
+        mean = jnp.mean(scores)
+        return {**learned, "parts": jnp.where(mean > 0, scores / jnp.where(mean > 0, mean, 1.0), 1.0)}
 
     def budgets(self, budget: int, layers: int, tokens: int, window: int, learned: Learned) -> tuple[int, ...]:
-        """The layers' own, as means over their heads."""
-        return self.layers.budgets(budget, layers, tokens, window, learned)
-
-    def scores(self, retrieval: Float[Array, "Hq"], heads: int) -> Float[Array, "Hk"]:
-        """Each KV head's score from its query heads'."""
-        group = retrieval.astype(jnp.float32).reshape(heads, -1)
-        return jnp.max(group, axis=-1) if self.of_group == "max" else jnp.mean(group, axis=-1)
+        """Each layer's mean over its heads, from its part in the scores; their mean is `budget`."""
+        if not window < budget < tokens:
+            return (budget,) * layers
+        parts = np.asarray(self.prepared(learned)["parts"], np.float64)
+        shares = 1 - 1 / self.beta + parts.mean(axis=-1) / self.beta
+        return tuple((window + scaled(shares, layers * (budget - window), 1, tokens - window)).tolist())
 
     def quotas(
         self,
@@ -106,57 +106,36 @@ class Retrieving(Measured):
         held: Int[Array, "B Hk"],
         tokens: Int[Array, "B"],
     ) -> Int[Array, "B Hk"]:
-        """`guard` for every head; the rest is poured out in `turns`."""
-        given = jnp.minimum(guard[:, None], held)
-        for shares in self.turns(self.scores(learned["retrieval"], held.shape[-1])):
-            given += poured(total - jnp.sum(given, axis=-1), shares, held - given)
-        return given
+        """What is protected for every head (`guard` is one entry more); the rest by the heads' parts."""
+        spared = jnp.minimum(guard[:, None] - 1, held)
+        parts = 1 - 1 / self.beta + jnp.mean(learned["parts"].reshape(held.shape[-1], -1), axis=-1) / self.beta
+        most = jnp.maximum(jnp.max(parts), jnp.finfo(jnp.float32).tiny)
+        shares = jnp.maximum(jnp.round(parts / most * STEPS).astype(jnp.int32), 1)
+        least = jnp.minimum(1, held - spared)
+        return spared + at_least(total - jnp.sum(spared, axis=-1), shares, least, held - spared)
 
 
 @dataclasses.dataclass(frozen=True)
-class Proportional(Retrieving):
-    """A head's budget = (1 - 1/beta) of the mean one + its share, by score, of what that leaves of the layer's.
-
-    Both count what is kept beyond the protected entries. Source: HeadKV (arXiv 2410.19258), with the retrieval scores
-    of CompressKV's kind instead of its retrieval-reasoning ones. Its release tries eight betas from 1.005 to 10; the
-    default is ours, one of them.
-    """
-
-    beta: float = 1.2
-    kind: ClassVar[str] = "proportional"
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.beta < 1:
-            raise BadValue(f"beta={self.beta}: expected at least 1, where a head's share is all it has")
-
-    @property
-    def fraction(self) -> float:
-        """1 - 1/beta."""
-        return 1 - 1 / self.beta
-
-    def turns(self, scores: Float[Array, "Hk"]) -> tuple[Int[Array, "Hk"], ...]:
-        """All heads at once, in proportion to their scores."""
-        most = jnp.maximum(jnp.max(scores), jnp.finfo(jnp.float32).tiny)
-        return (jnp.maximum(jnp.round(scores / most * STEPS).astype(jnp.int32), 1),)
-
-
-@dataclasses.dataclass(frozen=True)
-class Divided(Retrieving):
+class Divided(Measured):
     """The fraction `retrieval` of a layer's heads, those with the highest scores and at least one, share what the
     others leave, as far as there is text; the others are local: `base` (a fraction of the budget beyond what is
     protected, or one entry), and what the retrieval heads have no text for, evenly.
 
-    A local head holds what is protected and the newest entries, at decode too. Source: DuoAttention (arXiv 2410.10819)
-    and RazorAttention (arXiv 2407.15891), under a total that both let grow with the text.
+    A KV head's score is the mean of its query heads' in `retrieval [L, Hq]`, or that of the best of them
+    (`of_group="max"`). A local head holds what is protected and the newest entries, at decode too. Source:
+    DuoAttention (arXiv 2410.10819) and RazorAttention (arXiv 2407.15891), under a total that both let grow with the
+    text.
     """
 
+    of_group: str = "mean"
+    layers: Allocate = Uniform()
     retrieval: float = 0.5
     base: float = 0.0
     kind: ClassVar[str] = "divided"
 
     def __post_init__(self):
-        super().__post_init__()
+        if self.of_group not in ("mean", "max"):
+            raise BadValue(f"of_group={self.of_group!r}: expected 'mean' or 'max'")
         if not 0 < self.retrieval <= 1 or not 0 <= self.base <= 1:
             raise BadValue(
                 f"retrieval={self.retrieval}, base={self.base}: expected the fraction of heads that retrieve, above 0 "
@@ -164,22 +143,55 @@ class Divided(Retrieving):
             )
 
     @property
+    def needs(self) -> frozenset[str]:
+        """What dividing the budget over heads and layers needs."""
+        return self.layers.needs | {calibrated("retrieval")}
+
+    @property
     def fraction(self) -> float:
         """`base`."""
         return self.base
 
+    def budgets(self, budget: int, layers: int, tokens: int, window: int, learned: Learned) -> tuple[int, ...]:
+        """The layers' own, as means over their heads."""
+        return self.layers.budgets(budget, layers, tokens, window, learned)
+
     def local(self, learned: Learned, heads: int) -> Bool[Array, "Hk"]:
         """True for all but the best heads; ties go to the lower head."""
-        return self._local(self.scores(learned["retrieval"], heads))
-
-    def _local(self, scores: Float[Array, "Hk"]) -> Bool[Array, "Hk"]:
-        count = max(int(self.retrieval * len(scores) + 0.5), 1)
+        count = max(int(self.retrieval * heads + 0.5), 1)
+        group = learned["retrieval"].astype(jnp.float32).reshape(heads, -1)
+        scores = jnp.max(group, axis=-1) if self.of_group == "max" else jnp.mean(group, axis=-1)
         return _place(-scores) >= count
 
-    def turns(self, scores: Float[Array, "Hk"]) -> tuple[Int[Array, "Hk"], ...]:
-        """The retrieval heads evenly, then the local ones."""
-        local = self._local(scores)
-        return (~local).astype(jnp.int32), local.astype(jnp.int32)
+    def quotas(
+        self,
+        learned: Learned,
+        total: Int[Array, "B"],
+        guard: Int[Array, "B"],
+        held: Int[Array, "B Hk"],
+        tokens: Int[Array, "B"],
+    ) -> Int[Array, "B Hk"]:
+        """`guard` for every head; the rest for the retrieval heads evenly, then for the local ones."""
+        given, local = jnp.minimum(guard[:, None], held), self.local(learned, held.shape[-1])
+        for shares in ((~local).astype(jnp.int32), local.astype(jnp.int32)):
+            given += poured(total - jnp.sum(given, axis=-1), shares, held - given)
+        return given
+
+
+def at_least(
+    total: Int[Array, "B"], shares: Int[Array, "*B Hk"], least: Int[Array, "B Hk"], held: Int[Array, "B Hk"]
+) -> Int[Array, "B Hk"]:
+    """`total` in proportion to the shares, none more than `held`; heads whose part is below `least` get that instead,
+    and what the others cannot take is shared evenly."""
+
+    def pour(low):
+        fixed = jnp.where(low, least, 0)
+        left = total - jnp.sum(fixed, axis=-1)
+        return fixed + poured(left, jnp.where(low, 0, shares), held - fixed)
+
+    low = lax.fori_loop(0, held.shape[-1], lambda _, low: low | (pour(low) < least), jnp.zeros(held.shape, bool))
+    given = pour(low)
+    return given + poured(total - jnp.sum(given, axis=-1), jnp.ones(held.shape[-1], jnp.int32), held - given)
 
 
 def poured(left: Int[Array, "B"], shares: Int[Array, "*B Hk"], room: Int[Array, "B Hk"]) -> Int[Array, "B Hk"]:
@@ -210,3 +222,19 @@ def poured(left: Int[Array, "B"], shares: Int[Array, "*B Hk"], room: Int[Array, 
 def _place(x: Float[Array, "*B Hk"] | Int[Array, "*B Hk"]) -> Int[Array, "*B Hk"]:
     """The place of each in ascending order, ties by the index."""
     return jnp.argsort(jnp.argsort(x, axis=-1, stable=True), axis=-1).astype(jnp.int32)
+
+
+def scaled(shares: np.ndarray, total: int, least: int, most: int) -> np.ndarray:
+    """Whole numbers from `least` to `most` that sum to `total`, in proportion to `shares [L]` but for these bounds.
+
+    `total` lies between L times `least` and L times `most`. The largest remainders are rounded up.
+    """
+    low, high = 0.0, most / max(float(shares.min()), 1e-9)
+    for _ in range(100):  # the scale at which the bounded parts sum to the total, by halving
+        scale = (low + high) / 2
+        low, high = (scale, high) if np.clip(shares * scale, least, most).sum() < total else (low, scale)
+    exact = np.clip(shares * high, least, most)
+    whole = np.floor(exact + 1e-6).astype(int)
+    order = np.argsort(whole - exact, kind="stable")
+    whole[order[: total - whole.sum()]] += 1
+    return whole
