@@ -143,7 +143,12 @@ def _block(
         LayerIn(
             store,
             limits[i],
-            Facts(i, model.output_matrix(i) if OUTPUT in policy.needs else None, _of_layer(learned, i)),
+            Facts(
+                i,
+                model.output_matrix(i) if OUTPUT in policy.needs else None,
+                _of_layer(learned, i),
+                config.num_layers,
+            ),
             Ask(
                 plan.reach if plan.reach and i in full else plan.slots[i],
                 plan.look,
@@ -266,7 +271,7 @@ def decode_logits(
         LayerIn(
             store,
             cache.limits[i],
-            Facts(i, model.output_matrix(i) if needs_out else None, _of_layer(learned, i)),
+            Facts(i, model.output_matrix(i) if needs_out else None, _of_layer(learned, i), config.num_layers),
             Ask(everything=policy.read.everything(i)),
         )
         for i, store in enumerate(cache.views)

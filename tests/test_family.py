@@ -443,14 +443,9 @@ def test_queries_are_there_at_prefill_only():
 
 
 def test_patterns(entries):
-    """Ladder: the rungs of two layers; neighbours: losers of pairs; distance."""
+    """Neighbours: losers of pairs; distance."""
     inputs, arrays = entries
     time = lambda part, at=inputs: arrays["in_time"](part.score({}, at))[0, 0]  # noqa: E731
-    for layer in (0, 1):
-        worth = time(Ladder(rungs=4), dataclasses.replace(inputs, sinks=4, layer=layer))
-        best = set(np.argsort(-worth)[:5].tolist())
-        assert best == {4 + layer + 4 * i for i in range(5)}
-
     stats = {"attention": jnp.zeros(inputs.at.shape)}
     average = arrays["mass"][0, 0] / np.arange(S, 0, -1)
     worth = arrays["in_time"](Neighbours().score(stats, dataclasses.replace(inputs, sinks=2)))[0, 0]
@@ -774,3 +769,28 @@ def test_the_policies_of_the_docs():
         kind for kinds in PARTS.values() for kind in kinds.parts if kinds.parts[kind].__module__[:5] == "jaxkv"
     }:
         assert f"`{kind}`" in text, kind
+
+
+@pytest.mark.parametrize("case", ["half", "again", "thrice", "overlap", "steps"])
+def test_lacache_as_released(goldens, case):
+    """What each layer keeps of a prompt at once, one or several passes long, and of a text token by token."""
+    golden = arrays(goldens / "policies" / "lacache.npz")
+    layers, span, overlap, size, tokens, each = golden[f"{case}/case"].tolist()
+    theirs, every = golden[f"{case}/kept"], 10
+    limits = jnp.array([size], jnp.int32)
+
+    @jax.jit
+    def score(at, now, layer):
+        inputs = ScoreInputs(positions=at, now=now, limits=limits, layer=layer, layers=layers, sinks=4)
+        return Ladder(span, overlap).score({}, inputs)
+
+    for layer in range(layers):
+        held = list(range(size)) if each else []
+        for end in range(size + every, tokens + 1, every) if each else [tokens]:
+            held += range(held[-1] + 1 if held else 0, end)
+            at = jnp.asarray(held, jnp.int32)[None, None]
+            worth = score(at, jnp.array([end], jnp.int32), jnp.int32(layer))
+            held = sorted(np.array(held)[np.argsort(-np.asarray(worth)[0, 0])[:size]].tolist())
+        more = set(held) - set(theirs[layer].tolist())
+        assert set(theirs[layer].tolist()) <= set(held), layer
+        assert len(more) == size - theirs.shape[1] and len(more) <= 5, "it takes away whole ladders"

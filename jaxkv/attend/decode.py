@@ -51,7 +51,8 @@ def decode_layer(
     active, now = position >= 0, position + 1
     rotation = functools.partial(rotate, rope=spec.rope)
     inputs = ScoreInputs(
-        rotate=rotation, scale=spec.scale, layer=facts.layer, out=facts.out, learned=facts.learned
+        rotate=rotation, scale=spec.scale, layer=facts.layer, layers=facts.layers, out=facts.out,
+        learned=facts.learned,
     )  # fmt: skip
     entered = policy.enter(
         key[:, :, None], value[:, :, None], positions=position[:, None], rotate=rotation, prompt=False,

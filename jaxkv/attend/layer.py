@@ -11,12 +11,13 @@ from jaxtyping import Array, Float, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What the model knows of the layer: its number, its output matrix where a part needs it, and what was measured on
-    it beforehand."""
+    """What the model knows of the layer: its number, its output matrix where a part needs it, what was measured on it
+    beforehand, and how many layers there are."""
 
     layer: int | Int[Array, ""] = 0
     out: Float[Array, "Hq D M"] | None = None
     learned: Mapping[str, Array] = dataclasses.field(default_factory=dict)
+    layers: int | Int[Array, ""] = 1
 
 
 @dataclasses.dataclass(frozen=True)

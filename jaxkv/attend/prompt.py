@@ -67,7 +67,8 @@ def prefill_layer(
     own = positions.shape[1] - ask.extra
     inputs = ScoreInputs(
         queries=query[:, :, :own], query_positions=positions[:, :own], query_places=positions[:, :own],
-        rotate=rotation, scale=spec.scale, layer=facts.layer, out=facts.out, learned=facts.learned,
+        rotate=rotation, scale=spec.scale, layer=facts.layer, layers=facts.layers, out=facts.out,
+        learned=facts.learned,
     )  # fmt: skip
     if policy.rope == "text":
         query = rotate(query, positions[:, None, :], spec.rope)

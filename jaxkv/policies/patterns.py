@@ -1,10 +1,11 @@
 """Scores that keep a pattern: rungs of a ladder, one of two neighbours, an even sample."""
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.errors import BadValue
 from jaxkv.policies.needs import MASS
@@ -14,27 +15,69 @@ from jaxkv.policies.score import AccumulatedAttention, Score, ScoreInputs, Stats
 
 @dataclasses.dataclass(frozen=True)
 class Ladder(Score):
-    """Behind the sinks every layer keeps other rungs: of each `rungs` neighbours, one, moved on from layer to layer.
+    """Ladders over the layers: of every `width` neighbours behind the sinks a layer keeps `steps`, side by side, and
+    each layer's begin one place after those of the layer before it, round and round.
 
-    score = place + S where the place behind the sinks, less the layer's number, is divisible by `rungs`; so entries
-    between the rungs go first, the oldest of them first, and each later cut thins the older part again.
-    Source: LaCache (arXiv 2507.14204); its spans and cursor are simplified here to one rung a step.
+    steps = ceil(span / (span - overlap)), width = 1 + ceil((L - span) / (span - overlap)) and at least steps + 1. From
+    the cursor on, as many ladders are made as entries have to go, but none of the L newest; when the cursor gets there
+    it goes back to the sinks, and what is there is thinned again, by one wide ladder where one pass would not do. An
+    entry between the rungs is worth its place, any other S + its place, so that the oldest goes first. The cursor
+    stands where so many evictions one by one would have brought it.
+
+    Source: LaCache (arXiv 2507.14204), its release's `LaCache.__call__`. Ours: that no more entries go than have to;
+    the cursor after a prompt, which the release leaves where its last pass ended; and, where L entries are more than
+    three quarters of what the sinks leave of the budget, that these stay newest.
     """
 
-    rungs: int = 4
+    span: int = 16
+    overlap: int = 0
     kind: ClassVar[str] = "ladder"
     linear: ClassVar[bool] = False
 
     def __post_init__(self):
-        if self.rungs < 2:
-            raise BadValue(f"rungs={self.rungs}: expected at least 2, of which one stays")
+        if self.span < 1 or not 0 <= self.overlap < self.span:
+            raise BadValue(
+                f"span={self.span}, overlap={self.overlap}: expected at least 1 layer, and an overlap from 0 up to but "
+                "not including the span"
+            )
 
     def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
-        order, slots = in_time(inputs.at), inputs.at.shape[-1]
-        place = jnp.arange(slots)
-        rung = (place - inputs.sinks - inputs.layer) % self.rungs == 0
-        worth = (place + jnp.where(rung, slots, 0)).astype(jnp.float32)
-        return order.slots(jnp.broadcast_to(worth, inputs.at.shape))
+        order, slots, apart = in_time(inputs.at), inputs.at.shape[-1], self.span - self.overlap
+        layers, layer = jnp.asarray(inputs.layers, jnp.int32), jnp.asarray(inputs.layer, jnp.int32)
+        place, held, sinks = jnp.arange(slots, dtype=jnp.int32), order.count[..., None], inputs.sinks
+        steps = math.ceil(self.span / apart)
+        width = jnp.maximum(1 - (self.span - layers) // apart, steps + 1)
+        fewer = width - steps
+        behind = jnp.maximum(inputs.goal - sinks, 2)
+        ladders = jnp.maximum((behind - jnp.minimum(layers, behind * 3 // 4)) // steps, 1)  # of a whole pass
+
+        gone = jnp.maximum(inputs.next[:, None, None] - held, 0)
+        done = (gone // fewer) % ladders  # of this pass
+        over = jnp.maximum(held - inputs.goal, 0)
+        wanted = -(-over // fewer)
+        left = over - jnp.minimum(wanted, ladders - done) * fewer
+        first = _ladders(place, sinks + done * steps, width, steps, jnp.minimum(wanted, ladders - done), layer, 1)
+        times = jnp.maximum(-(-left // (ladders * fewer)), 1)
+        wider = width + (times - 1) * (width - 1)
+        rank = jnp.cumsum(first, axis=-1, dtype=jnp.int32) - 1
+        number = -(-jnp.maximum(left, 0) // (wider - steps))
+        rung = first & _ladders(rank, sinks, wider, steps, number, layer, times)
+        return order.slots((place + jnp.where(rung, slots, 0)).astype(jnp.float32))
+
+
+def _ladders(
+    place: Int[Array, "..."],
+    begin: Int[Array, "..."] | int,
+    width: Int[Array, "..."],
+    steps: int,
+    number: Int[Array, "..."],
+    layer: Int[Array, ""],
+    apart: Int[Array, "..."] | int,
+) -> Bool[Array, "B Hk S"]:
+    """True for the places outside of so many ladders from `begin` on, and for their rungs: `steps` places `apart`."""
+    at = (place - begin) % width - layer % (width - steps + 1)
+    rung = (at >= 0) & (at % apart == 0) & (at < apart * steps)
+    return rung | (place < begin) | (place >= begin + width * number)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,8 +49,9 @@ class ScoreInputs:
 
     `keys` are turned to `places` (text or cache positions, by the policy's rope), `queries` are before RoPE.
     `limits` is the number of entries to keep, per row or per head; `protected` marks those that stay whatever their
-    score. `out` is the layer's output matrix by query heads, for scores that need OUTPUT; `learned` holds, by name,
-    what was measured on the layer beforehand, for scores that need something `calibrated`.
+    score. `layer` is the layer's number, of `layers`. `out` is its output matrix by query heads, for scores that need
+    OUTPUT; `learned` holds, by name, what was measured on the layer beforehand, for scores that need something
+    `calibrated`.
     """
 
     keys: Float[Array, "B Hk S D"] | None = None
@@ -62,6 +63,7 @@ class ScoreInputs:
     rotate: Rotate | None = None
     scale: float = 1.0
     layer: int | Int[Array, ""] = 0
+    layers: int | Int[Array, ""] = 1
     out: Float[Array, "Hq D M"] | None = None
     positions: Int[Array, "B Hk S"] | None = None
     mass: Float[Array, "B Hk S"] | None = None
