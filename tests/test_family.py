@@ -445,7 +445,6 @@ def test_queries_are_there_at_prefill_only():
 def test_patterns(entries):
     """Neighbours: losers of pairs; distance."""
     inputs, arrays = entries
-    time = lambda part, at=inputs: arrays["in_time"](part.score({}, at))[0, 0]  # noqa: E731
     stats = {"attention": jnp.zeros(inputs.at.shape)}
     average = arrays["mass"][0, 0] / np.arange(S, 0, -1)
     worth = arrays["in_time"](Neighbours().score(stats, dataclasses.replace(inputs, sinks=2)))[0, 0]
