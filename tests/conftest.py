@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config, items):
         run = [case for case in cases if not {"slow", "large"} & {*case.keywords}]
         some = run and run[0].get_closest_marker("some")
         if some:
-            chosen = random.Random(run[0].nodeid.split("[")[0]).sample(run, some.args[0])
+            chosen = random.Random(run[0].nodeid.split("[")[0]).sample(run, min(some.args[0], len(run)))
             for case in run:
                 if case not in chosen:
                     case.add_marker(pytest.mark.long)

@@ -105,6 +105,7 @@ class Rule:
 
     every = 1  # entries over the budget at which a cut comes; 1: the lowest leaves at every step
     together = False  # whether all heads let the same of their entries go, by the sum
+    ties = False  # whether neighbours are worth exactly the same, so that age decides
     fresh: ClassVar[dict[str, float]] = {}
 
     def __init__(self, budget: int):
@@ -176,7 +177,7 @@ def run(tiny: Tiny, rule: Rule, ids, steps: int, reserve: int = 1) -> Ran:
         parts = rule.kept(worth, rule.budget - reserve, each.layer)
         for row, own in zip(worth, parts, strict=True):
             lost = np.setdiff1d(np.arange(len(ids)), own)
-            near.append(_gap(row[own].min(), row[lost].max() if len(lost) else -np.inf))
+            near.append(_gap(row[own].min(), row[lost].max() if len(lost) else -np.inf, rule.ties))
         whole = [
             Head(each.layer, h, np.arange(len(ids)), each.key[h], each.value[h], {n: x[h] for n, x in stats.items()})
             for h in range(tiny.kv_heads)
@@ -221,7 +222,9 @@ def run(tiny: Tiny, rule: Rule, ids, steps: int, reserve: int = 1) -> Ran:
     return Ran(tokens, looked, left, float(min(gaps)), float(min(near)))
 
 
-def _gap(stays: float, leaves: float) -> float:
+def _gap(stays: float, leaves: float, ties: bool = False) -> float:
+    if ties and stays == leaves:
+        return np.inf
     if np.isinf(stays) or np.isinf(leaves):
         return np.inf
     return (stays - leaves) / max(abs(stays), abs(leaves), 1e-30)

@@ -231,6 +231,43 @@ class LookaheadLongFlow(Lookahead):
         return mass.sum(0) * np.abs(head.value).sum(-1)
 
 
+class DapQ(Rule):
+    """Tokens of the prompt's ends, again at the next positions, attend to the prompt and to those before them."""
+
+    every, first, last = NEVER, 4, 28
+
+    def prepare(self, tiny, ids):
+        self.length = len(ids)
+        _, self.behind = tiny.prompt([*ids, *ids[: self.first], *ids[len(ids) - self.last :]])
+
+    def prompt(self, seen: Prompt):
+        mass = self.behind[seen.layer].weights[:, self.length :, : self.length].mean(1)
+        return seen.by_group(self.spread(mass)).mean(1)
+
+    def spread(self, mass):
+        return mass
+
+
+class DapQLongFlow(DapQ):
+    every, together = 1, True
+
+    def step(self, head, mass, now):
+        return mass.sum(0) * np.abs(head.value).sum(-1)
+
+
+class Spans(DapQ):
+    """The last token again, and the largest of 15 neighbours."""
+
+    first, last, ties = 0, 1, True
+
+    def spread(self, mass):
+        return pooled(mass, 15, "max")
+
+
+class SpansLongFlow(Spans, DapQLongFlow):
+    every, together = 1, True
+
+
 class AdaKvH2o(Summed):
     """Heads share the prompt's cut: each its safeguard, at decode what is protected and one more."""
 
@@ -314,6 +351,10 @@ CASES = {  # the rule, our options, the seed of a prompt without near ties
     "random": (Drawn, {}, 0),
     "laq": (Lookahead, {"draft_window": 6}, 75),
     "laq-longflow": (LookaheadLongFlow, {"draft_window": 6}, 0),
+    "dapq": (DapQ, {}, 0),
+    "dapq-longflow": (DapQLongFlow, {}, 0),
+    "spans": (Spans, {}, 0),
+    "spans-longflow": (SpansLongFlow, {}, 0),
     "adakv-h2o": (AdaKvH2o, {"interval": 1000}, 0),  # borders do not move
     "ada-pyramidkv": (AdaPyramidKv, {"window": 6, "beta": 5.0}, 0),
     "quest": (Quest, {"count": 16, "page": 4, "dense": 1}, 0),
