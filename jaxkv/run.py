@@ -118,8 +118,8 @@ def _block(
     """Run a block of the prompt and cut what it leaves to the budget; the layers, and the logits of its last token.
 
     `lengths [B]` tokens were seen before the prompt, `ends [B]` are with it. The pseudo tokens run behind the block, at
-    the positions that the first decoded tokens will have; when the block itself is replayed, they are its instruction
-    and come before it. With `top` also the likeliest tokens after each of the block's, where they are `wanted`.
+    the positions that the observer gives them; when the block itself is replayed, they are its instruction and come
+    before it. With `top` also the likeliest tokens after each of the block's, where they are `wanted`.
     """
     model, length, learned = model_of(config, weights), tokens.shape[1], policy.allocate.prepared(learned)
     if begins:  # the slots of a cache to go on from lie as decoding left them; from here on they stay in time order
@@ -129,7 +129,8 @@ def _block(
     front = ((0, 0), (-(length + pseudo.shape[1]) % layout.parts, 0))  # equal parts for the devices
     tokens, positions = jnp.pad(tokens, front), jnp.pad(positions, front, constant_values=EMPTY)
     now = jnp.where(positions[:, -1] < 0, lengths, positions[:, -1] + 1)  # a row of padding has not begun
-    ahead = ends[:, None] + jnp.arange(pseudo.shape[1], dtype=jnp.int32)
+    begin = ends if policy.prefill is None else policy.prefill.observe.begins(ends, now)
+    ahead = begin[:, None] + jnp.arange(pseudo.shape[1], dtype=jnp.int32)
     behind, places = (pseudo, ahead) if not replays else _replayed(pseudo, tokens, positions, now)
 
     def attend_at(positions):

@@ -59,7 +59,7 @@ CHECKS = {
     "duo": HEADS,
     "elastic-cache": FORMS,
     "ems": FORMS,
-    "epicache": RULES,
+    "epicache": Check(CODE, PREFILL, "test_released.py::test_epicache_block_by_block"),
     "expected-attention": TWINS,
     "expected-attention-stats": TWINS,
     "fastkv": RELEASED,

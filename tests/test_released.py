@@ -81,6 +81,15 @@ def test_what_a_prompt_leaves(goldens, tiny, name, case):
     assert_kept(jaxkv.prefill(tiny(FAMILY), theirs["ids"], policy=jaxkv.policy(name, budget=budget, **options)), theirs)
 
 
+@pytest.mark.some(1)
+@pytest.mark.parametrize(("case", "block", "budget"), [("p60-c20-b16", 20, 16), ("p90-c30-b24", 30, 24)])
+def test_epicache_block_by_block(goldens, tiny, case, block, budget):
+    """What is left when the same tokens have looked at every block."""
+    theirs = golden(goldens, "epicache", case)
+    policy = jaxkv.policy("epicache", budget=budget, block=block, count=len(theirs["looking"]))
+    assert_kept(jaxkv.prefill(tiny(FAMILY), theirs["ids"], policy=policy, pseudo=theirs["looking"][None]), theirs)
+
+
 @pytest.fixture(scope="module")
 def ungrouped(goldens, tmp_path_factory):
     """The same model with a KV head for every query head: some releases know no groups."""

@@ -38,6 +38,11 @@ class Observer(Checked):
         """The tokens `[N]` that run behind every block of one prompt `[T]`; `encode` turns text into tokens."""
         return np.zeros(0, np.int32)
 
+    def begins(self, ends: Int[Array, "B"], now: Int[Array, "B"]) -> Int[Array, "B"]:
+        """The position of the first token behind a block that ends at `now`, of a text of `ends` tokens: that of the
+        first token to be decoded."""
+        return ends
+
     def looking(self, positions: Int[Array, "B T"], extra: int) -> Int[Array, "B N"]:
         """The positions of those that look, the last N of the T; `extra` tokens stand behind the prompt's own."""
         return positions[:, -(extra or self.window or positions.shape[1]) :]
@@ -119,17 +124,21 @@ class CurrentQuery(Observer):
 
 @dataclasses.dataclass(frozen=True)
 class PseudoQueries(Observer):
-    """`count` synthetic tokens at the first decode positions look, run through the whole model behind each block.
+    """`count` synthetic tokens look, run through the whole model behind each block, at the first decode positions.
 
     Their keys and values are never kept. `content`: "prompt" repeats the first `prefix` (at most `count`) and the last
     `count - prefix` prompt tokens, "random" draws from the vocabulary by `seed`, "last" repeats the last `count`.
-    Source: DapQ (arXiv 2603.11564): 32 tokens, 4 + 28; "random" and "last" are its ablation and ours.
+    With `own_keys=False` their own keys stay out of the softmax, and with `at="block"` they stand right behind each
+    block, whatever follows it. Source: DapQ (arXiv 2603.11564): 32 tokens, 4 + 28; "random" and "last" are its ablation
+    and ours; the last two options as in EpiCache (arXiv 2509.17396).
     """
 
     count: int = 32
     prefix: int = 4
     content: str = "prompt"
     seed: int = 0
+    own_keys: bool = True
+    at: str = "text"
     kind: ClassVar[str] = "pseudo-queries"
     window: ClassVar[int] = 0
 
@@ -141,11 +150,17 @@ class PseudoQueries(Observer):
             )
         if self.content not in ("prompt", "random", "last"):
             raise BadValue(f"content={self.content!r}: expected 'prompt', 'random' or 'last'")
+        if self.at not in ("text", "block"):
+            raise BadValue(f"at={self.at!r}: expected 'text', behind the whole prompt, or 'block', behind each block")
 
     @property
     def extra(self) -> int:
         """Tokens run behind each block of the prompt."""
         return self.count
+
+    def begins(self, ends: Int[Array, "B"], now: Int[Array, "B"]) -> Int[Array, "B"]:
+        """The position behind the block, or behind the text."""
+        return now if self.at == "block" else ends
 
     def behind(self, prompt: np.ndarray, vocab_size: int, encode: Encode | None) -> np.ndarray:
         """The pseudo tokens' ids `[count]` for one prompt `[T]`, a short one repeated as often as needed."""
