@@ -15,6 +15,7 @@ KINDS = (CODE, KVPRESS, FORM, CONTRACT)
 
 BOTH = "prefill, decode"  # what is kept, all parts together
 PREFILL = "prefill"
+DECODE = "decode"
 PART = "its own part"  # the score or the share alone, not what the whole policy keeps
 
 
@@ -36,7 +37,10 @@ RELEASED = Check(CODE, PREFILL, "test_released.py::test_what_a_prompt_leaves")
 FORMS = Check(FORM, BOTH, "test_forms.py::test_prompt_and_steps")
 STEPS = Check(FORM, BOTH, "test_parity.py::test_decode_step_by_step")
 
-CHECKS = {
+FORMS_AT_DECODE = Check(FORM, DECODE, "test_forms.py::test_prompt_and_steps")
+STEPS_AT_DECODE = Check(FORM, DECODE, "test_parity.py::test_decode_step_by_step")
+
+CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "a2sf": RULES,
     "ada-pyramidkv": FORMS,
     "adakv": POOLS,
@@ -50,7 +54,7 @@ CHECKS = {
     "compactor": FORMS,
     "compresskv": RELEASED,
     "critical-adakv": POOLS,
-    "criticalkv": TWINS,
+    "criticalkv": (TWINS, FORMS_AT_DECODE),
     "cur": TWINS,
     "d2o": Check(FORM, PREFILL, "test_model_pool.py::test_d2o"),
     "dapq": FORMS,
@@ -69,19 +73,19 @@ CHECKS = {
     "graphkv": RULES,
     "h2o": Check(CODE, BOTH, "test_released.py::test_h2o_step_by_step"),
     "headkv": HEADS,
-    "keydiff": TWINS,
+    "keydiff": (TWINS, FORMS_AT_DECODE),
     "knorm": TINY,
     "kvcrush": RULES,
     "kvzip": REPLAY,
     "kvzip-plus": REPLAY,
     "lacache": RULES,
-    "lagkv": RELEASED,
+    "lagkv": (RELEASED, FORMS_AT_DECODE),
     "laq": FORMS,
     "laq-longflow": FORMS,
     "layer-compresskv": RELEASED,
     "layer-defensivekv": RULES,
     "lazyeviction": FORMS,
-    "leverage": TWINS,
+    "leverage": (TWINS, FORMS_AT_DECODE),
     "longflow": Check(CODE, BOTH, "test_released.py::test_longflow_step_by_step"),
     "lu-kv": Check(KVPRESS, PREFILL, "test_head_budgets.py::test_curves_as_in_kvpress"),
     "mpcache": Check(FORM, PREFILL, "test_family.py::test_a_look_once_and_layers_that_share_it"),
@@ -101,16 +105,24 @@ CHECKS = {
     "streaming-llm": Check(CODE, BOTH, "test_released.py::test_streaming_llm_step_by_step"),
     "subgen": RULES,
     "tiered-h2o": Check(FORM, PART, "test_evicted.py::test_a_second_tier_holds_what_the_first_has_lost"),
-    "tova": STEPS,
+    "tova": (TINY, STEPS_AT_DECODE),
     "treekv": FORMS,
     "vatp": FORMS,
 }
 
 
+def checks(name: str) -> tuple[Check, ...]:
+    """One check, or one of the prompt and one of the steps after it."""
+    found = CHECKS[name]
+    return (found,) if isinstance(found, Check) else found
+
+
 def table() -> str:
     """The checks as a table in Markdown."""
     rows = ["| policy | checked against | what of it | test |", "|---|---|---|---|"]
-    rows += [f"| `{name}` | {check.against} | {check.of} | `{check.test}` |" for name, check in CHECKS.items()]
+    for name in CHECKS:
+        cells = zip(*((check.against, check.of, f"`{check.test}`") for check in checks(name)), strict=True)
+        rows.append(f"| `{name}` | {' | '.join('; '.join(dict.fromkeys(cell)) for cell in cells)} |")
     return "\n".join(rows)
 
 

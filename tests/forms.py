@@ -1,8 +1,8 @@
 """A tiny Llama in plain NumPy (float64) that holds few entries, and the rules of some policies a second time.
 
 `run` is a prompt, its cut and greedy steps. A rule says what entries are worth: `prompt` of a prompt, `step` after a
-token has looked; the lowest leaves, and protected entries are worth infinity. Ties would go to the older entry: there
-are none (`run` says how near it came to one).
+token has looked; the lowest leaves, and protected entries are worth infinity. Of equals the older stays; `run` says how
+near a choice came to a tie that rounding could turn.
 """
 
 import dataclasses
@@ -104,8 +104,8 @@ class Rule:
     """What entries are worth. `fresh` are the statistics of a new entry."""
 
     every = 1  # entries over the budget at which a cut comes; 1: the lowest leaves at every step
+    near = np.inf  # how near a choice of its own came to a tie
     together = False  # whether all heads let the same of their entries go, by the sum
-    ties = False  # whether neighbours are worth exactly the same, so that age decides
     fresh: ClassVar[dict[str, float]] = {}
 
     def __init__(self, budget: int):
@@ -177,7 +177,7 @@ def run(tiny: Tiny, rule: Rule, ids, steps: int, reserve: int = 1) -> Ran:
         parts = rule.kept(worth, rule.budget - reserve, each.layer)
         for row, own in zip(worth, parts, strict=True):
             lost = np.setdiff1d(np.arange(len(ids)), own)
-            near.append(_gap(row[own].min(), row[lost].max() if len(lost) else -np.inf, rule.ties))
+            near.append(_gap(row[own].min(), row[lost].max() if len(lost) else -np.inf))
         whole = [
             Head(each.layer, h, np.arange(len(ids)), each.key[h], each.value[h], {n: x[h] for n, x in stats.items()})
             for h in range(tiny.kv_heads)
@@ -222,9 +222,7 @@ def run(tiny: Tiny, rule: Rule, ids, steps: int, reserve: int = 1) -> Ran:
     return Ran(tokens, looked, left, float(min(gaps)), float(min(near)))
 
 
-def _gap(stays: float, leaves: float, ties: bool = False) -> float:
-    if ties and stays == leaves:
-        return np.inf
-    if np.isinf(stays) or np.isinf(leaves):
+def _gap(stays: float, leaves: float) -> float:
+    if np.isinf(stays) or np.isinf(leaves) or stays == leaves:
         return np.inf
     return (stays - leaves) / max(abs(stays), abs(leaves), 1e-30)
