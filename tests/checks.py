@@ -35,10 +35,8 @@ REPLAY = Check(KVPRESS, PREFILL, "test_family.py::test_replay_as_in_kvpress")
 HEADS = Check(FORM, PREFILL, "test_head_budgets.py::test_kept_by_the_papers_rule")
 RELEASED = Check(CODE, PREFILL, "test_released.py::test_what_a_prompt_leaves")
 FORMS = Check(FORM, BOTH, "test_forms.py::test_prompt_and_steps")
-STEPS = Check(FORM, BOTH, "test_parity.py::test_decode_step_by_step")
 
 FORMS_AT_DECODE = Check(FORM, DECODE, "test_forms.py::test_prompt_and_steps")
-STEPS_AT_DECODE = Check(FORM, DECODE, "test_parity.py::test_decode_step_by_step")
 
 CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "a2sf": RULES,
@@ -71,7 +69,7 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "full": Check(CODE, BOTH, "test_released.py::test_the_full_cache_generates_what_transformers_does"),
     "global-h2o": Check(FORM, PREFILL, "test_model_pool.py::test_one_budget_for_all"),
     "graphkv": RULES,
-    "h2o": Check(CODE, BOTH, "test_released.py::test_h2o_step_by_step"),
+    "h2o": Check(CODE, BOTH, "test_released.py::test_what_every_step_leaves"),
     "headkv": HEADS,
     "keydiff": (TWINS, FORMS_AT_DECODE),
     "knorm": TINY,
@@ -105,7 +103,7 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "streaming-llm": Check(CODE, BOTH, "test_released.py::test_streaming_llm_step_by_step"),
     "subgen": RULES,
     "tiered-h2o": Check(FORM, PART, "test_evicted.py::test_a_second_tier_holds_what_the_first_has_lost"),
-    "tova": (TINY, STEPS_AT_DECODE),
+    "tova": Check(CODE, BOTH, "test_released.py::test_what_every_step_leaves"),
     "treekv": FORMS,
     "vatp": FORMS,
 }

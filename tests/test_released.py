@@ -133,14 +133,23 @@ def test_the_full_cache_generates_what_transformers_does(goldens, tiny, family):
     np.testing.assert_array_equal(jaxkv.generate(tiny(family), prompts, **options).tokens, theirs["greedy"])
 
 
-@pytest.mark.some(1)
-@pytest.mark.parametrize(("case", "budget"), [("p20-b16", 16), ("p60-b24", 24), ("p12-b16", 16)])
-def test_h2o_step_by_step(goldens, ungrouped, case, budget):
-    """The prompt's cut, and what every step leaves."""
-    theirs = golden(goldens, "h2o_released", case)
-    policy = jaxkv.policy("h2o", budget=budget)
+@pytest.mark.some(2)
+@pytest.mark.parametrize(
+    ("name", "case", "budget"),
+    [
+        ("h2o", "p20-b16", 16),
+        ("h2o", "p60-b24", 24),
+        ("h2o", "p12-b16", 16),
+        ("tova", "p20-b16", 16),
+        ("tova", "p60-b24", 24),
+    ],
+)
+def test_what_every_step_leaves(goldens, tiny, ungrouped, name, case, budget):
+    """The prompt's cut, and what each step leaves; H2O's release knows no groups."""
+    theirs = golden(goldens, f"{name}_released", case)
+    policy = jaxkv.policy(name, budget=budget)
     policy = dataclasses.replace(policy, prefill=dataclasses.replace(policy.prefill, reserve=1))
-    for step, cache in enumerate(stepped(ungrouped, policy, theirs)):
+    for step, cache in enumerate(stepped(ungrouped if name == "h2o" else tiny(FAMILY), policy, theirs)):
         for layer, kept in zip(cache.layers, theirs["kept"][step], strict=True):
             assert left(layer) == [head[head >= 0].tolist() for head in kept], f"step {step}"
 
