@@ -53,7 +53,7 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "compresskv": RELEASED,
     "critical-adakv": POOLS,
     "criticalkv": (TWINS, FORMS_AT_DECODE),
-    "cur": TWINS,
+    "cur": (TWINS, FORMS_AT_DECODE),
     "d2o": Check(FORM, PREFILL, "test_model_pool.py::test_d2o"),
     "dapq": FORMS,
     "dapq-longflow": FORMS,

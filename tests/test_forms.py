@@ -400,6 +400,28 @@ class LagKv(Rule):
         return self.worth(head.key, head.value)
 
 
+class Cur(Rule):
+    """The squared norms of key and value, each as its share of its window of 4 entries, multiplied."""
+
+    every, local, sinks = 4, 4, 4
+
+    def worth(self, key, value):
+        out = np.ones(len(key))
+        for x in (key, value):
+            size = (x**2).sum(-1)
+            for start in range(0, len(size), self.local):
+                window = slice(start, start + self.local)
+                out[window] *= size[window] / size[window].sum()
+        out[: self.sinks] = np.inf
+        return out
+
+    def prompt(self, seen: Prompt):
+        return np.stack([self.worth(*pair) for pair in zip(seen.key, seen.value, strict=True)])
+
+    def step(self, head, mass, now):
+        return self.worth(head.key, head.value)
+
+
 class CriticalKv(SnapKv):
     """Half of a prompt's budget by the window's attention, half by that times what a value gives to the output; then
     the attention times the value's size."""
@@ -443,6 +465,7 @@ CASES = {  # the rule, our options, the seed of a prompt without near ties
     "keydiff": (KeyDiff, {"every": 4}, 0),
     "leverage": (Leverages, {"every": 4}, 0),
     "lagkv": (LagKv, {"lag": 4, "every": 4}, 0),
+    "cur": (Cur, {"local": 4, "every": 4}, 0),
     "criticalkv": (CriticalKv, {"window": 6}, 0),
     "compactor": (Compactor, {"sinks": 2, "recent": 2}, 0),
 }
