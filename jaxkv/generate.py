@@ -22,6 +22,7 @@ from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.catalogue import policy as by_name
 from jaxkv.policies.observe import Observer
 from jaxkv.policies.policy import Policy, check_scores
+from jaxkv.programs import make_room
 from jaxkv.prompts import Prompt, left_padded, right_padded, rows_of
 from jaxkv.request import Execution, Progress, Request, check_model, checked_policy, checked_pseudo, checked_request
 from jaxkv.sampling import Sampler, row_keys
@@ -174,6 +175,7 @@ def _begin(params: Params, prompt: Prompt, cache: KVCache | None, request: Reque
         session = Session(request.speculative, params, policy, cache)
     started = time.perf_counter()
     if prompt is None:
+        make_room()
         assert cache is not None  # checked with the request
         single, logits, expected, prompt_tokens = cache.batch == 1, None, None, 0
         rows, texts = list(np.asarray(cache.pending)[:, None]), cache.texts()
@@ -245,6 +247,7 @@ def _prefill(
     With `top` also the likeliest tokens after each token of the padded rows, as far as `limit` reaches (EMPTY after
     padding).
     """
+    make_room()
     config, layout, batch = params.config, params.layout, len(rows)
     if top and policy.flow.going_on:
         raise BadValue(

@@ -1,4 +1,4 @@
-"""Compiled programs that stay: JAX's compilation cache in a folder of the user's, with a bound on its size."""
+"""Compiled programs: those that stay in a folder of the user's, and those that a process holds; both are bounded."""
 
 import dataclasses
 import hashlib
@@ -7,12 +7,59 @@ import platform
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 from jaxkv.errors import BadValue
 from jaxkv.folders import cache_folder
 
 LIMIT = 2 * 2**30  # bytes
 UNUSED = 30 * 24 * 3600  # seconds after which the programs of another jaxlib or CPU are removed
+
+
+MOST = 256  # programs of jaxkv that a process holds; each call of a new shape or policy makes some three
+SHARE = 0.5  # of the memory maps that Linux lets a process have: with none left LLVM fails, and the process dies
+_HELD: list[Any] = []  # jaxkv's jitted functions
+_LAST = [0]  # how many programs they held when it was last looked at
+
+
+def held[Jitted](program: Jitted) -> Jitted:
+    """The jitted function, whose programs `make_room` may forget."""
+    _HELD.append(program)
+    return program
+
+
+def make_room() -> None:
+    """Forgets jaxkv's programs where this process holds too many; what is still wanted is compiled again.
+
+    Looks only when there are more than before: telling the memory maps takes some milliseconds.
+    """
+    count = _count()
+    if count != _LAST[0] and crowded():
+        for program in _HELD:
+            program.clear_cache()
+        count = 0
+    _LAST[0] = count
+
+
+def crowded(share: float = 1.0) -> bool:
+    """Whether this process holds more than `MOST` programs, or `SHARE` of the memory maps that it may have, or more
+    than a `share` of either."""
+    return _count() > share * MOST or _maps() > share * SHARE * _most_maps()
+
+
+def _count() -> int:
+    return sum(program._cache_size() for program in _HELD)
+
+
+def _maps() -> int:
+    """The memory maps of this process; 0 where the system does not tell."""
+    maps = Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else 0
+
+
+def _most_maps() -> int:
+    most = Path("/proc/sys/vm/max_map_count")
+    return int(most.read_text()) if most.exists() else 65_530
 
 
 @dataclasses.dataclass(frozen=True)

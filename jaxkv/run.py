@@ -22,6 +22,7 @@ from jaxkv.plan import Plan, PromptBlocks
 from jaxkv.policies.flow import Block
 from jaxkv.policies.needs import HIDDEN, OUTPUT
 from jaxkv.policies.policy import NOTHING, Learned, Policy
+from jaxkv.programs import held
 from jaxkv.sampling import Sampler
 from jaxkv.sharding.layout import ONE_DEVICE, Layout
 from jaxkv.store import EMPTY, KVCache
@@ -172,8 +173,8 @@ def _block(
 
 
 STATIC = ("config", "policy", "plan", "layout", "implementation", "top", "scan_layers")
-first_block = jax.jit(functools.partial(_block, begins=True), static_argnames=STATIC)
-next_block = jax.jit(functools.partial(_block, begins=False), static_argnames=STATIC, donate_argnames="layers")
+first_block = held(jax.jit(functools.partial(_block, begins=True), static_argnames=STATIC))
+next_block = held(jax.jit(functools.partial(_block, begins=False), static_argnames=STATIC, donate_argnames="layers"))
 
 
 def _expected(
@@ -304,6 +305,7 @@ def decode_step(
     return layout.state(state), layout.constrain(token)
 
 
+@held
 @functools.partial(
     jax.jit,
     static_argnames=("room", "config", "policy", "sampler", "stop", "layout", "implementation"),
@@ -344,6 +346,7 @@ def decode(
     return layout.state(state), layout.constrain(tokens.T)
 
 
+@held
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="layout")
 def first_token(
     sampler: Sampler,

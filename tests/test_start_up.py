@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -177,3 +178,28 @@ def test_decoding_ends_with_the_last_row(tiny):
     count = free.tokens[0].tolist().index(stop) + 1
     assert out.tokens[0, : out.lengths[0]].tolist() == free.tokens[0, :count].tolist()
     assert int(out.cache.lengths[0]) == 20 + count - 1
+
+
+def test_what_a_process_holds_compiled_is_bounded(tiny, monkeypatch):
+    """By the number of programs, and by the memory maps that Linux gives a process: without them LLVM fails."""
+    double: Any = jax.jit(lambda x: x * 2)
+    monkeypatch.setattr(programs, "_HELD", [double])
+    monkeypatch.setattr(programs, "_LAST", [0])
+    monkeypatch.setattr(programs, "MOST", 3)
+    for size in range(1, 12):
+        programs.make_room()
+        double(np.zeros(size, np.float32))
+        assert double._cache_size() <= 4
+    monkeypatch.setattr(programs, "MOST", 100)
+    monkeypatch.setattr(programs, "_maps", lambda: 2**30)
+    programs.make_room()
+    assert double._cache_size() == 0
+    monkeypatch.undo()
+    params, ids = tiny("llama3"), np.arange(3, 20, dtype=np.int32)
+    jaxkv.prefill(params, ids)
+    jaxkv.prefill(params, ids[:3], scan_layers=True)
+    assert jaxkv.run.first_block._cache_size() >= 2
+    monkeypatch.setattr(programs, "MOST", 0)
+    monkeypatch.setattr(programs, "_LAST", [-1])
+    jaxkv.prefill(params, ids)
+    assert jaxkv.run.first_block._cache_size() == 1, "what was held before is forgotten, what is wanted is there"

@@ -14,6 +14,7 @@ from jaxkv.errors import BadValue
 from jaxkv.generate import with_room
 from jaxkv.models import ModelConfig
 from jaxkv.policies.policy import Policy, check_scores
+from jaxkv.programs import held
 from jaxkv.prompts import right_padded
 from jaxkv.store import KVCache
 from jaxkv.weights.params import Params
@@ -44,6 +45,7 @@ def follow(
     return dataclasses.replace(cache, tokens=texts), out
 
 
+@held
 @functools.partial(jax.jit, static_argnames=("config", "policy", "implementation", "logits"), donate_argnames="cache")
 def followed(
     weights,

@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import run
 from jaxkv.errors import BadValue, first_line
-from jaxkv.evaluation import asking, datasets, forced, tasks, texts
+from jaxkv.evaluation import asking, datasets, tasks, texts
 from jaxkv.evaluation.example import Example
 from jaxkv.evaluation.fidelity import fidelity, reference
 from jaxkv.evaluation.forced import follow
@@ -112,12 +111,8 @@ def evaluate(
     steps = [step for step in steps if not done.issuperset(step.keys)]
     if stale and progress is not None:
         progress(f"{stale} records of data that has changed since are left out (stale.jsonl)", 0, len(steps), None)
-    started, times, last = time.perf_counter(), [], steps[0].cell if steps else None
+    started, times = time.perf_counter(), []
     for number, step in enumerate(steps):
-        if step.cell != last:  # the programs of the one before are of no more use, and hundreds would fill the memory
-            for program in (*run.PROGRAMS, forced.followed):
-                program.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
-        last = step.cell
         if progress is not None:
             left = None if not times else (time.perf_counter() - started) / number * (len(steps) - number)
             progress(step.title, number, len(steps), left)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Int
 from jaxkv.attend import LayerIn
 from jaxkv.models import ModelConfig
 from jaxkv.policies.policy import Policy
+from jaxkv.programs import held
 from jaxkv.run import DecodeState, decode_step, model_of
 from jaxkv.sampling import Sampler
 from jaxkv.speculative import gate as gates
@@ -49,6 +50,7 @@ class Drafting:
     gate: Gate
 
 
+@held
 @functools.partial(
     jax.jit,
     static_argnames=(
