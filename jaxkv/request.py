@@ -79,6 +79,10 @@ def checked_request(
     if stop and params.tokenizer is None:
         raise BadValue("stop strings need a tokenizer, and these params have none: use stop_tokens=")
     chosen = checked_policy(params, policy, cache)
+    if speculative is not None and not isinstance(speculative, Speculative):
+        raise BadValue(
+            f"speculative={shown(speculative)}: expected a method such as jaxkv.speculative.AASD() or PromptLookup()"
+        )
     if speculative is not None and params.layout.mesh is not None:
         raise BadValue("speculative= on a mesh: drafts are verified on one device so far; leave one of the two out")
     if prompt is None and cache is None:

@@ -32,7 +32,6 @@ from jaxkv.speculative.attend import check, commit, tree_layer
 from jaxkv.speculative.context import begun, extended, match
 from jaxkv.speculative.method import Start
 from jaxkv.speculative.rounds import speculate
-from jaxkv.speculative.session import Session
 from jaxkv.speculative.tree import ABSENT, Shape, Tree, chain, lineage, placed, pruned, sees, walk
 from jaxkv.speculative.verify import follows
 from jaxkv.store import EMPTY, Entries, KVCache, Slots
@@ -688,7 +687,6 @@ def test_the_measured_cost_is_that_of_the_chunks(cost, seed):
 @pytest.mark.parametrize(
     "call, words",
     [
-        (lambda p: Session("aasd", p, jaxkv.policy("full")), "AASD"),
         (lambda p: jaxkv.generate(p, ids(9), policy=policy("h2o", every=4), speculative=AASD()), "every=1"),
         (lambda p: SelfDraft(policy("h2o", every=4)), "every=1"),
         (lambda p: PromptLookup(depth=0), "depth=0"),

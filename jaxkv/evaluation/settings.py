@@ -148,6 +148,9 @@ class Settings(Checked):
         if self.after not in ("policy", "full"):
             raise BadValue(f"after={self.after!r}: expected 'policy' or 'full'")
         at_least_one(self, "batch", "budgets")
+        for name in ("policies", "modes"):
+            if not getattr(self, name):
+                raise BadValue(f"{name} is empty: expected at least one, or there is nothing to measure")
         self.cells()
 
     def cells(self) -> list[Cell]:

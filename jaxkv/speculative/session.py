@@ -6,7 +6,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxkv import run
-from jaxkv.errors import BadValue
 from jaxkv.policies.policy import Policy
 from jaxkv.speculative import gate as gates
 from jaxkv.speculative.attend import check
@@ -43,10 +42,6 @@ class Session:
     """Holds the drafter's device state beside the decode state. Raises `BadValue` for what cannot speculate."""
 
     def __init__(self, method: Any, params: Params, policy: Policy, cache: KVCache | None = None):
-        if not isinstance(method, Speculative):
-            raise BadValue(
-                f"speculative={method!r}: expected a method such as jaxkv.speculative.AASD() or PromptLookup()"
-            )
         check(policy, cache)
         self._method, self._drafter, self._extra = method, method.drafter(params), None
         self._chunks: list[tuple[dict[str, int], float]] = []

@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv.checks import fits, shown
 from jaxkv.errors import BadWeights
 
 # value types of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
+DEEPEST = 8  # arrays in arrays: no file that we know has any
 VERSIONS = (2, 3)
 STRETCH = 2**18  # values dequantised in one call: they and what they are made of stay in a core's cache
 
@@ -84,7 +86,9 @@ def read_gguf(path: Path) -> GgufFile:
         name, dims = header.string(), header.number("I")
         shape = tuple(reversed([header.number("Q") for _ in range(dims)]))  # the fastest dimension comes first there
         infos.append((name, shape, header.number("I"), header.number("Q")))
-    alignment = int(fields.get("general.alignment", 32))
+    alignment = fields.get("general.alignment", 32)
+    if not fits(alignment, int) or alignment < 1:
+        raise BadWeights(f"{path}: general.alignment is {shown(alignment)}: the header is damaged, get the file again")
     start = -(-header.at // alignment) * alignment
 
     tensors = {}
@@ -133,15 +137,15 @@ class _Header:
     def string(self) -> str:
         return bytes(self.take(self.number("Q"))).decode("utf-8", errors="replace")
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, depth: int = 0) -> Any:
         if kind in SCALARS:
             return self.number(SCALARS[kind])
         if kind == STRING:
             return self.string()
-        if kind != ARRAY:
+        if kind != ARRAY or depth > DEEPEST:
             raise BadWeights(f"{self.path}: metadata value of type {kind}: the header is damaged, get the file again")
         kind, count = self.number("I"), self.number("Q")
         if kind in SCALARS:
             code = "<" + SCALARS[kind]
             return np.frombuffer(self.take(count * struct.calcsize(code)), code).tolist()
-        return [self.value(kind) for _ in range(count)]
+        return [self.value(kind, depth + 1) for _ in range(count)]
