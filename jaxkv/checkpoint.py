@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax import lax
 
 from jaxkv.checks import shown
 from jaxkv.errors import BadCheckpoint, BadValue, JaxkvError, first_line
@@ -23,6 +22,7 @@ from jaxkv.store.described import arrays_in, arrays_of, described, rebuilt
 from jaxkv.weights.orbax_folder import written
 
 FORMAT = 3
+DIGESTS = "digests.json"  # beside what orbax writes
 
 
 def save(cache: KVCache, path: str | os.PathLike) -> Path:
@@ -45,39 +45,31 @@ def save(cache: KVCache, path: str | os.PathLike) -> Path:
         "text": None if cache.tokens is None else cache.tokens.shape[1],
     }
     arrays = _arrays(cache)
-    facts["sums"] = _sums(arrays)
-    facts["own"] = _own(facts)
     with appearing_folder(path, sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))) as draft:
         written(draft, cache=ocp.args.StandardSave(arrays), facts=ocp.args.JsonSave(facts))
+        if jax.process_index() == 0:
+            (draft / DIGESTS).write_text(json.dumps(_digests(draft)), encoding="utf-8")
     return path
 
 
 def restore(path: str | os.PathLike, params: Any = None) -> KVCache:
     """The cache that was saved at `path`. With `params`, it must have been made by that model, and goes to its mesh.
 
-    What was written is held against its checksums first. Raises `BadCheckpoint` for a path that holds no cache, a
-    corrupt one, one of another model, or one whose policy has
-    a part that is not registered.
+    Every file is held against its digest before it is read. Raises `BadCheckpoint` for a path that holds no cache, a
+    corrupt one, one of another model, or one whose policy has a part that is not registered.
     """
     path = Path(path).absolute()
     if not path.is_dir():
         raise BadCheckpoint(f"{path}: no saved cache there; expected a folder that jaxkv.save wrote")
+    _check_files(path)
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
             facts = checkpointer.restore(path, ocp.args.Composite(facts=ocp.args.JsonRestore()))["facts"]
             if facts.get("format") != FORMAT:
                 raise BadCheckpoint(f"{path}: format {facts.get('format')}, expected {FORMAT}; save it again")
-            if facts.get("own") != _own(facts):
-                raise BadCheckpoint(f"{path}: its description is not what was written: it is damaged; save it again")
             layout = ONE_DEVICE if params is None else params.layout
             template = _template(facts, layout)
             arrays = checkpointer.restore(path, ocp.args.Composite(cache=ocp.args.StandardRestore(template)))["cache"]
-            lost = [name for name, sum in _sums(arrays).items() if sum != facts["sums"].get(name)]
-            if lost:
-                raise BadCheckpoint(
-                    f"{path}: {', '.join(lost[:3])}{' and others' * (len(lost) > 3)} are not what was written: the "
-                    "checkpoint is damaged; save it again"
-                )
     except BadCheckpoint:
         raise
     except Exception as error:
@@ -104,34 +96,30 @@ def restore(path: str | os.PathLike, params: Any = None) -> KVCache:
     return layout.cache(cache)
 
 
-def _own(facts: dict[str, Any]) -> str:
-    """The digest of the description, 64 hexadecimal digits."""
-    said = {name: value for name, value in facts.items() if name != "own"}
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+def _digests(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every file of a saved cache, by its place in the folder."""
+    found = {}
+    for file in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != DIGESTS):
+        with file.open("rb") as opened:
+            found[file.relative_to(folder).as_posix()] = hashlib.file_digest(opened, "sha256").hexdigest()
+    return found
 
 
-def _sums(arrays: dict[str, Any]) -> dict[str, list[int]]:
-    """The checksum of every array, by its place; the same on any number of devices."""
-    leaves, _ = jax.tree.flatten_with_path(arrays)
-    return {jax.tree_util.keystr(where): np.asarray(_sum(leaf)).tolist() for where, leaf in leaves}
-
-
-@jax.jit
-def _sum(x: jax.Array) -> jax.Array:
-    """Two sums of 32 bits over all elements, each mixed with its place so that no other array is likely to have them.
-
-    A single element that differs always changes the first sum: the mixing is one to one.
-    """
-    if x.dtype == jnp.bool:
-        x = x.astype(jnp.uint8)
-    flat = lax.bitcast_convert_type(x.reshape(-1), f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
-    place = lax.iota(jnp.uint32, flat.size)
-    mixed = flat ^ (place * jnp.uint32(0x9E3779B1))
-    sums = []
-    for times in (0x7FEB352D, 0x846CA68B):
-        mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(times)
-        sums.append(jnp.sum(mixed, dtype=jnp.uint32))
-    return jnp.stack(sums)
+def _check_files(folder: Path) -> None:
+    """Raises `BadCheckpoint` where the files are not those that were written: before anything reads them."""
+    try:
+        said = {str(name): str(digest) for name, digest in json.loads((folder / DIGESTS).read_bytes()).items()}
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise BadCheckpoint(
+            f"{folder}: not a readable saved cache ({DIGESTS}: {first_line(error)}); save it again"
+        ) from None
+    found = _digests(folder)
+    names = sorted(name for name in {*said, *found} if said.get(name) != found.get(name))
+    if names:
+        raise BadCheckpoint(
+            f"{folder}: not a readable saved cache ({', '.join(names[:3])}: other than what was written); it is "
+            "damaged, save it again"
+        )
 
 
 def _arrays(cache: KVCache) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import gguf
-import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given
@@ -305,10 +304,9 @@ def damaged_caches(tiny, folder, cases: range):
         shutil.copytree(saved, place)
         file = place / files[case % len(files)]
         file.write_bytes(damaged(whole := file.read_bytes(), len(whole), draw))
+        changed = file.read_bytes() != whole
         found = answered(lambda place=place: jaxkv.restore(place, params))
-        assert isinstance(found, BadCheckpoint) or all(
-            np.array_equal(one, two) for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(cache), strict=True)
-        ), f"case {case}: another cache than was saved"
+        assert isinstance(found, BadCheckpoint) == changed, f"case {case}: {file.name}"
         shutil.rmtree(place)
 
 
@@ -321,11 +319,11 @@ def test_headers_of_gguf(tmp_path):
 
 
 def test_saved_caches(tiny, tmp_path):
-    damaged_caches(tiny, tmp_path, range(20))
+    damaged_caches(tiny, tmp_path, range(40))
 
 
 @pytest.mark.slow
 def test_many_files(goldens, tiny, tmp_path):
     damaged_safetensors(goldens, tmp_path, range(3000))
     damaged_gguf(tmp_path, range(3000))
-    damaged_caches(tiny, tmp_path, range(500))
+    damaged_caches(tiny, tmp_path, range(300))

@@ -64,38 +64,28 @@ def flips(saved, tmp_path, count: int):
         yield copy
 
 
-def restored_or_refused(saved, cache, tmp_path, count: int) -> int:
-    refused = 0
-    for copy in flips(saved, tmp_path, count):
-        try:
-            assert alike(jaxkv.restore(copy), cache), "a flip in what is not read changes nothing"
-        except BadCheckpoint:
-            refused += 1
-    return refused
-
-
 def test_a_flipped_bit_is_found(saved, caches, tmp_path):
     assert alike(jaxkv.restore(saved), caches[0])
-    assert restored_or_refused(saved, caches[0], tmp_path, 16) >= 4
+    for copy in flips(saved, tmp_path, 100):
+        with pytest.raises(BadCheckpoint):
+            jaxkv.restore(copy)
 
 
-@pytest.mark.slow
-def test_many_flipped_bits_are_found(saved, caches, tmp_path):
-    assert restored_or_refused(saved, caches[0], tmp_path, 800) >= 200
-
-
-def test_an_array_that_changed_is_found(caches, tmp_path, monkeypatch):
-    """Also where the files are sound: the sums are of what was given, not of what was written."""
-    real = checkpoint.written
-
-    def damaged(path, *, cache, facts):
-        arrays = {**cache.item, "lengths": cache.item["lengths"] + 1}
-        real(path, cache=type(cache)(arrays), facts=facts)
-
-    monkeypatch.setattr(checkpoint, "written", damaged)
-    jaxkv.save(caches[0], tmp_path / "cache")
-    with pytest.raises(BadCheckpoint, match=r"lengths.*not what was written"):
-        jaxkv.restore(tmp_path / "cache")
+def test_every_file_that_changed_is_named(saved, tmp_path):
+    """Before anything is read of it: a byte more, a file less and one too many."""
+    for change, words in (
+        (lambda copy: (copy / "facts" / "metadata").write_text("{}"), "facts/metadata: other than what was written"),
+        (lambda copy: (copy / "cache" / "_METADATA").unlink(), "cache/_METADATA: other"),
+        (lambda copy: (copy / "more").write_text(""), "more: other"),
+        (lambda copy: (copy / checkpoint.DIGESTS).write_text("[]"), "not a readable saved cache"),
+        (lambda copy: (copy / checkpoint.DIGESTS).unlink(), "digests.json: "),
+    ):
+        copy = tmp_path / "copy"
+        shutil.copytree(saved, copy)
+        change(copy)
+        with pytest.raises(BadCheckpoint, match=words):
+            jaxkv.restore(copy)
+        shutil.rmtree(copy)
 
 
 def test_of_two_that_save_side_by_side_the_last_one_stands(caches, tmp_path, monkeypatch):

@@ -66,7 +66,8 @@ def agreed(text: str) -> str:
     """Process 0's text (ASCII, of equal length everywhere), which all hosts then have."""
     if jax.process_count() == 1:
         return text
-    return bytes(broadcast_one_to_all(np.frombuffer(text.encode(), np.uint8))).decode()
+    sent = broadcast_one_to_all(np.frombuffer(text.encode(), np.uint8))
+    return np.asarray(sent, np.uint8).tobytes().decode()
 
 
 def speaks() -> bool:
