@@ -313,7 +313,7 @@ def _generate(command: Generate) -> int:
     from jaxkv.sharding.hosts import speaks
 
     chosen, method = command.cut.build(), command.drafting.build()
-    text = sys.stdin.read() if command.prompt == "-" else command.prompt
+    text = _piped() if command.prompt == "-" else command.prompt
     params = jaxkv.load(command.model, dtype=command.dtype, mesh=command.spread.build())
     prompt = [{"role": "user", "content": text}] if command.chat else text
     with _Meter(command.json or not speaks()) as meter:
@@ -330,6 +330,14 @@ def _generate(command: Generate) -> int:
         print(out.text)
         _note(_summary(chosen, out.stats))
     return 0
+
+
+def _piped() -> str:
+    """The text on standard input. Raises `BadValue` where it is none."""
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise BadValue(f"standard input is not {error.encoding} ({error.reason}): pipe text in") from None
 
 
 def _keep_programs() -> None:

@@ -1,7 +1,9 @@
 """Evaluations: settings that are none, data that changed, folders that broke, a run that was stopped."""
 
 # pyright: reportArgumentType=false
+import io
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -163,6 +165,25 @@ def test_broken_folders(tmp_path):
         store.path.write_bytes(content)
         with pytest.raises(BadValue, match="line 1"):
             list(store.records())
+
+
+def test_the_command_line_answers_in_one_line(lettered, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(jaxkv, "load", lambda *_, **__: lettered)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
+    (tmp_path / "file").write_text("")
+    store = Store(tmp_path / "run")
+    store.open({"name": "n", "model": "m"}, "model")
+    store.add([{"key": "a", "kind": "answer"}])
+    for args, words in (
+        (["generate", "-", "--policy", "full"], "standard input is not utf-8"),
+        (["generate", "a", "--policy", "full", "--temperature", "nan"], "temperature=nan"),
+        (["generate", "a\udc00", "--policy", "full"], "surrogate"),
+        (["report", str(store.folder), "--out", str(tmp_path / "file" / "out")], "cannot be written"),
+        (["eval", "default", "--budgets", "0"], "expected at least 1"),
+    ):
+        assert cli.main(args) == 2
+        said = capsys.readouterr().err
+        assert words in said and said.startswith("jaxkv: ") and len(said.splitlines()) == 1
 
 
 def test_two_runs_in_one_folder_count_once(tmp_path):

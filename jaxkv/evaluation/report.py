@@ -12,6 +12,7 @@ from jaxkv.errors import BadValue
 from jaxkv.evaluation import summary
 from jaxkv.evaluation.results import Record, Store, table, written
 from jaxkv.evaluation.retention import Retention
+from jaxkv.folders import writing
 
 
 def report(folders: Sequence[str | Path], out: str | Path | None = None) -> Path:
@@ -32,7 +33,8 @@ def report(folders: Sequence[str | Path], out: str | Path | None = None) -> Path
     if not records:
         raise BadValue(f"{stores[0].folder} holds no records yet: run jaxkv eval first")
     folder = Path(out or stores[0].folder).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     images = {}
     for name, figure in figures(records).items():
         picture = io.BytesIO()
