@@ -1,11 +1,13 @@
 """The one place where values are checked: fields by their declared type, arguments by one table of types and ranges."""
 
+import contextlib
 import dataclasses
 import functools
 import math
 import types
 import typing
 from collections.abc import Callable, Mapping
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -67,11 +69,12 @@ def words(hint: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """The value as an error names it, at most 80 characters."""
-    try:
-        text = ascii(value) if isinstance(value, str) else repr(value)
-    except Exception:  # an object that cannot even be shown, or a number of too many digits
-        text = f"an object of type {type(value).__name__}"
+    """The value as an error names it, at most 80 characters; of what is large, or no plain value, its type."""
+    plain = value is None or isinstance(value, bool | int | float | str | bytes | list | tuple | dict | set | PathLike)
+    text = f"an object of type {type(value).__name__}"
+    if plain:
+        with contextlib.suppress(ValueError, RecursionError):  # a number of too many digits; what contains itself
+            text = ascii(value) if isinstance(value, str) else repr(value)
     text = " ".join(text.split())
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -169,7 +172,7 @@ ARGUMENTS: dict[str, Rule] = {
     "scan_layers": SWITCH,
     "progress": HEARD,
     "batch": COUNT,
-    "count": COUNT,
+    "count": (int, lambda x: 1 <= x <= MOST, "a whole number of topics, at least 1"),
     "length": COUNT,
     "windows": COUNT,
     "needles": COUNT,

@@ -121,10 +121,12 @@ def find_part(part: Part) -> Path | None:
 def join(parts: Sequence[Path], target: Path, *, size: int | None = None, sha256: str | None = None) -> Path:
     """The parts one after the other as `target`, which appears whole and checked, or not at all.
 
-    Raises `BadWeights` when size or sha256 are not as given.
+    Raises `BadWeights` where a part is missing, and when size or sha256 are not as given.
     """
     digest, written = hashlib.sha256(), 0
     with appearing(target) as draft:
+        if lost := [str(part) for part in parts if not part.is_file()]:
+            raise BadWeights(f"{', '.join(lost)} of {target.name} is not there any more: install it again")
         with draft.open("wb") as out:
             for part in parts:
                 with part.open("rb") as file:
