@@ -49,6 +49,8 @@ SMALL = {  # published windows are longer than the tiny prompts
     "razorattention": {"sinks": 2, "window": 4, "decode_recent": 4},
     "quest": {"count": 16, "page": 4, "dense": 1},
     "scope": {"window": 3, "reserve": 0.5},
+    "scope-adaptive": {"window": 3, "reserve": 0.5, "grow": 4},
+    "scope-discontinuous": {"window": 3, "reserve": 0.5, "grow": 4, "every": 4},
     "subgen": {"every": 4},
     "tiered-h2o": {"slots": 8},
     "vatp": {"sinks": 2},

@@ -68,8 +68,9 @@ def decode_layer(
     stats = {name: store.put(stat, entered[name][..., 0], active) for name, stat in store.stats.items()}
     stats = {name: store.scored(stat) for name, stat in stats.items()}
     rule = phase.evicted if phase is not None and spec.window is None else None
+    allowed = policy.allowed(stats, store.scored(store.positions), position, limits)
     store = _overwritten(rule, share, store, active, facts.learned)
-    judge = _judge(phase, share, store, stats, position, limits, facts.learned)
+    judge = _judge(phase, share, store, stats, position, limits, facts.learned)._replace(limits=allowed)
     softmax = {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap, "implementation": implementation}
     if given.ask.everything:
         partial, after = store.step(layout, token, judge, at_read, **softmax)
@@ -95,7 +96,9 @@ def decode_layer(
             scored = store.changed(stats={name: store.unscored(stat) for name, stat in before.items()})
             return worth_at_decode(policy, share, scored, mass, now, limits, inputs)
 
-        after = _evicted(policy, phase, share, after, worth, active, now, spec.window, limits, facts.learned, rule)
+        after = _evicted(
+            policy, phase, share, after, worth, active, now, spec.window, limits, allowed, facts.learned, rule
+        )
     return layout.lay("context", output[:, None]), LayerOut(after.laid(layout))
 
 
@@ -154,6 +157,7 @@ def _evicted(
     now: Int[Array, "B"],
     window: int | None,
     limits: Int[Array, "B"],
+    allowed: Int[Array, "B"],
     learned: Any,
     rule: Evicted | None,
 ) -> Any:
@@ -177,9 +181,9 @@ def _evicted(
         return store.recut(due, worth, choose, takes, each=each, room=room, now=now, window=window)
 
     if phase.every > 1:
-        return cut(store, active & store.full(limits, phase.every, now, window), limits)
+        return cut(store, active & store.full(allowed, phase.every, now, window), allowed)
     if not phase.linear:
-        store = store.aimed(store.lowest(worth(store), limits, now, window), active)
+        store = store.aimed(store.lowest(worth(store), allowed, now, window), active)
     moves = share.moves(limits, now)
     if moves is None:
         return store

@@ -247,14 +247,21 @@ class Pooled(Combined):
 class PromptFirst(Combined):
     """What the prompt left is never evicted at decode; the new tokens compete among themselves by `of`.
 
-    Leave them room with `reserve` in the prefill phase. Source: SCOPE (arXiv 2412.13649).
+    Leave them room with `reserve` in the prefill phase. With `grow` they do not get all of it at once: after t of them
+    as many stay as are protected as recent, and one more for every `grow` of the t, up to the budget. The prompt's
+    last token, which tells how many there are, must stay. Source: SCOPE (arXiv 2412.13649), its sliding form, and its
+    adaptive one with `grow` (15 in its release).
     """
 
     of: Score
+    grow: int = 0
     kind: ClassVar[str] = "prompt-first"
 
     def __post_init__(self):
+        if self.grow < 0:
+            raise BadValue(f"grow={self.grow}: expected a number of tokens, or 0 for the whole budget at once")
         self._join(self.of)
+        object.__setattr__(self, "grows", self.grow > 0)
         object.__setattr__(self, "stats", (*self.stats, "prompt"))
         object.__setattr__(self, "linear", self.of.linear)
 
@@ -268,6 +275,12 @@ class PromptFirst(Combined):
 
     def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
         return jnp.where(stats["prompt"] > 0, BIG, self.of.score(stats, inputs))
+
+    def grown(
+        self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"], recents: Int[Array, "B"]
+    ) -> Int[Array, "B"]:
+        last = jnp.max(jnp.where(stats["prompt"] > 0, positions, -1), axis=(1, 2))
+        return recents + (now - last - 1) // self.grow
 
 
 def _output_size(values: Float[Array, "B Hk S D"], out: Float[Array, "Hq D M"]) -> Float[Array, "B Hk S"]:

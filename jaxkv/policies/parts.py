@@ -27,7 +27,7 @@ from jaxkv.store.codecs import Codec
 from jaxkv.store.described import register_state
 
 TRAITS = ("kind", "stats", "needs", "remembers", "linear", "signed", "aware", "together", "parts", "store", "state")
-TRAITS += ("keyless", "moves", "attended", "plain", "straight", "replays", "drafts", "looks")
+TRAITS += ("keyless", "grows", "moves", "attended", "plain", "straight", "replays", "drafts", "looks")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -243,6 +243,18 @@ class Policy(Checked):
         new = Entering(keys, values, **more)
         return {name: stat for phase in self.phases for name, stat in phase.score.enter(new).items()}
 
+    def allowed(
+        self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"], limits: Int[Array, "B"]
+    ) -> Int[Array, "B"]:
+        """How many entries per head rows may hold at decode, where the token being run has position `now`: their
+        limits, or less under a score that `grows`; one more where a token overwrites what it pushes out."""
+        prefill, decode = self.prefill, self.decode
+        if prefill is None or decode is None or not decode.score.grows:
+            return limits
+        new = decode.score.grown(stats, positions, now, decode.protects.recents(limits))
+        prompt = limits - prefill.reserved(limits)
+        return jnp.minimum(prompt + new + (1 if decode.every == 1 else 0), limits)
+
     def observe(
         self, phase: Phase, stats: Stats, mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"] | None = None
     ) -> Stats:

@@ -127,6 +127,7 @@ class Score(Checked):
     aware: ClassVar[bool] = False  # the prompt's last tokens decide, whoever observes
     together: ClassVar[bool] = False  # sums over the KV heads, which must hold the same tokens
     parts: ClassVar[tuple["Score", ...]] = ()  # the scores it is made of
+    grows: ClassVar[bool] = False  # at decode the new tokens do not get their part at once: `grown`
 
     def enter(self, new: Entering) -> Stats:
         return {}
@@ -139,6 +140,12 @@ class Score(Checked):
 
     def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
         return linear(inputs.mass, *self.factors(stats, inputs.at, inputs.next))
+
+    def grown(
+        self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"], recents: Int[Array, "B"]
+    ) -> Int[Array, "B"]:
+        """New tokens per head that a score that `grows` lets rows keep after the one at position `now`."""
+        raise NotImplementedError
 
     def leaves(self) -> tuple["Score", ...]:
         """The score itself, or those that it is made of."""

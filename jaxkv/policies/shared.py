@@ -28,6 +28,11 @@ class Shared(Allocate):
                 f"{where}, and evicted kind {policy.decode.evicted.kind!r} changes other entries at every overwrite: "
                 "set every= above 1, so that it does so when the layer is cut"
             )
+        if policy.decode is not None and policy.decode.score.grows:
+            raise BadValue(
+                f"{where}, and score {policy.decode.score.kind!r} lets it grow while decoding, which heads with "
+                "shares of their own cannot: set grow=0, or allocate kind 'uniform'"
+            )
         for phase in policy.phases:
             together = [leaf.kind for leaf in phase.score.leaves() if leaf.together]
             as_one = phase.aggregate.heads != "each" or together
