@@ -18,6 +18,7 @@ from jaxkv.policies.by_keys import Redundancy as Redundancy
 from jaxkv.policies.by_queries import CalibratedAttention as CalibratedAttention
 from jaxkv.policies.by_queries import Capacity as Capacity
 from jaxkv.policies.by_queries import ExpectedAttention as ExpectedAttention
+from jaxkv.policies.by_queries import Glimpse as Glimpse
 from jaxkv.policies.by_queries import NonCausal as NonCausal
 from jaxkv.policies.by_queries import QuestionAttention as QuestionAttention
 from jaxkv.policies.by_queries import ShiftingAttention as ShiftingAttention
@@ -55,7 +56,6 @@ from jaxkv.policies.needs import calibrated as calibrated
 from jaxkv.policies.observe import AllQueries as AllQueries
 from jaxkv.policies.observe import CurrentQuery as CurrentQuery
 from jaxkv.policies.observe import LastQueries as LastQueries
-from jaxkv.policies.observe import LastShare as LastShare
 from jaxkv.policies.observe import Lookahead as Lookahead
 from jaxkv.policies.observe import NoQueries as NoQueries
 from jaxkv.policies.observe import Observer as Observer

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -14,6 +15,8 @@ from jaxkv.policies.by_keys import z_score
 from jaxkv.policies.needs import QUERIES, calibrated
 from jaxkv.policies.order import count, in_chunks
 from jaxkv.policies.score import Entering, Score, ScoreInputs, Stats
+
+ROWS = 64  # queries that look together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +199,55 @@ class QuestionAttention(Score):
         length = weight.shape[3]
         weight = weight * (earlier + jnp.arange(length, dtype=jnp.float32)[:, None])
         return jnp.mean(jnp.sum(weight, axis=3), axis=2) / length
+
+
+@dataclasses.dataclass(frozen=True)
+class Glimpse(Score):
+    """score = the most that any of the block's last queries attends to the entry, each query by the mean of its heads.
+
+    `share` of the prompt's tokens look, rounded down, at least one (of each block, where a prompt is longer than one).
+    All heads keep the same. Source: MPCache (arXiv 2501.06807), whose look-once half keeps what passes a threshold set
+    per task; under a budget that is the best by this order. Its release leaves out the causal mask and the scale of the
+    logits; here they are the model's own.
+    """
+
+    share: float = 0.2
+    kind: ClassVar[str] = "glimpse"
+    aware: ClassVar[bool] = True
+    together: ClassVar[bool] = True
+    linear: ClassVar[bool] = False
+    needs: ClassVar[frozenset[str]] = frozenset({QUERIES})
+
+    def __post_init__(self):
+        if not 0 < self.share <= 1:
+            raise BadValue(f"share={self.share}: expected a fraction of the prompt above 0 and up to 1")
+
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        assert inputs.queries is not None and inputs.query_positions is not None and inputs.query_places is not None
+        at, share = inputs.query_positions, np.float32(self.share)
+        tokens = jnp.sum(at >= 0, axis=1, keepdims=True, dtype=jnp.int32)
+        many = jnp.maximum(jnp.floor(tokens.astype(jnp.float32) * share).astype(jnp.int32), 1)
+        most = max(int(np.floor(np.float32(at.shape[1]) * share)), 1)  # as the row's own, rounded alike
+        looks = jnp.where(jnp.arange(most) >= most - many, at[:, -most:], -1)
+        fill = ((0, 0), (-most % ROWS, 0))
+        looks, place = (jnp.pad(x, fill, constant_values=-1) for x in (looks, inputs.query_places[:, -most:]))
+        query = jnp.pad(inputs.queries[:, :, -most:].astype(jnp.float32), (fill[0], *fill, fill[0]))
+        heads, keys = inputs.at.shape[1], inputs.k
+
+        def some(peak, first):
+            """The peak after ROWS more queries: there is never a queries x S array of all."""
+            mine, its, where = (
+                lax.dynamic_slice_in_dim(x, first, ROWS, a) for x, a in ((looks, 1), (place, 1), (query, 2))
+            )
+            turned = _grouped(inputs.turned(where, its[:, None]), heads)
+            logits = jnp.einsum("bhgtd,bhsd->bhgts", turned, keys) * inputs.scale
+            sees = (inputs.live[:, :, None] & (inputs.at[:, :, None] <= mine[:, None, :, None]))[:, :, None]
+            mass = jnp.where(sees, jax.nn.softmax(jnp.where(sees, logits, -1e30), axis=-1), 0.0)
+            return jnp.maximum(peak, jnp.max(jnp.mean(mass, axis=(1, 2)), axis=1)), None
+
+        nothing = jnp.zeros((at.shape[0], keys.shape[2]), jnp.float32)
+        peak, _ = lax.scan(some, nothing, jnp.arange(0, query.shape[2], ROWS))
+        return jnp.broadcast_to(peak[:, None], inputs.at.shape)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -75,7 +75,7 @@ class Straight(Flow):
 class Follow(Flow):
     """`reuse` adjacent layers choose together: the first looks at the prompt, and the others keep the same entries.
 
-    Layers with a sliding window choose for themselves. Source: MPCache (arXiv 2501.06807), ChunkKV (arXiv 2502.00299).
+    Layers with a sliding window choose for themselves. Source: ChunkKV (arXiv 2502.00299), its layer-wise index reuse.
     """
 
     reuse: int = 2

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
@@ -73,35 +72,6 @@ class LastQueries(Observer):
     def __post_init__(self):
         if self.window < 1:
             raise BadValue(f"window={self.window}: expected at least 1 query; use observe kind 'none' for no queries")
-
-
-@dataclasses.dataclass(frozen=True)
-class LastShare(Observer):
-    """The last `share` of the prompt's tokens look (of each block, where a prompt is longer than one).
-
-    Source: MPCache (arXiv 2501.06807), which looks once, with the last fifth of the prompt.
-    """
-
-    share: float = 0.2
-    kind: ClassVar[str] = "last-share"
-    window: ClassVar[int] = 0
-    extra: ClassVar[int] = 0
-
-    def __post_init__(self):
-        if not 0 < self.share <= 1:
-            raise BadValue(f"share={self.share}: expected a fraction of the prompt above 0 and up to 1")
-
-    @property
-    def at_end(self) -> bool:
-        """They are."""
-        return True
-
-    def looking(self, positions: Int[Array, "B T"], extra: int) -> Int[Array, "B N"]:
-        """As above, -1 for those that don't look: of each row its own share, whatever its padding (-1)."""
-        tokens = jnp.sum(positions >= 0, axis=1, keepdims=True, dtype=jnp.int32)
-        many = jnp.ceil(tokens.astype(jnp.float32) * jnp.float32(self.share)).astype(jnp.int32)
-        most = int(np.ceil(np.float32(positions.shape[1]) * np.float32(self.share)))
-        return jnp.where(jnp.arange(most) >= most - many, positions[:, -most:], -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,6 +191,5 @@ class Replay(Observer):
 
 
 KINDS: dict[str, type[Observer]] = {
-    part.kind: part
-    for part in (NoQueries, LastQueries, LastShare, AllQueries, CurrentQuery, PseudoQueries, Lookahead, Replay)
+    part.kind: part for part in (NoQueries, LastQueries, AllQueries, CurrentQuery, PseudoQueries, Lookahead, Replay)
 }
