@@ -265,19 +265,23 @@ def test_redundancy_of_copies(entries, threshold):
 
 
 def test_neighbours_of_the_best_count_less(entries):
-    """GraphKV: two rounds by hand."""
+    """GraphKV by its formula: s_j times (1 - e_ij) for each source i that has j among its 3 nearest, two rounds."""
     inputs, arrays = entries
-    got = arrays["in_time"](Propagated(of=Attention(), share=0.25, strength=0.6, rounds=2).score({}, inputs))[0]
-    keys, mass = arrays["keys"][0], arrays["mass"][0]
-    unit = keys / np.linalg.norm(keys, axis=-1, keepdims=True)
+    inputs = dataclasses.replace(inputs, protected=inputs.at >= S - 2)
+    part = Propagated(of=Attention(), share=0.5, neighbours=3, rounds=2)
+    got = arrays["in_time"](part.score({}, inputs))[0]
+    keys, mass, nodes = arrays["keys"][0], arrays["mass"][0], range(S - 2)
+    unit, decayed = keys / np.linalg.norm(keys, axis=-1, keepdims=True), 0
     for head in range(HEADS):
         want = mass[head].copy()
         for _ in range(2):
-            best = np.argsort(-want)[: S // 8]
-            near = np.clip((unit[head] @ unit[head][best].T).max(axis=1), 0, 1)
-            near[best] = 0
-            want = want * (1 - 0.6 * near)
+            for source in sorted(nodes, key=lambda node: -mass[head, node])[: S // 4]:
+                edges = {node: unit[head, source] @ unit[head, node] for node in nodes if node != source}
+                for node in sorted(edges, key=edges.get, reverse=True)[:3]:
+                    want[node] *= 1 - max(edges[node], 0)
+        decayed += (want != mass[head]).sum()
         np.testing.assert_allclose(got[head], want, rtol=RTOL)
+    assert HEADS * S / 4 < decayed < HEADS * (S - 2)
 
 
 @pytest.mark.parametrize("sketch", [0, 4])

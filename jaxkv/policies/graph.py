@@ -13,28 +13,31 @@ from jaxkv.policies.combine import Combined
 from jaxkv.policies.order import best_first, in_chunks
 from jaxkv.policies.score import Score, ScoreInputs, Stats
 
+ROWS = 256  # keys whose cosines with all others are computed together
+
 
 @dataclasses.dataclass(frozen=True)
 class Propagated(Combined):
-    """Entries are nodes, the cosine of their keys the edges; the best tell their neighbours that they are there.
+    """score = of * product over the sources i that have entry j as a neighbour of (1 - e_ij), `rounds` times.
 
-    In each of `rounds` the best `share` of the budget are sources; every other score is multiplied by 1 - strength *
-    (largest positive cosine with a source). Source: GraphKV (arXiv 2509.00388), from its description; the numbers and
-    the maximum over sources are ours.
+    e_ij = the cosine of two keys. The sources are the best by `of`, a `share` of the budget; a source's neighbours are
+    the `neighbours` entries most like it, other sources among them. What is protected is no node of this graph.
+    Source: GraphKV (arXiv 2509.00388, sections 4.2 and 4.3), with its share of 0.3. Ours: the number of neighbours,
+    which the paper adapts, and of rounds, of which it says that the first does most; negative cosines count as 0.
     """
 
     of: Score
-    share: float = 0.5
-    strength: float = 0.5
+    share: float = 0.3
+    neighbours: int = 4
     rounds: int = 1
     kind: ClassVar[str] = "propagated"
     linear: ClassVar[bool] = False
 
     def __post_init__(self):
-        if not (0 < self.share <= 1 and 0 <= self.strength <= 1 and self.rounds >= 1):
+        if not (0 < self.share <= 1 and self.neighbours >= 1 and self.rounds >= 1):
             raise BadValue(
-                f"share={self.share}, strength={self.strength}, rounds={self.rounds}: expected fractions in (0, 1] and "
-                "[0, 1], and at least 1 round"
+                f"share={self.share}, neighbours={self.neighbours}, rounds={self.rounds}: expected a fraction in "
+                "(0, 1], and at least 1 neighbour and 1 round"
             )
         if any(leaf.signed for leaf in self.of.leaves()):
             raise BadValue(f"score {self.of.kind!r} can be negative, and a decay would raise it")
@@ -42,17 +45,22 @@ class Propagated(Combined):
 
     def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
         assert inputs.protected is not None
-        score, keys = self.of.score(stats, inputs), unit(inputs.k)
+        score, keys, slots = self.of.score(stats, inputs), unit(inputs.k), inputs.at.shape[-1]
+        nodes = inputs.live & ~inputs.protected
         count = jnp.maximum(inputs.goal.astype(jnp.float32) * self.share, 1.0).astype(jnp.int32)
-        rows = jnp.moveaxis(in_chunks(keys, 256), 2, 0)  # at a time: there is never an S x S array
-        for _ in range(self.rounds):
-            source = inputs.live & (best_first(jnp.where(inputs.protected, jnp.inf, score), inputs.at) < count)
+        source = nodes & (best_first(score, jnp.where(nodes, inputs.at, -1)) < count)
+        number = jnp.arange(slots).reshape(1, 1, slots, 1)
+        rows = [
+            jnp.moveaxis(in_chunks(x, ROWS), 2, 0) for x in (keys, source[..., None], number)
+        ]  # never S x S at once
 
-            def nearest(_, mine, source=source):
-                cos = jnp.einsum("bhrd,bhsd->bhrs", mine, keys)
-                return None, jnp.max(jnp.where(source[:, :, None], cos, 0.0), axis=-1)
+        def some(left, given):
+            mine, sends, own = given
+            cos = jnp.einsum("bhrd,bhsd->bhrs", mine, keys)
+            cos = jnp.where(nodes[:, :, None] & (jnp.arange(slots) != own), jnp.clip(cos, 0.0, 1.0), -1.0)
+            least = lax.top_k(cos, min(self.neighbours, slots))[0][..., -1:]
+            reached = sends & (cos >= least) & (cos > 0)
+            return left * jnp.prod(jnp.where(reached, 1 - cos, 1.0), axis=2), None
 
-            _, near = lax.scan(nearest, None, rows)
-            near = jnp.moveaxis(near, 0, 2).reshape(*score.shape[:2], -1)[..., : score.shape[-1]]
-            score = jnp.where(source, score, score * (1 - self.strength * jnp.clip(near, 0.0, 1.0)))
-        return score
+        left, _ = lax.scan(some, jnp.ones_like(score), tuple(rows))
+        return score * left**self.rounds
