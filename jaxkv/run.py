@@ -25,9 +25,10 @@ from jaxkv.policies.policy import NOTHING, Learned, Policy
 from jaxkv.programs import held
 from jaxkv.sampling import Sampler
 from jaxkv.sharding.layout import ONE_DEVICE, Layout
-from jaxkv.store import EMPTY, KVCache
+from jaxkv.store import EMPTY, KVCache, looks
 from jaxkv.store import empty as empty_store
 from jaxkv.store.line import opened, written
+from jaxkv.store.looks import LOOKS
 
 Layers = tuple[Any, ...]  # a store per layer
 Expected = tuple[Int[Array, "B T K"], Float[Array, "B T K"]]  # the likeliest next tokens and their probabilities
@@ -49,6 +50,8 @@ def empty_layers(config: ModelConfig, policy: Policy, batch: int, dtype) -> Laye
     for spec in config.specs:
         kind = policy.allocate.store if spec.window is None else "slots"
         beside = policy.beside(batch, spec.num_kv_heads, spec.head_dim, dtype) if spec.window is None else {}
+        if policy.looks:
+            beside[LOOKS] = looks.empty(batch, spec.num_heads, policy.looks, spec.head_dim, dtype)
         policy.store.check(spec.head_dim)
         shape = (batch, spec.num_kv_heads, spec.head_dim, dtype)
         layers.append(empty_store(kind, *shape, policy.stats, policy.store, beside))

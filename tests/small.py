@@ -45,7 +45,7 @@ SMALL = {  # published windows are longer than the tiny prompts
     "leverage": {"every": 4},
     "non-causal": {"chunk": 8},
     "pyramidkv": {"window": 6},
-    "r-kv": {"window": 4, "decode_recent": 4, "every": 4},
+    "r-kv": {"window": 4, "recent": 4, "every": 4},
     "razorattention": {"sinks": 2, "window": 4, "decode_recent": 4},
     "quest": {"count": 16, "page": 4, "dense": 1},
     "scope": {"window": 3, "reserve": 0.5},

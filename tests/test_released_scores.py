@@ -84,3 +84,62 @@ def test_key_norm_spares_layers(goldens, tiny):
     for cache in (begun, after):  # 70 are more than the room that slots are rounded up to
         seen = int(cache.lengths[0])
         np.testing.assert_array_equal(np.asarray(cache.held())[:, 0], [[seen, seen], [8, 8]])
+
+
+def test_r_kv_as_released(goldens, sharpened, scored):
+    """Scores and kept entries of a prompt: the maximum over the group comes before the softmax, which leaves the window
+    out."""
+    golden = arrays(goldens / "policies" / "r-kv.npz")
+    ids, window = golden["ids"][0], 8
+    cache, worths = scored(sharpened("llama3", 2.0), ids, jaxkv.policy("r-kv", budget=60))
+    for index, (layer, worth) in enumerate(zip(cache.views, worths, strict=True)):
+        np.testing.assert_allclose(worth[:, :-window], golden[f"layer{index}/scores"], rtol=RTOL, atol=1e-7)
+        np.testing.assert_array_equal(masks(layer, len(ids)), golden[f"layer{index}/kept_mask"])
+
+
+def test_the_last_queries_lie_beside_the_slots(tiny):
+    """R-KV's last eight queries after a prompt in blocks and some steps are those of one prefill of the whole text, for
+    rows of any length; a row of six tokens has no more."""
+    params, rng = tiny("llama3"), np.random.default_rng(5)
+    prompts = [rng.integers(0, 100, length).astype(np.int32) for length in (45, 30, 3)]
+    policy = jaxkv.policy("r-kv", budget=64, block=20)
+    out = jaxkv.generate(params, prompts, policy=policy, max_new_tokens=4, stop_tokens=())
+    texts = [np.append(row, new[:3]) for row, new in zip(prompts, np.asarray(out.tokens), strict=True)]
+    for row, text in enumerate(texts):
+        whole = jaxkv.prefill(params, text, policy=policy)
+        for ours, theirs in zip(out.cache.views, whole.views, strict=True):
+            held, wanted = (np.asarray(layer.beside["looks"].queries) for layer in (ours, theirs))
+            np.testing.assert_allclose(held[row], wanted[0], rtol=1e-3, atol=1e-4)
+            assert (np.abs(wanted[0]).max(axis=(0, 2)) > 0).sum() == min(len(text), 8)
+
+
+def test_r_kv_cuts_with_the_last_queries(tiny):
+    """A cut while decoding, by loops over what the slots and the queries beside them held just before."""
+    params, ids = tiny("llama3"), np.random.default_rng(6).integers(0, 100, 40).astype(np.int32)
+    given = {"budget": 24, "every": 4}
+    policy, roomy = jaxkv.policy("r-kv", **given), jaxkv.policy("r-kv", budget=24, every=5)
+    steps = {"max_new_tokens": 5, "stop_tokens": ()}  # the last of them is not run: four are
+    before = jaxkv.generate(params, ids, policy=roomy, **steps).cache
+    after = jaxkv.generate(params, ids, policy=policy, **steps).cache
+    scale = params.config.attention_spec(0).scale
+    for full, cut in zip(before.views, after.views, strict=True):
+        queries = np.asarray(full.beside["looks"].queries[0], np.float64)
+        for head, at in enumerate(np.asarray(full.positions[0])):
+            order = np.argsort(at)[(at < 0).sum() :]
+            keys, at = np.asarray(full.keys[0, head], np.float64)[order], at[order]
+            group = queries.reshape(len(full.positions[0]), -1, *queries.shape[1:])[head]
+            logits = np.max(group @ keys.T, axis=0)[:, :-8] * scale
+            shares = np.exp(logits - logits.max(-1, keepdims=True))
+            mean = (shares / shares.sum(-1, keepdims=True)).mean(0)
+            pooled = np.array([mean[max(i - 3, 0) : i + 4].max() for i in range(len(mean))])
+            unit = keys / np.linalg.norm(keys, axis=-1, keepdims=True)
+            alike = unit @ unit.T
+            np.fill_diagonal(alike, 0.0)
+            for row in alike:
+                if (row > 0.5).any():
+                    row[np.flatnonzero(row > 0.5)[-1]] = 0.0
+            mean = np.exp(alike.mean(0))
+            worth = 0.07 * pooled - 0.93 * (mean / mean.sum())[:-8]
+            best = np.sort(np.append(at[:-8][np.argsort(-worth)[: 24 - 8]], at[-8:]))
+            held = np.asarray(cut.positions[0, head])
+            np.testing.assert_array_equal(np.sort(held[held >= 0]), best)

@@ -24,6 +24,7 @@ from jaxkv.policies.score import ScoreInputs
 from jaxkv.sharding.attention import RotateAtRead
 from jaxkv.sharding.layout import Layout
 from jaxkv.store.entries import around, ranks
+from jaxkv.store.looks import LOOKS
 from jaxkv.store.pool import dropped
 from pallas_kernels.arguments import Judge, Rule, Token
 from pallas_kernels.partial import merge
@@ -64,6 +65,10 @@ def decode_layer(
     else:
         at_read = _by_place(spec, phase, store.slots)
 
+    if LOOKS in store.beside:
+        seen = store.beside[LOOKS].with_one(query, active)
+        store = dataclasses.replace(store, beside={**store.beside, LOOKS: seen})
+        inputs = dataclasses.replace(inputs, looks=seen.queries)
     token = Token(query, key, value, position)
     stats = {name: store.put(stat, entered[name][..., 0], active) for name, stat in store.stats.items()}
     stats = {name: store.scored(stat) for name, stat in stats.items()}

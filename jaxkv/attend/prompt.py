@@ -25,6 +25,7 @@ from jaxkv.policies.score import Score, ScoreInputs
 from jaxkv.sharding.attention import prefill_attend, prefill_attend_mass
 from jaxkv.sharding.layout import Layout
 from jaxkv.store.entries import EMPTY, Entries, appended, counted, owners
+from jaxkv.store.looks import LOOKS
 from pallas_kernels.decode_attend_score.victim import alive
 from pallas_kernels.masking import filled
 from pallas_kernels.partial import merge
@@ -74,6 +75,10 @@ def prefill_layer(
         query = rotate(query, positions[:, None, :], spec.rope)
         key = rotate(key, positions[:, None, :], spec.rope)
     at = jnp.broadcast_to(positions[:, None, :], key.shape[:3])
+    if LOOKS in store.beside:
+        seen = store.beside[LOOKS].with_many(query[:, :, :own], positions[:, :own])
+        store = dataclasses.replace(store, beside={**store.beside, LOOKS: seen})
+        inputs = dataclasses.replace(inputs, looks=seen.queries)
     block = Entries(key, value, at, {name: entered[name] for name in store.stats})
     joined = layout.by_head(appended(store.by_head(), block))
 

@@ -22,6 +22,7 @@ from jaxkv.policies.by_queries import Glimpse as Glimpse
 from jaxkv.policies.by_queries import NonCausal as NonCausal
 from jaxkv.policies.by_queries import QuestionAttention as QuestionAttention
 from jaxkv.policies.by_queries import ShiftingAttention as ShiftingAttention
+from jaxkv.policies.by_queries import WindowAttention as WindowAttention
 from jaxkv.policies.by_queries import WorstAttention as WorstAttention
 from jaxkv.policies.catalogue import catalogue as catalogue
 from jaxkv.policies.catalogue import policy as policy

@@ -13,7 +13,7 @@ from jaxkv.errors import BadValue
 from jaxkv.policies.aggregate import Aggregate
 from jaxkv.policies.by_keys import z_score
 from jaxkv.policies.needs import QUERIES, calibrated
-from jaxkv.policies.order import count, in_chunks
+from jaxkv.policies.order import count, in_chunks, in_time
 from jaxkv.policies.score import Entering, Score, ScoreInputs, Stats
 
 ROWS = 64  # queries that look together
@@ -316,6 +316,39 @@ class WorstAttention(Score):
         worst = jnp.max(even / jnp.where(now > 0, now, 1.0) * total, axis=(2, 3))
         mean = jnp.sum(worst, axis=-1, keepdims=True) / count(before, -1, keepdims=True)
         return jnp.where(before, jnp.maximum(worst, mean), 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowAttention(Score):
+    """The mean over the layer's last `window` queries q of softmax_j(max_g q_g . k_j scale), j over the entries before
+    the window and g over the group; then the largest of `kernel` neighbours.
+
+    While decoding too: the queries lie beside the slots. Source: R-KV's release (arXiv 2505.24133).
+    """
+
+    window: int = 8
+    kernel: int = 7
+    kind: ClassVar[str] = "window-attention"
+    aware: ClassVar[bool] = True
+    linear: ClassVar[bool] = False
+
+    def __post_init__(self):
+        if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
+            raise BadValue(f"window={self.window}, kernel={self.kernel}: expected at least 1 query, and an odd number")
+        object.__setattr__(self, "looks", self.window)
+
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        assert inputs.looks is not None, "this score needs the layer's last queries"
+        order = in_time(inputs.at)
+        at, keys = order.put(inputs.at), order.put(inputs.k)
+        query = _grouped(inputs.looks[:, :, -self.window :].astype(jnp.float32), keys.shape[1])
+        logits = jnp.max(jnp.einsum("bhgtd,bhsd->bhgts", query, keys), axis=2) * inputs.scale
+        before = (at >= 0) & (at < (inputs.next - self.window)[:, None, None])
+        real = jnp.arange(self.window) >= self.window - inputs.next[:, None]  # of a text that is shorter
+        sees = before[:, :, None] & real[:, None, :, None]
+        mass = jnp.where(sees, jax.nn.softmax(jnp.where(sees, logits, -1e30), axis=-1), 0.0)
+        mean = jnp.sum(mass, axis=2) / count(real, -1)[:, None, None]
+        return order.slots(Aggregate(pool="max", kernel=self.kernel).along_text(mean, at, ~before))
 
 
 def window_attention(inputs: ScoreInputs, window: int) -> tuple[Float[Array, "B Hk G W S"], Bool[Array, "B W"]]:

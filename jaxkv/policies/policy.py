@@ -154,6 +154,11 @@ class Policy(Checked):
                 f"policy {self.name!r} attends to what has left (evicted kind {next(iter(rules.values())).kind!r}), "
                 "which has no place in the cache: expected rope='text'"
             )
+        if self.rope != "text" and self.looks:
+            raise BadValue(
+                f"policy {self.name!r} looks with its last {self.looks} queries, which were turned to their places in "
+                "the text: expected rope='text'"
+            )
         for part in (self.allocate, self.flow, self.read):
             part.check(self)
         if self.budget is not None and self.budget < self.floor:
@@ -218,6 +223,11 @@ class Policy(Checked):
         """What lies beside a layer's slots before anything has left them, by the name of the rule's state."""
         rules = {phase.evicted.state: phase.evicted for phase in self.phases if phase.evicted.state}
         return {name: rule.begin(batch, heads, head_dim, dtype) for name, rule in rules.items()}
+
+    @property
+    def looks(self) -> int:
+        """How many of a layer's last queries its scores look with."""
+        return max((leaf.looks for phase in self.phases for leaf in phase.score.leaves()), default=0)
 
     def budgets(self, tokens: int, layers: int, learned: Learned = NOTHING) -> tuple[int, ...]:
         """Tokens per KV head of every layer for a text of `tokens` tokens; a ratio never goes below `floor`.

@@ -50,8 +50,8 @@ class ScoreInputs:
     `keys` are turned to `places` (text or cache positions, by the policy's rope), `queries` are before RoPE.
     `limits` is the number of entries to keep, per row or per head; `protected` marks those that stay whatever their
     score. `layer` is the layer's number, of `layers`. `out` is its output matrix by query heads, for scores that need
-    OUTPUT; `learned` holds, by name, what was measured on the layer beforehand, for scores that need something
-    `calibrated`.
+    OUTPUT; `looks` are the layer's last queries, turned, for scores that look with them; `learned` holds, by name,
+    what was measured on the layer beforehand, for scores that need something `calibrated`.
     """
 
     keys: Float[Array, "B Hk S D"] | None = None
@@ -71,6 +71,7 @@ class ScoreInputs:
     limits: Int[Array, "B *Hk"] | None = None
     protected: Bool[Array, "B Hk S"] | None = None
     sinks: int = 0
+    looks: Float[Array, "B Hq W D"] | None = None
     learned: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
 
     @property
@@ -125,6 +126,7 @@ class Score(Checked):
     keyless: ClassVar[bool] = False  # not linear, and yet it reads no keys or values
     signed: ClassVar[bool] = False  # may be negative
     aware: ClassVar[bool] = False  # the prompt's last tokens decide, whoever observes
+    looks: ClassVar[int] = 0  # how many of the layer's last queries it looks with, at prefill and at decode
     together: ClassVar[bool] = False  # sums over the KV heads, which must hold the same tokens
     parts: ClassVar[tuple["Score", ...]] = ()  # the scores it is made of
     grows: ClassVar[bool] = False  # at decode the new tokens do not get their part at once: `grown`

@@ -9,6 +9,7 @@ from jaxkv.policies.by_queries import (
     NonCausal,
     QuestionAttention,
     ShiftingAttention,
+    WindowAttention,
     WorstAttention,
 )
 from jaxkv.policies.combine import Maximum, Pooled, PromptFirst, Scaled, Then, Until, Weighted
@@ -41,6 +42,7 @@ KINDS: dict[str, type[Score]] = {
             NonCausal,
             QuestionAttention,
             ShiftingAttention,
+            WindowAttention,
             WorstAttention,
         ),
         *(Recurrence, Ladder, Place, Neighbours, Crush, Cover),

@@ -112,11 +112,16 @@ def margin(scores: np.ndarray, kept: np.ndarray) -> float:
     return float((low - high) / max(abs(low), abs(high), 1e-30))
 
 
-def choose_ids(cases, need: float, length: int = 120, vocabulary: int = 160) -> dict[str, np.ndarray]:
-    """`ids` [1, length], none twice, of the first seed whose `cases(ids)`, arrays and their smallest margin, leave a
-    margin of `need`; and those arrays."""
+def choose_ids(
+    cases, need: float, length: int = 120, vocabulary: int = 160, again: bool = False
+) -> dict[str, np.ndarray]:
+    """`ids` [1, length], none twice unless `again`, of the first seed whose `cases(ids)`, arrays and their smallest
+    margin, leave a margin of `need`; and those arrays."""
     for seed in range(200):
-        ids = 3 + torch.randperm(vocabulary - 3, generator=torch.Generator().manual_seed(seed))[None, :length]
+        generator = torch.Generator().manual_seed(seed)
+        ids = 3 + torch.randperm(vocabulary - 3, generator=generator)[None, :length]
+        if again:
+            ids = torch.randint(3, vocabulary, (1, length), generator=generator)
         arrays, smallest = cases(ids)
         if smallest >= need:
             print(f"seed {seed}: smallest margin {smallest:.1e}")
