@@ -50,7 +50,7 @@ def test_options_reach_their_parts():
         (lambda: jaxkv.policy("snapkv", budget=99, allocate={"kind": "globe"}), UnknownName, "did you mean 'global'"),
         (lambda: jaxkv.policy("snapkv"), BadValue, "exactly one of"),
         (lambda: jaxkv.policy("snapkv", budget=100, ratio=0.5), BadValue, "budget=100 and ratio=0.5"),
-        (lambda: jaxkv.policy("snapkv", budget=64), BadValue, "at least 65"),
+        (lambda: jaxkv.policy("snapkv", budget=32), BadValue, "at least 33"),
         (lambda: jaxkv.policy("full", budget=64), BadValue, "keeps everything"),
         (lambda: jaxkv.policy("snapkv", budget=100, windw=3), UnknownName, "did you mean 'window'"),
         (lambda: jaxkv.policy("tova", budget=100, prefill_sink=3), UnknownName, "did you mean 'sinks'"),
@@ -73,7 +73,7 @@ def test_refusals_name_the_value_and_the_remedy(call, error, words):
 
 def test_ratio_is_the_fraction_removed():
     assert jaxkv.policy("tova", ratio=0.75).budgets(1000, 2) == (250, 250)
-    assert jaxkv.policy("snapkv", ratio=0.75).budgets(100, 1) == (65,), "never below sinks + recent + 1"
+    assert jaxkv.policy("snapkv", ratio=0.75).budgets(100, 1) == (33,), "never below sinks + recent + 1"
     assert jaxkv.policy("streaming-llm", ratio=0.5, sinks=2, recent=3).floor == 6, "sinks + recent + 1"
     assert jaxkv.policy("vatp", ratio=0.5, sinks=20).floor == 41, "half of it is recent, 20 are sinks, and one can go"
     assert jaxkv.policy("vatp", ratio=0.5, sinks=2).budgets(9, 1) == (5,)

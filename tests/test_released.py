@@ -17,15 +17,17 @@ import jaxkv
 FAMILY = "llama2"
 STEP = {"max_new_tokens": 1, "stop_tokens": ()}
 
+MEAN = {"window": 8, "pool": "avg", "kernel": 5}  # the release's class alone
+
 # policy -> the golden's file, and of each case budget and options
 PROMPTS = {
     "snapkv": ("kvcache_factory", {"p60-b24": (24, {"window": 8}), "p90-b32-k7": (32, {"window": 8, "kernel": 7})}),
     "pyramidkv": (
         "kvcache_factory",
         {
-            "p90-b28": (28, {"window": 8}),
-            "p90-b48": (48, {"window": 8, "beta": 2.0}),
-            "p60-b32": (32, {"window": 8}),
+            "p90-b28": (28, MEAN),
+            "p90-b48": (48, {**MEAN, "beta": 2.0}),
+            "p60-b32": (32, MEAN),
         },
     ),
     "h2o": ("kvcache_factory", {"p60-b16": (16, {"prefill_recent": 8}), "p90-b16": (16, {"prefill_recent": 8})}),

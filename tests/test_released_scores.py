@@ -143,3 +143,50 @@ def test_r_kv_cuts_with_the_last_queries(tiny):
             best = np.sort(np.append(at[:-8][np.argsort(-worth)[: 24 - 8]], at[-8:]))
             held = np.asarray(cut.positions[0, head])
             np.testing.assert_array_equal(np.sort(held[held >= 0]), best)
+
+
+@pytest.mark.parametrize(
+    "name, window, pool, kernel",
+    [
+        ("snapkv", 32, "avg", 5),  # its release's own default; FasterDecoding/SnapKV e216ddc
+        ("pyramidkv", 8, "max", 7),  # its release's runs; Zefan-Cai/KVCache-Factory c97f9d7
+        ("adakv", 32, "max", 7),  # FFY0/AdaKV efe4e2e
+        ("ada-pyramidkv", 32, "max", 7),
+        ("criticalkv", 32, "avg", 5),  # SnapKVPress in FFY0/DefensiveKV 9251b95, which its runs take
+        ("critical-adakv", 32, "avg", 5),
+        ("compresskv", 8, "avg", 5),  # TUDa-HWAI/CompressKV 6919c45
+        ("fastkv", 8, "max", 7),  # its release's runs; dongwonjo/FastKV b978769
+    ],
+)
+def test_windows_as_released(name, window, pool, kernel):
+    """The numbers of the releases, and that what they select on is SnapKV's score with them (plain NumPy)."""
+    policy = jaxkv.policy(name, budget=99)
+    phase = policy.prefill
+    assert phase is not None and phase.protects.recent == window
+    assert (phase.observe.window, phase.aggregate.pool, phase.aggregate.kernel) == (window, pool, kernel)
+    if name == "fastkv":
+        assert (policy.flow.window, policy.flow.pool, policy.flow.kernel) == (window, pool, kernel)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv", "fastkv"])
+def test_snapkv_scores_by_loops(tiny, scored, name):
+    """With the released pool and kernel and a window of 8: pooled by query head, then over the group."""
+    params, ids = tiny("llama3"), np.random.default_rng(2).permutation(100)[:60].astype(np.int32)
+    even = {"pyramidkv": {"beta": 1.0}, "fastkv": {"keep": 1.0}}.get(name, {})  # every layer sees and keeps as much
+    policy = jaxkv.policy(name, budget=24, window=8, **even)
+    roomy = jaxkv.prefill(params, ids, policy=jaxkv.policy("r-kv", budget=99, window=8))  # with its last queries
+    _, worths = scored(params, ids, policy)
+    queries = np.asarray(roomy.views[0].beside["looks"].queries[0], np.float64)
+    aggregate, scale = policy.prefill.aggregate, params.config.attention_spec(0).scale
+    reach, heads = aggregate.kernel // 2, roomy.views[0].heads
+    for head in range(heads):
+        keys = np.asarray(roomy.views[0].keys[0, head], np.float64)[-60:]
+        total = 0
+        for query in queries.reshape(heads, -1, *queries.shape[1:])[head]:
+            logits = query @ keys.T * scale
+            shares = np.where(np.arange(60) <= np.arange(52, 60)[:, None], np.exp(logits - logits.max()), 0.0)
+            mass = (shares / shares.sum(-1, keepdims=True)).sum(0)[:-8]
+            near = [mass[max(i - reach, 0) : i + reach + 1] for i in range(len(mass))]
+            total += np.array([x.max() if aggregate.pool == "max" else x.sum() / aggregate.kernel for x in near])
+        worth = worths[0][head, :-8]
+        np.testing.assert_allclose(worth / worth.sum(), total / total.sum(), rtol=RTOL)

@@ -132,7 +132,7 @@ def _going(
     looks = query[:, :, last], keys, query_positions[:, last], key_positions
     mass = prefill_attend_mass(layout, *looks, reduce="sum", **softmax)
     block = slice(mass.shape[-1] - query.shape[2], mass.shape[-1] - ask.extra)
-    return flow.choose(jnp.mean(mass[:, :, block], axis=1), query_positions[:, :own], given.limits, ask.going)
+    return flow.choose(mass[:, :, block], query_positions[:, :own], given.limits, ask.going)
 
 
 def _mass(

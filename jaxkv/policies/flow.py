@@ -117,8 +117,8 @@ class Follow(Flow):
 
 @dataclasses.dataclass(frozen=True)
 class Propagate(Flow):
-    """After one layer, only `keep` of a block's tokens go on: those that its last `window` queries attend to most, in
-    the mean over the layer's query heads, pooled over `kernel` neighbours ("avg"), and the window itself.
+    """After one layer, only `keep` of a block's tokens go on: those that its last `window` queries attend to most,
+    pooled over `kernel` neighbours ("max" or "avg") in each query head, in the mean over them; and the window itself.
 
     `after` is the layer's number from 0, or a share of the layers between 0 and 1. Source: FastKV (arXiv 2502.01068),
     where the layer is the 16th of 32 and `keep` 0.2. Ours: the choice is made in each block of a long prompt, and as
@@ -129,6 +129,7 @@ class Propagate(Flow):
     keep: float = 0.2
     window: int = 8
     kernel: int = 7
+    pool: str = "max"
     kind: ClassVar[str] = "propagate"
     straight: ClassVar[bool] = False
     going_on: ClassVar[bool] = True
@@ -140,8 +141,11 @@ class Propagate(Flow):
                 f"after={self.after}, keep={self.keep}: expected a layer's number or a share of the layers, and "
                 "a share of the tokens above 0 and up to 1"
             )
-        if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
-            raise BadValue(f"window={self.window}, kernel={self.kernel}: expected window >= 1 and an odd kernel")
+        if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0 or self.pool not in ("max", "avg"):
+            raise BadValue(
+                f"window={self.window}, kernel={self.kernel}, pool={self.pool!r}: expected window >= 1, an odd kernel, "
+                "and 'max' or 'avg'"
+            )
 
     def check(self, policy: Any) -> None:
         if policy.prefill is None or policy.prefill.observe.replays:
@@ -160,7 +164,7 @@ class Propagate(Flow):
         return min(max(share, self.window, budget), tokens)
 
     def choose(
-        self, mass: Float[Array, "B T"], positions: Int[Array, "B T"], limits: Int[Array, "B"], slots: int
+        self, mass: Float[Array, "B Hq T"], positions: Int[Array, "B T"], limits: Int[Array, "B"], slots: int
     ) -> Int[Array, "B N"]:
         """The indices of the tokens that go on, in time order and padded with -1: of each row as many as it alone
         would send, whatever its padding (position -1)."""
@@ -169,8 +173,8 @@ class Propagate(Flow):
         share = (tokens.astype(jnp.float32) * jnp.float32(self.keep)).astype(jnp.int32)
         many = jnp.minimum(jnp.maximum(share, jnp.maximum(self.window, limits[:, None])), tokens)
         window = (jnp.arange(positions.shape[1]) >= positions.shape[1] - self.window) & real
-        along = Aggregate(pool="avg", kernel=self.kernel)
-        pooled = along.along_text(mass[:, None], positions[:, None], window[:, None])[:, 0]
+        along = Aggregate(pool=self.pool, kernel=self.kernel)
+        pooled = jnp.mean(along.along_text(mass, positions[:, None], window[:, None]), axis=1)
         worth = jnp.where(real, jnp.where(window, jnp.inf, pooled), NEVER)[:, None]
         return packed(highest(worth, many[:, 0]) & real[:, None], slots)[:, 0]
 
