@@ -460,7 +460,7 @@ CASES = {  # the rule, our options, the seed of a prompt without near ties
     "spans": (Spans, {}, 0),
     "spans-longflow": (SpansLongFlow, {}, 0),
     "adakv-h2o": (AdaKvH2o, {"interval": 1000}, 0),  # borders do not move
-    "ada-pyramidkv": (AdaPyramidKv, {"window": 6, "beta": 5.0}, 0),
+    "ada-pyramidkv": (AdaPyramidKv, {"window": 6, "beta": 5.0, "pool": "avg", "kernel": 5}, 0),
     "quest": (Quest, {"count": 16, "page": 4, "dense": 1}, 0),
     "keydiff": (KeyDiff, {"every": 4}, 0),
     "leverage": (Leverages, {"every": 4}, 0),

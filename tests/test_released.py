@@ -34,8 +34,8 @@ PROMPTS = {
     "fastkv": (
         "fastkv",
         {
-            "p60-b16-g24": (16, {"after": 1, "keep": 0.4}),
-            "p90-b24-g27": (24, {"after": 0, "keep": 0.3}),
+            "p60-b16-g24": (16, {"after": 1, "keep": 0.4, "pool": "avg"}),
+            "p90-b24-g27": (24, {"after": 0, "keep": 0.3, "pool": "avg"}),
         },
     ),
     "compresskv": ("compresskv", {"p60-b24": (24, {}), "p90-b32": (32, {})}),
