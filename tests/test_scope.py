@@ -15,6 +15,7 @@ from jaxkv.errors import BadValue
 from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import Rope, rotate
 from jaxkv.sharding.layout import ONE_DEVICE
+from jaxkv.speculative.attend import check
 from jaxkv.store.entries import Entries
 from jaxkv.store.slots import Slots
 
@@ -105,9 +106,11 @@ def test_a_layer_keeps_what_the_rule_says(golden, form):
     np.testing.assert_array_equal(ours(golden, policy), want)
 
 
-def test_heads_that_share_cannot_grow():
+def test_what_cannot_grow():
     policy = jaxkv.policy("scope-adaptive", budget=200)
     with pytest.raises(BadValue, match="grow=0"):
         dataclasses.replace(policy, allocate=jaxkv.policies.Adaptive())
+    with pytest.raises(BadValue, match="drafts do not know"):
+        check(policy)
     with pytest.raises(BadValue, match="grow=-1"):
         jaxkv.policy("scope-adaptive", budget=200, grow=-1)

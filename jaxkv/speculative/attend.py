@@ -63,6 +63,11 @@ def check(policy: Policy, cache: KVCache | None = None) -> None:
             f"policy {policy.name!r} cuts its cache every {policy.decode.every} tokens, which cannot be done inside a "
             "tree of drafts: use every=1, or leave speculative= out"
         )
+    if policy.decode is not None and policy.decode.score.grows:
+        raise BadValue(
+            f"policy {policy.name!r} lets the part of the new tokens grow while decoding, which drafts do not know: "
+            "set grow=0, or leave speculative= out"
+        )
     scores = [(phase, leaf) for phase in policy.phases for leaf in phase.score.leaves() if learned_names(leaf.needs)]
     if any(leaf.stats or phase is policy.decode for phase, leaf in scores):  # as a token enters, or while decoding
         raise BadValue(
