@@ -40,7 +40,15 @@ class Setting:
 SETTINGS = {
     "tiny": Setting((45, 3, 30), (20, 2048), 16, SMALL),
     # published options, but for policies that protect more than the budget
-    "smollm2": Setting((300, 120), (128, 2048), 128, {"duo": {"sinks": 16, "recent": 32}, "scope": {"window": 16}}),
+    "smollm2": Setting(
+        (300, 120),
+        (128, 2048),
+        128,
+        {
+            "duo": {"sinks": 16, "recent": 32},
+            **{name: {"window": 16} for name in ("scope", "scope-adaptive", "scope-discontinuous")},
+        },
+    ),
 }
 CASES = [(model, name, block) for model in SETTINGS for name in sorted(catalogue()) for block in SETTINGS[model].blocks]
 

@@ -10,8 +10,7 @@ from typing import NamedTuple
 CODE = "released code"  # a golden that the authors' own program made
 KVPRESS = "kvpress"  # a golden that kvpress 0.5.5 made
 FORM = "independent form"  # the rule written a second time, in plain NumPy or torch
-CONTRACT = "contract only"  # the rules that all policies keep, and what was recorded before: no check of the method
-KINDS = (CODE, KVPRESS, FORM, CONTRACT)
+KINDS = (CODE, KVPRESS, FORM)  # the contract alone is no check of a method
 
 BOTH = "prefill, decode"  # what is kept, all parts together
 PREFILL = "prefill"
@@ -27,7 +26,6 @@ class Check(NamedTuple):
     test: str
 
 
-RULES = Check(CONTRACT, BOTH, "test_contract.py::test_rules_of_the_family")
 TWINS = Check(KVPRESS, PREFILL, "test_family.py::test_kvpress_twins")
 TINY = Check(KVPRESS, PREFILL, "test_parity.py::test_kvpress_on_tiny_models")
 POOLS = Check(KVPRESS, PREFILL, "test_pool.py::test_kept_as_in_kvpress")
@@ -38,13 +36,15 @@ FORMS = Check(FORM, BOTH, "test_forms.py::test_prompt_and_steps")
 
 FORMS_AT_DECODE = Check(FORM, DECODE, "test_forms.py::test_prompt_and_steps")
 
+SCOPE = Check(CODE, DECODE, "test_scope.py::test_a_layer_keeps_what_the_rule_says")
+
 CHECKS: dict[str, Check | tuple[Check, ...]] = {
-    "a2sf": RULES,
+    "a2sf": Check(CODE, PREFILL, "test_released_scores.py::test_a2sf_as_released"),
     "ada-pyramidkv": FORMS,
     "adakv": POOLS,
     "adakv-h2o": FORMS,
     "alisa": FORMS,
-    "cake": Check(FORM, PREFILL, "test_model_pool.py::test_cake"),
+    "cake": Check(CODE, BOTH, "test_model_pool.py::test_cake_as_released"),
     "capkv": TWINS,
     "chunk-topk": TWINS,
     "chunkkv": TWINS,
@@ -57,7 +57,7 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "d2o": Check(FORM, PREFILL, "test_model_pool.py::test_d2o"),
     "dapq": FORMS,
     "dapq-longflow": FORMS,
-    "defensivekv": RULES,
+    "defensivekv": Check(CODE, PREFILL, "test_released_scores.py::test_defensivekv_as_released"),
     "duo": HEADS,
     "elastic-cache": FORMS,
     "ems": FORMS,
@@ -68,40 +68,45 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "finch": TWINS,
     "full": Check(CODE, BOTH, "test_released.py::test_the_full_cache_generates_what_transformers_does"),
     "global-h2o": Check(FORM, PREFILL, "test_model_pool.py::test_one_budget_for_all"),
-    "graphkv": RULES,
+    "graphkv": Check(FORM, PART, "test_family.py::test_neighbours_of_the_best_count_less"),
     "h2o": Check(CODE, BOTH, "test_released.py::test_what_every_step_leaves"),
-    "headkv": HEADS,
+    "headkv": (HEADS, Check(CODE, PART, "test_head_budgets.py::test_headkv_as_released")),
     "keydiff": (TWINS, FORMS_AT_DECODE),
     "knorm": TINY,
-    "kvcrush": RULES,
+    "kvcrush": Check(FORM, PART, "test_family.py::test_an_even_sample_of_behaviour"),
     "kvzip": REPLAY,
     "kvzip-plus": REPLAY,
-    "lacache": RULES,
+    "lacache": Check(CODE, BOTH, "test_family.py::test_lacache_as_released"),
     "lagkv": (RELEASED, FORMS_AT_DECODE),
     "laq": FORMS,
     "laq-longflow": FORMS,
     "layer-compresskv": RELEASED,
-    "layer-defensivekv": RULES,
+    "layer-defensivekv": Check(CODE, PREFILL, "test_released_scores.py::test_defensivekv_as_released"),
     "lazyeviction": FORMS,
     "leverage": (TWINS, FORMS_AT_DECODE),
     "longflow": Check(CODE, BOTH, "test_released.py::test_longflow_step_by_step"),
     "lu-kv": Check(KVPRESS, PREFILL, "test_head_budgets.py::test_curves_as_in_kvpress"),
-    "mpcache": Check(FORM, PREFILL, "test_family.py::test_a_look_once_and_layers_that_share_it"),
+    "mpcache": Check(FORM, PREFILL, "test_family.py::test_a_look_once"),
     "non-causal": TWINS,
-    "prefixkv": Check(FORM, PREFILL, "test_model_pool.py::test_prefixkv"),
+    "prefixkv": Check(CODE, BOTH, "test_model_pool.py::test_prefixkv_as_released"),
     "pyramidkv": RELEASED,
     "q-filters": Check(CODE, BOTH, "test_released.py::test_q_filters_step_by_step"),
     "quest": FORMS,
-    "r-kv": RULES,
+    "r-kv": (
+        Check(CODE, PREFILL, "test_released_scores.py::test_r_kv_as_released"),
+        Check(FORM, DECODE, "test_released_scores.py::test_r_kv_cuts_with_the_last_queries"),
+    ),
     "random": FORMS,
     "razorattention": HEADS,
-    "scope": Check(FORM, PART, "test_family.py::test_scope_keeps_the_prompt"),
+    "scope": SCOPE,
+    "scope-adaptive": SCOPE,
+    "scope-discontinuous": SCOPE,
     "simlayerkv": Check(FORM, PREFILL, "test_model_pool.py::test_simlayerkv"),
     "snapkv": RELEASED,
     "spans": FORMS,
     "spans-longflow": FORMS,
     "streaming-llm": Check(CODE, BOTH, "test_released.py::test_streaming_llm_step_by_step"),
-    "subgen": RULES,
+    "subgen": Check(FORM, PART, "test_family.py::test_a_cover_of_the_keys"),
     "tiered-h2o": Check(FORM, PART, "test_evicted.py::test_a_second_tier_holds_what_the_first_has_lost"),
     "tova": Check(CODE, BOTH, "test_released.py::test_what_every_step_leaves"),
     "treekv": FORMS,

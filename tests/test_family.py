@@ -24,17 +24,14 @@ from jaxkv.policies import (
     Aggregate,
     Attention,
     Cover,
-    Crush,
     Distance,
     Follow,
-    Ladder,
     LagKV,
     Leverage,
     Maximum,
     Neighbours,
     NonCausal,
     Phase,
-    Propagated,
     Random,
     Recurrence,
     Redundancy,
@@ -268,7 +265,7 @@ def test_neighbours_of_the_best_count_less(entries):
     """GraphKV by its formula: s_j times (1 - e_ij) for each source i that has j among its 3 nearest, two rounds."""
     inputs, arrays = entries
     inputs = dataclasses.replace(inputs, protected=inputs.at >= S - 2)
-    part = Propagated(of=Attention(), share=0.5, neighbours=3, rounds=2)
+    part = dataclasses.replace(catalogue()["graphkv"].prefill.score, share=0.5, neighbours=3, rounds=2)
     got = arrays["in_time"](part.score({}, inputs))[0]
     keys, mass, nodes = arrays["keys"][0], arrays["mass"][0], range(S - 2)
     unit, decayed = keys / np.linalg.norm(keys, axis=-1, keepdims=True), 0
@@ -477,7 +474,8 @@ def test_an_even_sample_of_behaviour(entries, guarded, share):
     inputs = dataclasses.replace(
         inputs, protected=jnp.asarray(guard), mass=arrays["slots"](mass[None], np.float32(0)), limits=jnp.array([13])
     )
-    worth = arrays["in_time"](Crush(share=share).score({}, inputs))[0]
+    part = dataclasses.replace(catalogue()["kvcrush"].prefill.score, share=share)
+    worth = arrays["in_time"](part.score({}, inputs))[0]
     assert (worth[0] == worth[1]).all()
     free, room = S - guarded, 13 - guarded
     leaders = sorted(range(free), key=lambda t: -mass[:, t].sum())[: int(room * share)]
@@ -500,7 +498,7 @@ def test_a_cover_of_the_keys(entries, head_goal):
     guard = np.asarray(inputs.at) >= S - 4
     limits = np.array([[12, 16]] if head_goal else [12], np.int32)
     inputs = dataclasses.replace(inputs, protected=jnp.asarray(guard), limits=jnp.asarray(limits))
-    part = Cover(share=0.4, seed=3)
+    part = dataclasses.replace(catalogue()["subgen"].prefill.score, share=0.4, seed=3)
     at = jnp.arange(S, dtype=jnp.int32)[None]
     entered = part.enter(Entering(jnp.asarray(arrays["keys"]), jnp.asarray(arrays["values"]), positions=at))["sampled"]
     stats = {"sampled": arrays["slots"](np.asarray(entered), np.float32(np.nan))}
@@ -791,11 +789,12 @@ def test_lacache_as_released(goldens, case):
     layers, span, overlap, size, tokens, each = golden[f"{case}/case"].tolist()
     theirs, every = golden[f"{case}/kept"], 10
     limits = jnp.array([size], jnp.int32)
+    part = dataclasses.replace(catalogue()["lacache"].decode.score, span=span, overlap=overlap)
 
     @jax.jit
     def score(at, now, layer):
         inputs = ScoreInputs(positions=at, now=now, limits=limits, layer=layer, layers=layers, sinks=4)
-        return Ladder(span, overlap).score({}, inputs)
+        return part.score({}, inputs)
 
     for layer in range(layers):
         held = list(range(size)) if each else []

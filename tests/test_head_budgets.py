@@ -186,7 +186,7 @@ def test_a_head_that_retrieves_nothing_keeps_its_base():
 def test_headkv_as_released(goldens, which, beta):
     """Every head of 32 layers gets what the release gives it of 96 tokens, but for whole tokens per layer."""
     golden = arrays(goldens / "policies" / "headkv.npz")
-    share, budget, window = Proportional(beta=beta), 128, 32
+    share, budget, window = dataclasses.replace(catalogue()["headkv"].allocate, beta=beta), 128, 32
     theirs, learned = window + golden[f"{which}/{beta}/capacity"], {"retrieval": golden[f"{which}/scores"]}
     layers = share.budgets(budget, 32, 10_000, window, learned)
     assert sum(layers) == 32 * budget and np.abs(np.array(layers) - theirs.mean(axis=1)).max() < 1

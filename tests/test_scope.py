@@ -97,7 +97,7 @@ def test_the_rule_is_the_releases(golden, form):
 def test_a_layer_keeps_what_the_rule_says(golden, form):
     found = golden[0]
     _, window, recent, delta, _ = found["sizes"].tolist()
-    name = {"slide": "scope"}.get(form, f"scope-{form}")
+    name = {"slide": "scope", "adaptive": "scope-adaptive", "discontinuous": "scope-discontinuous"}[form]
     options = {"discontinuous": {"grow": delta, "every": delta}, "adaptive": {"grow": delta}}.get(form, {})
     reserve = window + (form != "discontinuous")  # and the token that is there before one goes
     policy = jaxkv.policy(name, budget=200, reserve=reserve, decode_recent=recent, **options)
