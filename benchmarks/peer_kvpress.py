@@ -23,6 +23,7 @@ from benchmarks.peer import Peer, serve
 
 # Our policy -> the press that is its twin, or nearest: kvpress' ObservedAttention averages where H2O sums, and protects
 # nothing; StreamingLLM keeps text positions there, as our rope="text".
+# Presses run with kvpress' own numbers: window=64, kernel=5, pool="avg" here, and spare=0 for key norm.
 TWINS = {
     "full": "none",
     "streaming-llm": "StreamingLLMPress",
