@@ -204,7 +204,7 @@ def test_settings():
     assert len(default.cells()) == 1 + 10 * 3 and all(cell.policy for cell in default.cells())
     two = settings.from_dict({"policies": ["snapkv", {"name": "snapkv", "window": 16}], "budgets": [32]})
     one, other = two.cells()
-    assert one.policy is None and "at least 65" in one.reason
+    assert one.policy is None and "at least 33" in one.reason
     assert other.label == "snapkv window=16" and other.policy.prefill.observe.window == 16
     for table, error in (
         ({"polices": []}, UnknownName),
