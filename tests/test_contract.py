@@ -21,8 +21,8 @@ from small import CORE, SMALL
 
 import jaxkv
 from jaxkv import run
+from jaxkv.plan import CEILING
 from jaxkv.policies import catalogue
-from jaxkv.policies.allocator import UNLIMITED
 from jaxkv.policies.catalogue import named
 from jaxkv.store import Entries, Slots
 
@@ -147,7 +147,7 @@ def reserved(chosen, limit):
 def assert_filled(cache, chosen):
     """What a prompt longer than its budget leaves of its first row: all that it may, in time order."""
     limits, across = np.asarray(cache.limits)[:, 0], chosen.allocate.divides
-    bounded = limits[limits < UNLIMITED]
+    bounded = limits[limits < CEILING]
     assert not chosen.evicts or bounded.mean() == 16
     limits = np.minimum(limits, cache.lengths[0])
     limits, held = limits - reserved(chosen, limits), cache.held()[:, 0]
@@ -174,7 +174,7 @@ def test_budget_holds_at_prefill_and_decode(tiny, name, block):
     if chosen.decode is not None:
         over = chosen.decode.every if chosen.decode.every > 1 else 0
         limited = [
-            layer.slots for layer, limit in zip(out.cache.views, out.cache.limits, strict=True) if limit[0] < UNLIMITED
+            layer.slots for layer, limit in zip(out.cache.views, out.cache.limits, strict=True) if limit[0] < CEILING
         ]
         assert chosen.allocate.divides or set(limited) == {16 + over}
         recent = chosen.decode.protects
@@ -329,7 +329,7 @@ def test_rules_of_the_family(tiny, name):
         assert other.tokens[mine].tolist() == out.tokens[its].tolist()
         for ours, theirs in zip(other.cache.views, cache.views, strict=True):
             assert entries(ours, mine) == entries(theirs, its)
-    spares = chosen.evicts and int(first.limits.max()) >= UNLIMITED  # layers that have other slots as well
+    spares = chosen.evicts and int(first.limits.max()) >= CEILING  # layers that have other slots as well
     assert spares or [program._cache_size() for program in run.PROGRAMS] == compiled
     if chosen.decode is None:
         return  # from here on it is the full cache's code
