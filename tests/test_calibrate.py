@@ -118,6 +118,7 @@ def test_eviction_error(params, found):
     np.testing.assert_allclose(found["eviction_error"], want, rtol=1e-3)
 
 
+@pytest.mark.long
 def test_utility_curves(params, found, scored):
     """What the second half of a text reads of the first, by NumPy, in the order of LU-KV's score; then the split."""
     half, model, config = LENGTH // 2, model_of(params.config, params.weights), params.config

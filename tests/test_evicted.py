@@ -262,6 +262,7 @@ def test_the_tier_holds_the_newest_of_what_came(rounds, seed):
     assert np.isneginf(np.asarray(padding.lse)).all()
 
 
+@pytest.mark.long
 def test_a_second_tier_holds_what_the_first_has_lost(tiny):
     """Both tiers together hold the newest of all that left; the tier costs 4 bits a channel and two numbers."""
     params = tiny(FAMILY)
@@ -284,6 +285,7 @@ def test_a_second_tier_holds_what_the_first_has_lost(tiny):
                 assert beside == set(left[-8:]), (row, head)
 
 
+@pytest.mark.long
 def test_what_is_demoted_is_attended_to(tiny):
     """A tier as large as the text, at 8 bits: nearly the full cache's next-token logits, where dropping is far off."""
     params, prompt = tiny(FAMILY), ids(60, 3)

@@ -181,6 +181,7 @@ def test_a_head_that_retrieves_nothing_keeps_its_base():
     assert quotas([1.0, 0.0, 0.0], jnp.array([[10, 20, 30]], jnp.int32)) == [10, 20, 30]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("beta", [1.2, 1.5, 2.0])
 @pytest.mark.parametrize("which", ["copy", "reason"])
 def test_headkv_as_released(goldens, which, beta):
@@ -283,7 +284,7 @@ def test_the_best_split():
 # ---- at decode
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "score"),
     [
@@ -309,6 +310,7 @@ def test_the_window_of_a_local_head_slides(tiny, name, score):
                 assert sorted(held[head]) == newest(tokens + 25, len(held[head]), sinks)
 
 
+@pytest.mark.long
 def test_cuts_every_few_tokens_keep_the_shares(tiny):
     """A decode phase that cuts every 4 tokens gives each head its share again, also when the prompt was short."""
     params, budget = tiny(FAMILY), 16

@@ -35,6 +35,7 @@ def masks(layer, length):
     return out
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("ratio", ["0.5", "0.75"])
 @pytest.mark.parametrize("name", ["defensivekv", "layer-defensivekv"])
 def test_defensivekv_as_released(goldens, sharpened, scored, name, ratio):
@@ -168,6 +169,7 @@ def test_windows_as_released(name, window, pool, kernel):
         assert (policy.flow.window, policy.flow.pool, policy.flow.kernel) == (window, pool, kernel)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv", "fastkv"])
 def test_snapkv_scores_by_loops(tiny, scored, name):
     """With the released pool and kernel and a window of 8: pooled by query head, then over the group."""

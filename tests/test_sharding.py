@@ -99,7 +99,7 @@ def assert_same_cache(ours, theirs, atol=1e-4):
         assert np.array_equal(on_host(getattr(ours, name)), on_host(getattr(theirs, name)))
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name, axes", CASES)
 def test_a_mesh_gives_what_one_device_gives(goldens, name, axes):
     folder = goldens / "tiny" / "llama3"

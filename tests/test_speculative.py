@@ -722,6 +722,7 @@ def test_drafts_from_a_cache_change_nothing_when_greedy(tiny, name, drafter):
         assert fast.stats.speculation.acceptance_length > 1
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("method", [PromptLookup(fallback=False), AASD(fallback=False)], ids=["lookup", "aasd"])
 def test_drafts_come_from_the_text_of_the_cache(tiny, method):
     """A cache whose text holds what the model is about to say: every draft is right. Not known, it drafts little."""
@@ -768,6 +769,7 @@ def test_a_draft_model_needs_the_text_and_the_vocabulary(tiny):
         jaxkv.generate(params, ids(3), speculative=DraftModel(tiny("mistral")))
 
 
+@pytest.mark.long
 def test_the_command_line_speculates(monkeypatch, capsys, tiny):
     params = tiny(FAMILY)
     monkeypatch.setattr(jaxkv, "load", lambda *_, **__: type(params)(params.weights, params.config, Letters()))
@@ -796,4 +798,5 @@ def test_every_policy_speculates_or_says_why_not():
     pooled = {name for name, known in catalogue().items() if known.allocate.pooled}
     measured = {"q-filters"}  # what was measured on the model scores every token that enters
     beside = {"quest", "tiered-h2o"}  # a tree knows no index of pages, and no second tier
-    assert refused == slow | bent | pooled | measured | beside and bent
+    growing = {name for name, known in catalogue().items() if known.decode and known.decode.score.grows}
+    assert refused == slow | bent | pooled | measured | beside | growing and bent

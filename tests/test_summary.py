@@ -36,6 +36,7 @@ def capped(logits, cap):
 # ---- a summary in the softmax
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("queries", [(), (5,)], ids=["decode", "prefill"])
@@ -81,6 +82,7 @@ def test_a_summary_counts_as_often_as_it_stands_for(dtype, cap, queries):
     assert np.array_equal(np.asarray(joined(lse, -1)), np.asarray(given)), "nor does it see the summary"
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("cap", [None, 5.0])
 def test_prefill_attends_to_it_as_to_so_many_keys(cap):
     """Several tiles of queries; padding stays 0. Kernels without a log-sum-exp say so, and the reference takes over."""
@@ -165,7 +167,7 @@ def razor(query, keys, values, held, seen, position, local):
     return above / below
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [(40,), (16, 12, 12)], ids=str)
 def test_local_heads_attend_by_the_papers_rule(sizes):
     """The queries of a prompt in one block or three, and of tokens that overwrite; one row is padded and ends early."""
@@ -284,6 +286,7 @@ def test_the_summary_is_of_all_that_was_dropped(tiny, tmp_path, every):
         assert_summed(params, on.cache, [np.concatenate([a, b, c[:-1]]).astype(np.int32) for a, b, c in both])
 
 
+@pytest.mark.long
 def test_only_what_summarises_has_a_summary(tiny):
     """Elsewhere the cache's tree is what it was; and the token costs one key and value in float32 per head."""
     params = tiny(FAMILY)

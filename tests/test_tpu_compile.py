@@ -155,7 +155,7 @@ def test_pool_kernel_moves_each_block_once(shape):
     assert call.params["cost_estimate"].bytes_accessed == pytest.approx(everything, rel=0.01)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", CHIPS)
 def test_prefill_kernels_compile(name, dtype):
