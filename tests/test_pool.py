@@ -397,7 +397,7 @@ def test_bytes_are_the_budget(tiny, name):
     assert all(map(pooled, cache.views))
     held = np.asarray(cache.held())
     assert held.sum() == 24 * held[:, 0].size
-    if name != "simlayerkv":  # no layer of a random model is lazy
+    if name not in ("simlayerkv", "defensivekv"):  # no layer of a random model is lazy, and its attention is even
         assert (np.ptp(held) if isinstance(policy.allocate, Across) else np.ptp(held, axis=-1).max()) > 0, "they differ"
 
 

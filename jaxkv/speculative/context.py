@@ -193,33 +193,39 @@ class AASD(PromptLookup):
     """Draft what followed the last tokens, and beside it tokens drawn from what the model itself held likely there.
 
     Where the model's distribution after the retrieved context, kept from the prefill, gave the retrieved token less
-    than `low`, tokens drawn from that distribution stand beside it, no two alike: `siblings[d - 1]` at most at depth
-    d. They have no children. Of each distribution the `kept` likeliest tokens are there to be drawn. Source: alignment
-    sampling, arXiv 2505.13204; `verify="conditional"` is its verification, the default gives exactly the text of
-    plain decoding. The match, `low`, `kept`, the numbers of siblings and that nothing hangs below them are ours (the
-    paper's are not known). Where a longer pass costs much, as on CPUs, `PromptLookup` is faster.
+    than `low`, tokens drawn from that distribution stand beside it, no two alike: at most `siblings` at every depth,
+    or `siblings[d - 1]` at depth d. They have no children. Of each distribution the `kept` likeliest tokens are there
+    to be drawn. Source: alignment sampling, arXiv 2505.13204; `verify="conditional"` is its verification, the default
+    gives exactly the text of plain decoding. The match, `low`, `kept`, the numbers of siblings and that nothing hangs
+    below them are ours (the paper's are not known). Where a longer pass costs much, as on CPUs, `PromptLookup` is faster.
     """
 
-    siblings: tuple[int, ...] = (1, 1, 1, 1, 1)
+    siblings: int | tuple[int, ...] = 1
     low: float = 0.5
     kept: int = 8
 
     def __post_init__(self):
         super().__post_init__()
-        most = max(self.siblings, default=0)
-        if len(self.siblings) > self.depth or any(n < 0 for n in self.siblings) or not 0 <= self.low <= 1:
+        beside = self.beside
+        if len(beside) > self.depth or any(n < 0 for n in beside) or not 0 <= self.low <= 1:
             raise BadValue(
-                f"siblings={self.siblings}, low={self.low}: expected at most one number per depth ({self.depth}), "
-                "none below 0, and a probability"
+                f"siblings={self.siblings}, low={self.low}: expected a number for every depth, or at most one for each "
+                f"({self.depth}), none below 0, and a probability"
             )
-        if self.kept <= most:
-            raise BadValue(f"kept={self.kept}: expected more than the {most} siblings that are drawn from them")
+        if self.kept <= max(beside):
+            raise BadValue(f"kept={self.kept}: expected more than the {max(beside)} siblings that are drawn from them")
+
+    @property
+    def beside(self) -> tuple[int, ...]:
+        """The most siblings at each depth."""
+        if isinstance(self.siblings, tuple):
+            return (*self.siblings, *(0,) * (self.depth - len(self.siblings)))
+        return (self.siblings,) * self.depth
 
     @property
     def shape(self) -> Shape:
         """The shape of every tree."""
-        beside = (*self.siblings, *(0,) * (self.depth - len(self.siblings)))
-        return Shape(tuple(1 + n for n in beside))
+        return Shape(tuple(1 + n for n in self.beside))
 
     @property
     def top(self) -> int:
