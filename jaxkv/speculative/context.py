@@ -197,7 +197,8 @@ class AASD(PromptLookup):
     or `siblings[d - 1]` at depth d. They have no children. Of each distribution the `kept` likeliest tokens are there
     to be drawn. Source: alignment sampling, arXiv 2505.13204; `verify="conditional"` is its verification, the default
     gives exactly the text of plain decoding. The match, `low`, `kept`, the numbers of siblings and that nothing hangs
-    below them are ours (the paper's are not known). Where a longer pass costs much, as on CPUs, `PromptLookup` is faster.
+    below them are ours (the paper's are not known). Where a longer pass costs much, as on CPUs,
+    `PromptLookup` is faster.
     """
 
     siblings: int | tuple[int, ...] = 1
