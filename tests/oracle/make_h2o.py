@@ -14,11 +14,9 @@ import numpy as np
 import torch
 from common import GOLDENS, save
 from llama import Llama, Seen, causal_attention
-from released import NOISE, TRIES, Unclear, drawn, model, places, released, same, under
+from released import NOISE, clear_steps, model, places, released, stepped
 
 CASES = {"p20-b16": (20, 16), "p60-b24": (60, 24), "p12-b16": (12, 16)}  # tokens, budget while a step attends
-STEPS = 24
-GAP = 3e-3  # smallest top-2 logit gap of the tokens
 
 
 def apart(tiny: Llama) -> Llama:
@@ -44,7 +42,7 @@ def run(cache, tiny: Llama, ids: torch.Tensor, budget: int, turn: int | None) ->
         keys, values = seen.key[None], seen.value[None]
         if held[layer] is not None:
             keys, values = (torch.cat([old, new], 2) for old, new in zip(held[layer], (keys, values), strict=True))
-        if len(positions) > 1:
+        if seen.query.shape[1] > 1:
             weights = causal_attention(seen.query, keys[0])
         else:
             weights = (seen.query @ keys[0].transpose(1, 2) / tiny.dim**0.5).softmax(-1)
@@ -59,37 +57,15 @@ def run(cache, tiny: Llama, ids: torch.Tensor, budget: int, turn: int | None) ->
             row[:, : found.shape[1]] = found
         return rows
 
-    positions, tokens, every = torch.arange(len(ids)), ids, []
-    chosen: list[int] = []
-    for step in range(STEPS + 1):
-        logits, _ = tiny(tokens, positions, attend)
-        every.append(kept())
-        best = logits[-1].topk(2)
-        if best.values[0] - best.values[1] < GAP:
-            raise Unclear("token")
-        chosen.append(int(best.indices[0]))
-        tokens, positions = best.indices[:1], torch.tensor([len(ids) + step])
-    return {"kept": np.stack(every), "tokens": np.array(chosen, np.int32)}
+    every, tokens = stepped(tiny, ids, attend, kept, few=7)
+    return {"kept": every, "tokens": tokens}
 
 
 def main() -> None:
     cache = released(f"{sys.argv[1]}/h2o_hf/utils_real_drop", "modify_llama").H2OKVCache_LayerWise
     tiny, arrays = apart(model()), {}
     for name, (length, budget) in CASES.items():
-        for seed in range(5000):
-            ids = drawn(length, seed)
-            try:
-                found = run(cache, tiny, ids, budget, None)
-                if len(set(found["tokens"])) > 7 and all(
-                    same(found, run(cache, tiny, ids, budget, turn)) for turn in range(TRIES)
-                ):
-                    print(f"{name}: seed {seed}")
-                    break
-            except Unclear:
-                continue
-        else:
-            raise SystemExit(f"{name}: no prompt that is clear")
-        arrays |= under(name, {"ids": ids.numpy().astype(np.int32), **found})
+        arrays |= clear_steps(name, length, lambda ids, turn, budget=budget: run(cache, tiny, ids, budget, turn))
     save(GOLDENS / "policies" / "h2o_released.npz", arrays)
 
 

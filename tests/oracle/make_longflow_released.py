@@ -15,10 +15,9 @@ import torch
 import transformers.cache_utils
 from common import GOLDENS, save
 from llama import Llama, Seen, causal_attention
-from released import NOISE, TRIES, Unclear, drawn, model, places, released, same, under
+from released import NOISE, clear_steps, model, places, released, stepped
 
 CASES = {"p20-b24": (20, 24), "p60-b48": (60, 48)}  # tokens, budget; longer prompts are cut by a window of 32
-STEPS, GAP = 24, 3e-3
 
 
 class OnGpu(torch.Tensor):
@@ -55,16 +54,8 @@ def run(release, tiny: Llama, ids: torch.Tensor, budget: int, turn: int | None) 
         rows[layer, : held.shape[1]] = held[0]
         return out
 
-    positions, tokens, chosen, every = torch.arange(len(ids)), ids, [], []
-    for step in range(STEPS + 1):
-        logits, _ = tiny(tokens, positions, attend)
-        every.append(rows.copy())
-        best = logits[-1].topk(2)
-        if best.values[0] - best.values[1] < GAP:
-            raise Unclear("token")
-        chosen.append(int(best.indices[0]))
-        tokens, positions = best.indices[:1], torch.tensor([len(ids) + step])
-    return {"held": np.stack(every), "tokens": np.array(chosen, np.int32)}
+    held, tokens = stepped(tiny, ids, attend, rows.copy)
+    return {"held": held, "tokens": tokens}
 
 
 def main() -> None:
@@ -72,18 +63,7 @@ def main() -> None:
     release = [released(sys.argv[1], module) for module in ("models.ours", "triton_kernel.attention")]
     tiny, arrays = model(), {}
     for name, (length, budget) in CASES.items():
-        for seed in range(200):
-            ids = drawn(length, seed)
-            try:
-                found = run(release, tiny, ids, budget, None)
-                if all(same(found, run(release, tiny, ids, budget, turn)) for turn in range(TRIES)):
-                    print(f"{name}: seed {seed}, distinct tokens {len(set(found['tokens']))}")
-                    break
-            except Unclear:
-                continue
-        else:
-            raise SystemExit(f"{name}: no prompt that is clear")
-        arrays |= under(name, {"ids": ids.numpy().astype(np.int32), **found})
+        arrays |= clear_steps(name, length, lambda ids, turn, budget=budget: run(release, tiny, ids, budget, turn))
     save(GOLDENS / "policies" / "longflow_released.npz", arrays)
 
 

@@ -21,10 +21,9 @@ import transformers.cache_utils
 from common import GOLDENS, save
 from llama import Llama, Seen, causal_attention
 from measured import measured
-from released import NOISE, TRIES, Unclear, drawn, model, places, released, same, stand_in, under
+from released import NOISE, clear_steps, model, places, released, stand_in, stepped
 
 CASES = {"p20-b16-w4": (20, 16, 4), "p60-b24-w8": (60, 24, 8)}  # tokens, most that is held, newest that stay
-STEPS, GAP = 24, 3e-3
 
 
 def run(cache, tiny: Llama, ids: torch.Tensor, budget: int, window: int, turn: int | None) -> dict[str, np.ndarray]:
@@ -45,16 +44,8 @@ def run(cache, tiny: Llama, ids: torch.Tensor, budget: int, window: int, turn: i
         keys, values = (x[0].repeat_interleave(group, 0) for x in (keys, values))
         return (seen.query @ keys.transpose(1, 2) / tiny.dim**0.5).softmax(-1) @ values
 
-    positions, tokens, chosen, every = torch.arange(len(ids)), ids, [], []
-    for step in range(STEPS + 1):
-        logits, _ = tiny(tokens, positions, attend)
-        every.append(held.copy())
-        best = logits[-1].topk(2)
-        if best.values[0] - best.values[1] < GAP:
-            raise Unclear("token")
-        chosen.append(int(best.indices[0]))
-        tokens, positions = best.indices[:1], torch.tensor([len(ids) + step])
-    return {"held": np.stack(every), "tokens": np.array(chosen, np.int32)}
+    held, tokens = stepped(tiny, ids, attend, held.copy)
+    return {"held": held, "tokens": tokens}
 
 
 def main() -> None:
@@ -65,18 +56,9 @@ def main() -> None:
     transformers.cache_utils.Cache = object
     cache = released(sys.argv[1], "src.hf_cache").QFiltersCache
     for name, (length, budget, window) in CASES.items():
-        for seed in range(2000):
-            ids = drawn(length, seed)
-            try:
-                found = run(cache, tiny, ids, budget, window, None)
-                if all(same(found, run(cache, tiny, ids, budget, window, turn)) for turn in range(TRIES)):
-                    print(f"{name}: seed {seed}, distinct tokens {len(set(found['tokens']))}")
-                    break
-            except Unclear:
-                continue
-        else:
-            raise SystemExit(f"{name}: no prompt that is clear")
-        arrays |= under(name, {"ids": ids.numpy().astype(np.int32), **found})
+        arrays |= clear_steps(
+            name, length, lambda ids, turn, budget=budget, window=window: run(cache, tiny, ids, budget, window, turn)
+        )
     save(GOLDENS / "policies" / "qfilters.npz", arrays)
 
 

@@ -14,10 +14,9 @@ import torch
 import transformers.cache_utils
 from common import GOLDENS, save
 from llama import Llama, Seen, causal_attention
-from released import NOISE, TRIES, Unclear, drawn, model, places, released, same, under
+from released import NOISE, clear_steps, model, places, released, stepped
 
 CASES = {"p20-b16": (20, 16), "p60-b24": (60, 24)}  # tokens, budget while a step attends
-STEPS, GAP = 24, 3e-3
 
 
 class Lists:
@@ -49,16 +48,14 @@ def run(cache, tiny: Llama, ids: torch.Tensor, budget: int, turn: int | None) ->
         cache.reduce(layer, (weights * noise)[None])
         return context
 
-    positions, tokens, chosen, every = torch.arange(len(ids)), ids, [], []
-    for step in range(STEPS + 1):
-        logits, _ = tiny(tokens, positions, attend)
-        every.append(np.stack([places(keys[0], own) for keys, own in zip(cache.key_cache, given, strict=True)]))
-        best = logits[-1].topk(2)
-        if best.values[0] - best.values[1] < GAP:
-            raise Unclear("token")
-        chosen.append(int(best.indices[0]))
-        tokens, positions = best.indices[:1], torch.tensor([len(ids) + step])
-    return {"kept": np.stack(every), "tokens": np.array(chosen, np.int32)}
+    kept, tokens = stepped(
+        tiny,
+        ids,
+        attend,
+        lambda: np.stack([places(keys[0], own) for keys, own in zip(cache.key_cache, given, strict=True)]),
+        few=7,
+    )
+    return {"kept": kept, "tokens": tokens}
 
 
 def main() -> None:
@@ -66,20 +63,7 @@ def main() -> None:
     cache = released(f"{sys.argv[1]}/src", "tova_cache").TOVACache
     tiny, arrays = model(), {}
     for name, (length, budget) in CASES.items():
-        for seed in range(2000):
-            ids = drawn(length, seed)
-            try:
-                found = run(cache, tiny, ids, budget, None)
-                if len(set(found["tokens"])) > 7 and all(
-                    same(found, run(cache, tiny, ids, budget, turn)) for turn in range(TRIES)
-                ):
-                    print(f"{name}: seed {seed}")
-                    break
-            except Unclear:
-                continue
-        else:
-            raise SystemExit(f"{name}: no prompt that is clear")
-        arrays |= under(name, {"ids": ids.numpy().astype(np.int32), **found})
+        arrays |= clear_steps(name, length, lambda ids, turn, budget=budget: run(cache, tiny, ids, budget, turn))
     save(GOLDENS / "policies" / "tova_released.npz", arrays)
 
 

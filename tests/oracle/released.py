@@ -16,6 +16,7 @@ from llama import Llama, Seen
 
 NOISE = 3e-5  # relative change of queries, keys and values under which nothing that is kept may change
 TRIES = 3
+STEPS, GAP = 24, 3e-3  # decode steps, and the smallest gap between the two best logits of a token
 
 
 class Unclear(Exception):
@@ -99,6 +100,37 @@ def clear_prompt(tiny: Llama, length: int, kept: Kept) -> dict[str, np.ndarray]:
         except Unclear:
             continue
     raise SystemExit("no prompt that is clear")
+
+
+def stepped(tiny: Llama, ids: torch.Tensor, attend: Callable, kept: Callable, few: int = 0) -> tuple[np.ndarray, ...]:
+    """What `kept` tells after the prompt and after every greedy step, and the tokens, of which over `few` differ."""
+    positions, tokens, chosen, every = torch.arange(len(ids)), ids, [], []
+    for step in range(STEPS + 1):
+        logits, _ = tiny(tokens, positions, attend)
+        every.append(kept())
+        best = logits[-1].topk(2)
+        if best.values[0] - best.values[1] < GAP:
+            raise Unclear("token")
+        chosen.append(int(best.indices[0]))
+        tokens, positions = best.indices[:1], torch.tensor([len(ids) + step])
+    if len(set(chosen)) <= few:
+        raise Unclear("few tokens")
+    return np.stack(every), np.array(chosen, np.int32)
+
+
+def clear_steps(name: str, length: int, run: Callable) -> dict[str, np.ndarray]:
+    """The first prompt of so many tokens of which noise changes nothing in `run(ids, turn)` (no turn, no noise), and
+    what that gives, by names behind the case's."""
+    for seed in range(5000):
+        ids = drawn(length, seed)
+        try:
+            found = run(ids, None)
+            if all(same(found, run(ids, turn)) for turn in range(TRIES)):
+                print(f"{name}: seed {seed}, distinct tokens {len(set(found['tokens'].tolist()))}")
+                return under(name, {"ids": ids.numpy().astype(np.int32), **found})
+        except Unclear:
+            continue
+    raise SystemExit(f"{name}: no prompt that is clear")
 
 
 def batch(seen: Seen) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
