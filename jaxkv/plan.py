@@ -139,12 +139,15 @@ def lacking(policy: Policy, cache: KVCache, room: int) -> tuple[int, ...]:
     if policy.decode is None:
         return (room,) * len(cache.layers)
 
+    limits = on_host(cache.limits).max(axis=1).tolist()
+    if not any(_as_needed(policy, limit) for limit in limits):
+        return (0,) * len(limits)
+
     def of(layer: Any, held: np.ndarray, limit: int) -> int:
         most = whole(policy, limit)
         short = _as_needed(policy, limit) and layer.slots < most
         return min(room, max(most - layer.needed(held), 0)) if short else 0
 
-    limits = np.asarray(cache.limits).max(axis=1).tolist()
     return tuple(map(of, cache.layers, on_host(cache.held()), limits))
 
 
