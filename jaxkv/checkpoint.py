@@ -1,7 +1,5 @@
 """Save a cache with orbax and go on from it later, bit for bit, in another process."""
 
-import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jaxkv import digests
 from jaxkv.checks import shown
 from jaxkv.errors import BadCheckpoint, BadValue, JaxkvError, first_line
 from jaxkv.folders import appearing_folder
@@ -22,7 +21,6 @@ from jaxkv.store.described import arrays_in, arrays_of, described, rebuilt
 from jaxkv.weights.orbax_folder import written
 
 FORMAT = 3
-DIGESTS = "digests.json"  # beside what orbax writes
 
 
 def save(cache: KVCache, path: str | os.PathLike) -> Path:
@@ -48,7 +46,7 @@ def save(cache: KVCache, path: str | os.PathLike) -> Path:
     with appearing_folder(path, sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))) as draft:
         written(draft, cache=ocp.args.StandardSave(arrays), facts=ocp.args.JsonSave(facts))
         if jax.process_index() == 0:
-            (draft / DIGESTS).write_text(json.dumps(_digests(draft)), encoding="utf-8")
+            digests.write(draft)
     return path
 
 
@@ -61,7 +59,8 @@ def restore(path: str | os.PathLike, params: Any = None) -> KVCache:
     path = Path(path).absolute()
     if not path.is_dir():
         raise BadCheckpoint(f"{path}: no saved cache there; expected a folder that jaxkv.save wrote")
-    _check_files(path)
+    if damage := digests.damage(path):
+        raise BadCheckpoint(f"{path}: not a readable saved cache ({damage}); it is damaged, save it again")
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
             facts = checkpointer.restore(path, ocp.args.Composite(facts=ocp.args.JsonRestore()))["facts"]
@@ -94,32 +93,6 @@ def restore(path: str | os.PathLike, params: Any = None) -> KVCache:
         tokens=np.asarray(arrays["tokens"]) if "tokens" in arrays else None,
     )
     return layout.cache(cache)
-
-
-def _digests(folder: Path) -> dict[str, str]:
-    """The SHA-256 of every file of a saved cache, by its place in the folder."""
-    found = {}
-    for file in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != DIGESTS):
-        with file.open("rb") as opened:
-            found[file.relative_to(folder).as_posix()] = hashlib.file_digest(opened, "sha256").hexdigest()
-    return found
-
-
-def _check_files(folder: Path) -> None:
-    """Raises `BadCheckpoint` where the files are not those that were written: before anything reads them."""
-    try:
-        said = {str(name): str(digest) for name, digest in json.loads((folder / DIGESTS).read_bytes()).items()}
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise BadCheckpoint(
-            f"{folder}: not a readable saved cache ({DIGESTS}: {first_line(error)}); save it again"
-        ) from None
-    found = _digests(folder)
-    names = sorted(name for name in {*said, *found} if said.get(name) != found.get(name))
-    if names:
-        raise BadCheckpoint(
-            f"{folder}: not a readable saved cache ({', '.join(names[:3])}: other than what was written); it is "
-            "damaged, save it again"
-        )
 
 
 def _arrays(cache: KVCache) -> dict[str, Any]:

@@ -222,7 +222,7 @@ class Eval:
     """Measure what policies cost on text: tasks, fidelity, memory, speed. Goes on where it was stopped."""
 
     run: Positional[str] = "default"
-    """A TOML file, or a shipped run: default, needles, dapq, ruler, long-output."""
+    """A TOML file, or a shipped run: allocators, code, dapq, default, long-output, needles, ruler, text."""
     model: str | None = None
     """Instead of the run's model."""
     dtype: str | None = None
@@ -442,17 +442,21 @@ def _policies(command: Policies) -> int:
         for part, otherwise in plain.items():
             print(f"{part:8} {_phrase(to_dict(policy).get(part, otherwise))}")
         print(f"{'rope':8} {policy.rope}\n{'block':8} {policy.block}\n{'floor':8} {policy.floor} tokens at least")
+        bounded = "while decoding too" if policy.bounded else "not while decoding; --option decode=h2o bounds that"
+        print(f"{'bounded':8} {bounded}")
         print(f"{'question':8} {'steers' if policy.query_aware else 'does not steer'} what is kept of the prompt")
         print(f"{'needs':8} {'calibration' if policy.calibrated else 'nothing measured before'}")
         return 0
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("name", "paper", "fidelity", "prefill", "decode", "query-aware", "calibration")
+    table = Table("name", "paper", "fidelity", "prefill", "decode", "bounded", "query-aware", "calibration")
     for policy in known:
         parts = _parts(policy)
-        aware, before = "yes" if policy.query_aware else "no", "yes" if policy.calibrated else "none"
-        table.add_row(policy.name, policy.paper, policy.fidelity, parts["prefill"], parts["decode"], aware, before)
+        bounded, aware = ("yes" if said else "no" for said in (policy.bounded, policy.query_aware))
+        before = "yes" if policy.calibrated else "none"
+        facts = policy.name, policy.paper, policy.fidelity, parts["prefill"], parts["decode"]
+        table.add_row(*facts, bounded, aware, before)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     return 0
 
@@ -634,9 +638,10 @@ def _size(policy: Any) -> str:
 def _summary(policy: Any, stats: Any) -> str:
     told = stats.speculation
     drafts = "" if told is None else f", {told.tokens_per_pass:.2f} tokens per pass"
+    growing = "" if stats.bounded else ", growing"
     return (
         f"[{_size(policy)}: {stats.seen[0]} tokens seen, {stats.kept[0]:.0f} kept, {stats.evicted[0]:.0f} evicted, "
-        f"cache {stats.cache_bytes / 1e6:.1f} MB; {stats.tokens_per_second:.1f} tokens/s{drafts}]"
+        f"cache {stats.cache_bytes / 1e6:.1f} MB{growing}; {stats.tokens_per_second:.1f} tokens/s{drafts}]"
     )
 
 

@@ -107,6 +107,7 @@ class Decoding:
             read_bytes=sum(cache.read_bytes),
             seen=tuple(int(n) for n in np.asarray(cache.lengths)),
             kept=tuple(float(n) for n in held.mean(axis=(0, 2))),
+            bounded=request.policy.bounded,
             speculation=None if self.session is None else self.session.summary(),
         )
         texts = [self.text(row) for row in range(len(self.tokens))]

@@ -14,8 +14,8 @@ class Stats:
     """What a run cost. `seen`, `kept`, `evicted` are tokens per row; kept is the mean over layers and KV heads.
 
     `tokens_per_second` counts all rows' new tokens over the decode time, without the first chunk (which may compile)
-    when there are more. `cache_bytes` are held, `read_bytes` are the keys and values that a decode step reads.
-    `speculation` says what drafts brought.
+    when there are more. `bounded` says whether decoding holds the cache to its budget, or only adds. `cache_bytes` are
+    held, `read_bytes` are the keys and values that a decode step reads. `speculation` says what drafts brought.
     """
 
     prompt_tokens: int
@@ -27,6 +27,7 @@ class Stats:
     read_bytes: int
     seen: tuple[int, ...]
     kept: tuple[float, ...]
+    bounded: bool
     speculation: Speculation | None = None
 
     @property

@@ -181,6 +181,7 @@ def test_a_budget_may_stand_in_the_file(mine, tmp_path):
     [
         (None, BadValue, "no such file"),
         ("prefill = ", BadValue, "not TOML"),
+        ("x = " + "[" * 5000, BadValue, "not TOML"),
         ("[prefil]", UnknownName, "did you mean 'prefill'"),
         ("prefill = 3", BadValue, "prefill=3: expected a table"),
         ("[prefill]\nscore = 3", BadValue, "score=3: expected a table with its kind"),

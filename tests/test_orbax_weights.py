@@ -1,5 +1,9 @@
 """Weights saved with orbax and read back: on one device, over a mesh, in another dtype; damaged, or there already."""
 
+import json
+import random
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jaxkv
-from jaxkv import folders
+from jaxkv import digests, folders
 from jaxkv.errors import BadCheckpoint, BadValue, BadWeights
 from jaxkv.weights.orbax_folder import INSIDE
 
@@ -73,9 +77,36 @@ def test_damage_is_named(tiny, tmp_path):
     for file in (path / INSIDE).rglob("*"):
         if file.is_file():
             file.write_bytes(b"")
-    with pytest.raises(BadWeights, match="save them again"):
+    with pytest.raises(BadWeights, match="it is damaged, save it again"):
         jaxkv.load(path)
     bad = jax.tree.map(lambda leaf: leaf.at[0].set(jnp.nan), tiny("llama3").weights)
     path = jaxkv.save_weights(type(tiny("llama3"))(bad, tiny("llama3").config), tmp_path / "nan")
     with pytest.raises(BadWeights, match="NaN"):
         jaxkv.load(path)
+
+
+def test_a_flipped_bit_is_found(saved, tmp_path):
+    """In every file of the weights, before it is read; the tokenizer's files beside them may be edited."""
+    inside = saved["llama3"] / INSIDE
+    files = sorted(file.relative_to(inside) for file in inside.rglob("*") if file.is_file() and file.stat().st_size)
+    draw = random.Random(0)
+    for file in files:
+        copy = tmp_path / "copy"
+        shutil.copytree(saved["llama3"], copy)
+        data = bytearray((copy / INSIDE / file).read_bytes())
+        at = draw.randrange(8 * len(data))
+        data[at // 8] ^= 1 << at % 8
+        (copy / INSIDE / file).write_bytes(data)
+        with pytest.raises(BadWeights, match="not a readable checkpoint"):
+            jaxkv.load(copy)
+        shutil.rmtree(copy)
+
+
+def test_hosts_divide_the_files(saved, tmp_path):
+    """Together they read each file once."""
+    copy = shutil.copytree(saved["llama3"] / INSIDE, tmp_path / "copy")
+    said = json.loads((copy / digests.DIGESTS).read_text())
+    for file in said:
+        (copy / digests.DIGESTS).write_text(json.dumps({**said, file: "0"}))
+        found = [digests.damage(copy, share=share, of=3) for share in range(3)]
+        assert sum(map(bool, found)) == 1 and file in "".join(found)

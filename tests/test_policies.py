@@ -10,7 +10,7 @@ import pytest
 
 import jaxkv
 from jaxkv.errors import BadValue, UnknownName
-from jaxkv.policies import Aggregate, Global, Pyramid, Select, catalogue
+from jaxkv.policies import Aggregate, Global, KeyNorm, NoQueries, Pyramid, Select, catalogue
 from jaxkv.policies.policy import from_dict, to_dict
 
 
@@ -52,6 +52,33 @@ def test_options_reach_their_parts():
     assert (one.prefill.select.sinks, one.decode.select.sinks) == (4, 2)
     for share in (Global(most=3.0), {"kind": "global", "most": 3.0}):
         assert jaxkv.policy("dapq", budget=40, allocate=share).allocate == Global(most=3.0)
+    for score in (KeyNorm(), {"kind": "key-norm"}):
+        policy = jaxkv.policy("h2o", budget=40, score=score, decode_select={"sinks": 2})
+        assert policy.prefill.score == policy.decode.score == KeyNorm()
+        assert (policy.prefill.select.sinks, policy.decode.select) == (0, Select(sinks=2))
+    policy = jaxkv.policy("h2o", budget=40, prefill_score=KeyNorm(), prefill_observe={"kind": "none"})
+    assert (policy.prefill.observe, policy.decode) == (NoQueries(), catalogue()["h2o"].decode), "both parts at once"
+    assert policy.fidelity == "" and jaxkv.policy("h2o", budget=40).fidelity == catalogue()["h2o"].fidelity
+
+
+@pytest.mark.parametrize("name", sorted(catalogue()))
+def test_any_policy_can_be_bounded_while_decoding(name, tmp_path):
+    """By the decode phase of another, given by its name, itself, or as a table; where layers are spared, they too."""
+    policy = catalogue()[name]
+    assert policy.bounded == (policy.decode is not None and name != "knorm")
+    if not policy.evicts:
+        with pytest.raises(BadValue, match="not be bounded"):
+            jaxkv.policy(name, decode="h2o")
+        return
+    if policy.flow.going_on or policy.rope != "text" or policy.bounded:
+        return
+    more = {"allocate": {"kind": "uniform"}} if name == "knorm" else {}
+    bounded = jaxkv.policy(name, budget=512, decode="h2o", **more)
+    assert bounded.bounded and bounded.decode == catalogue()["h2o"].decode and bounded.prefill == policy.prefill
+    assert bounded == jaxkv.policy(name, budget=512, decode=bounded.decode, **more)
+    assert bounded == jaxkv.policy(name, budget=512, decode=to_dict(bounded)["decode"], **more)
+    assert from_dict(to_dict(bounded)) == bounded
+    assert jaxkv.policy(name, budget=512, decode=None).bounded is False
 
 
 @pytest.mark.parametrize(
@@ -59,6 +86,10 @@ def test_options_reach_their_parts():
     [
         (lambda: jaxkv.policy("snapvk", budget=9), UnknownName, "did you mean 'snapkv'"),
         (lambda: jaxkv.policy("snapkv", budget=99, allocate={"kind": "globe"}), UnknownName, "did you mean 'global'"),
+        (lambda: jaxkv.policy("snapkv", budget=64, decode="dapq"), BadValue, "has no decode phase"),
+        (lambda: jaxkv.policy("snapkv", budget=64, prefill=None), BadValue, "keeps everything"),
+        (lambda: jaxkv.policy("snapkv", budget=64, decode_score={"kind": "key-norm"}), BadValue, "no decode phase"),
+        (lambda: jaxkv.policy("snapkv", budget=64, score={"kind": "keynorm"}), UnknownName, "did you mean 'key-norm'"),
         (lambda: jaxkv.policy("snapkv"), BadValue, "exactly one of"),
         (lambda: jaxkv.policy("snapkv", budget=100, ratio=0.5), BadValue, "budget=100 and ratio=0.5"),
         (lambda: jaxkv.policy("snapkv", budget=32), BadValue, "at least 33"),
@@ -80,6 +111,20 @@ def test_options_reach_their_parts():
 def test_refusals_name_the_value_and_the_remedy(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "name, options, words",
+    [
+        ([], {}, r"policy \[\]: expected a name"),
+        ("snapkv", {"decode": 5}, "expected Phase or None"),
+        ("snapkv", {"score": 5}, "expected Score"),
+    ],
+)
+def test_values_of_other_kinds(name, options, words):
+    with pytest.raises(BadValue, match=words):
+        jaxkv.policy(name, budget=64, **options)
 
 
 def test_ratio_is_the_fraction_removed():

@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jaxkv
-from jaxkv import checkpoint
+from jaxkv import checkpoint, digests
 from jaxkv.errors import BadCheckpoint, BadValue, JaxkvError
 from jaxkv.evaluation import results
 from jaxkv.folders import appearing
@@ -77,8 +77,8 @@ def test_every_file_that_changed_is_named(saved, tmp_path):
         (lambda copy: (copy / "facts" / "metadata").write_text("{}"), "facts/metadata: other than what was written"),
         (lambda copy: (copy / "cache" / "_METADATA").unlink(), "cache/_METADATA: other"),
         (lambda copy: (copy / "more").write_text(""), "more: other"),
-        (lambda copy: (copy / checkpoint.DIGESTS).write_text("[]"), "not a readable saved cache"),
-        (lambda copy: (copy / checkpoint.DIGESTS).unlink(), "digests.json: "),
+        (lambda copy: (copy / digests.DIGESTS).write_text("[]"), "not a readable saved cache"),
+        (lambda copy: (copy / digests.DIGESTS).unlink(), "digests.json: "),
     ):
         copy = tmp_path / "copy"
         shutil.copytree(saved, copy)

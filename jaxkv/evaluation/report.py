@@ -104,6 +104,7 @@ def _page(records: Any, about: list[Record], images: dict[str, str], rows: Any, 
             {"title": _title(record), "map": f"retention-{number}.png"}
             for number, record in enumerate(_retentions(records))
         ],
+        words=summary.WORDS,
         percent=lambda share: f"{100 * share:.0f}",
         about="\n\n".join(json.dumps(each, indent=1) for each in about),
         # In a script element only "</" would end the element, so that is what must not occur.

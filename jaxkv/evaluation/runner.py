@@ -279,7 +279,8 @@ def about(job: Job, row: tuple[Example, int]) -> Record:
 
 
 def _cell(cell: Cell) -> Record:
-    return {"policy": cell.label, "budget": cell.budget, "ratio": cell.ratio}
+    said = {"policy": cell.label, "budget": cell.budget, "ratio": cell.ratio}
+    return said if cell.policy is None else {**said, "fidelity": cell.policy.fidelity, "bounded": cell.policy.bounded}
 
 
 def prose_rows(settings: Settings, tokenizer: Any, count: int, tokens: int, file: str = "") -> np.ndarray:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 Record = dict[str, Any]
+SAID = ("fidelity", "bounded")  # what a record says of its policy
+WORDS = {True: "yes", False: "no"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +69,7 @@ def quality(records: Iterable[Record]) -> list[Record]:
             "source": some[0]["source"],
             "budget": size,
             "mode": mode,
+            **{name: some[0].get(name) for name in SAID},
             "score": wilson([record["score"] for record in some]),
             "at": statistics.fmean(x) if (x := [v for r in some if (v := size_of(r)) is not None]) else None,
             "kept": statistics.fmean(record["kept"] for record in some),
@@ -97,6 +100,7 @@ def fidelities(records: Iterable[Record]) -> list[Record]:
         rows.append(
             {
                 "policy": name_of(record),
+                **{name: record.get(name) for name in SAID},
                 "budget": record["budget"] if record["ratio"] is None else record["ratio"],
                 "at": record["budget"] if record["ratio"] is None else record["length"] * (1 - record["ratio"]),
                 **{name: mean(name) for name in ("kl", "top1", "perplexity", "full_perplexity", "mass", "overlap")},
@@ -115,14 +119,16 @@ def _mean(value: Any) -> float:
 
 
 def text_table(rows: Sequence[Record], found: Sequence[Record] = ()) -> str:
-    """The quality rows as a Markdown table: a line per policy, score with interval per budget and mode; then KL."""
+    """The quality rows as a Markdown table: a line per policy with its fidelity and whether it is bounded while
+    decoding, score with interval per budget and mode; then KL. "-" is what no record says."""
     columns = sorted({(row["mode"], row["budget"]) for row in rows if row["budget"] is not None})
     modes = {mode for mode, _ in columns}
     label = lambda mode, size: f"{size}" if len(modes) < 2 else f"{mode} {size}"  # noqa: E731
     kl = {(row["policy"], row["budget"]): row["kl"] for row in found}
     sizes = sorted({size for _, size in kl if size is not None}) or ["all"] * bool(kl)
-    head = ["policy", *(label(*column) for column in columns), *(f"KL at {size}" for size in sizes)]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    said = {row["policy"]: (row["fidelity"] or "-", WORDS.get(row["bounded"], "-")) for row in [*rows, *found]}
+    head = ["policy", *SAID, *(label(*column) for column in columns), *(f"KL at {size}" for size in sizes)]
+    lines = [head, ["---"] * 3 + ["---:"] * (len(head) - 3)]
     for name in dict.fromkeys(row["policy"] for row in [*rows, *found]):
         mine = {(row["mode"], row["budget"]): row["score"] for row in rows if row["policy"] == name}
         cells = []
@@ -132,5 +138,5 @@ def text_table(rows: Sequence[Record], found: Sequence[Record] = ()) -> str:
         for size in sizes:
             value = kl.get((name, size), kl.get((name, None)))
             cells.append("-" if value is None else f"{value:.3f}")
-        lines.append([name, *cells])
+        lines.append([name, *said[name], *cells])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -55,6 +55,10 @@ class Adaptive(Shared):
         """What dividing the budget over heads and layers needs."""
         return self.layers.needs if self.of is None else self.layers.needs | self.of.needs
 
+    @property
+    def bounded(self) -> bool:
+        return self.layers.bounded
+
     def budgets(self, budget: int, layers: int, tokens: int, window: int, learned: Learned) -> tuple[int, ...]:
         """The layers' own, as means over their heads."""
         return self.layers.budgets(budget, layers, tokens, window, learned)

@@ -92,6 +92,11 @@ class Allocate(Checked):
         """Whether every layer and head has the same budget, whatever the text."""
         return False
 
+    @property
+    def bounded(self) -> bool:
+        """Whether every layer has a budget, so that a policy that evicts while decoding holds no more than that."""
+        return True
+
     def check(self, policy: Any) -> None:
         """Raises `BadValue` for a policy with which the division cannot be done."""
 

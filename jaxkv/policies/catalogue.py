@@ -7,12 +7,15 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from jaxkv.checks import shown
 from jaxkv.configs import config_files
-from jaxkv.errors import BadValue, JaxkvError, unknown
+from jaxkv.errors import BadValue, JaxkvError, first_line, unknown
 from jaxkv.policies.policy import Policy, from_dict, made
 
 OF_THE_METHOD = ("name", "title", "paper", "fidelity", "differs", "budget", "ratio")  # fields that are no options
+PHASES = ("prefill", "decode")
 PARTS_OF_A_POLICY = ("allocate", "flow", "read", "store")
+PARTS_OF_A_PHASE = ("observe", "score", "aggregate", "select", "evicted")
 
 
 @functools.cache
@@ -35,6 +38,8 @@ def named(name: str | os.PathLike) -> Policy:
     Raises `UnknownName` for a name, field or kind that there is not, and `BadValue` for a file that is none. Source:
     ours.
     """
+    if not isinstance(name, str | os.PathLike):
+        raise BadValue(f"policy {shown(name)}: expected a name that jaxkv policies lists, or a TOML file")
     if not is_file(name):
         if name not in catalogue():
             raise unknown("policy", str(name), catalogue())
@@ -47,8 +52,8 @@ def named(name: str | os.PathLike) -> Policy:
         )
     try:
         return from_dict({"name": path.stem, **tomllib.loads(path.read_text(encoding="utf-8"))})
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadValue(f"{path}: not TOML ({error}); see docs/policies.md for what stands in it") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadValue(f"{path}: not TOML ({first_line(error)}); see docs/policies.md for what stands in it") from None
     except JaxkvError as error:
         raise type(error)(f"{path}: {error}") from error
 
@@ -58,19 +63,21 @@ def policy(name: str | os.PathLike, *, budget: int | None = None, ratio: float |
 
     A path, or a name that ends in ".toml", is read from that file; its own `budget` or `ratio` counts where none is
     given here. Options are fields of its parts (`window=32`, `sinks=4`, `content="random"`), set wherever the policy
-    has such a field; `prefill_` or `decode_` in front sets it in that phase alone. `allocate`, `evicted`, `read`,
-    `flow` and `store` are whole parts or their tables: `allocate=Global()`, `allocate={"kind": "cake"}`,
-    `store={"keys": {"kind": "int", "bits": 8}}`. Raises `UnknownName` with the nearest names, and `BadValue` for both
-    or neither of budget and ratio, a budget below sinks + recent + 1, and a file that is not there or not TOML.
+    has such a field; `prefill_` or `decode_` in front sets it in that phase alone. `observe`, `score`, `aggregate`,
+    `select`, `evicted`, `allocate`, `read`, `flow` and `store` are whole parts or their tables: `score=Attention()`,
+    `allocate={"kind": "cake"}`, `store={"keys": {"kind": "int", "bits": 8}}`. `prefill` and `decode` are whole phases,
+    or the name of a policy whose phase it is: `decode="h2o"` bounds what only adds while decoding. Raises
+    `UnknownName` with the nearest names, and `BadValue` for both or neither of budget and ratio, a budget below sinks +
+    recent + 1, and a file that is not there or not TOML.
     """
     return sized(named(name), budget=budget, ratio=ratio, **options)
 
 
 def sized(chosen: Policy, *, budget: int | None = None, ratio: float | None = None, **options: Any) -> Policy:
     """The policy under a budget or a ratio (its own, where neither is given), with options, as in `policy`."""
-    name = chosen.name
     if budget is None and ratio is None:
         budget, ratio = chosen.budget, chosen.ratio
+    name, chosen = chosen.name, _with_options(chosen, options)
     given = [f"{key}={value}" for key, value in (("budget", budget), ("ratio", ratio)) if value is not None]
     if chosen.evicts and len(given) != 1:
         raise BadValue(
@@ -79,19 +86,40 @@ def sized(chosen: Policy, *, budget: int | None = None, ratio: float | None = No
         )
     if not chosen.evicts and given:
         raise BadValue(f"policy {name!r} keeps everything, so it takes no {given[0]}: leave it out")
-    whole = {name: options.pop(name) for name in ("rope", "block") if name in options}
-    whole |= {name: made(name, options.pop(name)) for name in PARTS_OF_A_POLICY if name in options}
-    chosen = dataclasses.replace(chosen, **whole)
-    for name in ("evicted", "prefill_evicted", "decode_evicted"):
-        if name in options:
-            rule = made("evicted", options.pop(name))
-            phases = [each for each in ("prefill", "decode") if name in ("evicted", f"{each}_evicted")]
-            there = {each: getattr(chosen, each) for each in phases if getattr(chosen, each) is not None}
-            new = {each: dataclasses.replace(phase, evicted=rule) for each, phase in there.items()}
-            chosen = dataclasses.replace(chosen, **new)
-    for option, value in options.items():
-        chosen = _with(chosen, option, value)
     return dataclasses.replace(chosen, budget=budget, ratio=ratio)
+
+
+def _with_options(policy: Policy, options: dict[str, Any]) -> Policy:
+    """The policy with whole parts set at once, and then the fields of parts one after another."""
+    if options:  # how faithful a method is, is said of its file as it stands
+        policy = dataclasses.replace(policy, fidelity="", differs="", budget=None, ratio=None)
+    new = {option: options[option] for option in ("rope", "block") if option in options}
+    new |= {part: made(part, options[part]) for part in PARTS_OF_A_POLICY if part in options}
+    new |= {which: _phase(which, options[which]) for which in PHASES if which in options}
+    parts = {f"{which}_{part}": (which, part) for which in PHASES for part in PARTS_OF_A_PHASE}
+    for which in PHASES:
+        phase = new.get(which, getattr(policy, which))
+        own = {part: option for option, (of, part) in parts.items() if of == which and option in options}
+        if own and phase is None:
+            raise BadValue(f"{min(own.values())}= of policy {policy.name!r}, which has no {which} phase: add {which}=")
+        given = {part: part for part in PARTS_OF_A_PHASE if part in options} | own
+        if phase is not None and given:
+            new[which] = dataclasses.replace(phase, **{part: made(part, options[at]) for part, at in given.items()})
+    policy = dataclasses.replace(policy, **new)
+    for option, value in options.items():
+        if option not in (*new, *parts, *PARTS_OF_A_PHASE):
+            policy = _with(policy, option, value)
+    return policy
+
+
+def _phase(which: str, value: Any) -> Any:
+    """A phase given itself, as its tables, or by the name of a policy that has it."""
+    if not isinstance(value, str | os.PathLike):
+        return made(which, value)
+    found = getattr(named(value), which)
+    if found is None:
+        raise BadValue(f"{which}={str(value)!r}: that policy has no {which} phase; expected one that has")
+    return found
 
 
 def _with(policy: Policy, option: str, value: Any) -> Policy:

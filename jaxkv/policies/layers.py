@@ -30,6 +30,10 @@ class Uniform(Allocate):
     def equal(self) -> bool:
         return type(self).budgets is Uniform.budgets and not self.spare
 
+    @property
+    def bounded(self) -> bool:
+        return not self.spare
+
     def check(self, policy: Any) -> None:
         if self.spare and policy.rope != "text":
             raise BadValue(

@@ -152,6 +152,10 @@ class Divided(Measured):
         """`base`."""
         return self.base
 
+    @property
+    def bounded(self) -> bool:
+        return self.layers.bounded
+
     def budgets(self, budget: int, layers: int, tokens: int, window: int, learned: Learned) -> tuple[int, ...]:
         """The layers' own, as means over their heads."""
         return self.layers.budgets(budget, layers, tokens, window, learned)

@@ -178,8 +178,13 @@ class Policy(Checked):
 
     @property
     def evicts(self) -> bool:
-        """Whether the cache is bounded at all."""
+        """Whether a prompt is cut to a budget."""
         return self.prefill is not None
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the cache stays within its budget while it decodes: tokens push others out there, in every layer."""
+        return self.decode is not None and self.allocate.bounded
 
     @property
     def extra(self) -> int:
@@ -362,7 +367,7 @@ def check_scores(policy: Policy) -> None:
         raise BadValue(f"score {kinds} gave NaN for an entry of the cache: expected a number for each that is held")
 
 
-PLAIN = {"aggregate": Aggregate, "select": Select, "store": Codecs}
+PLAIN = {"aggregate": Aggregate, "select": Select, "store": Codecs, "prefill": Phase, "decode": Phase}
 
 
 def to_dict(policy: Policy) -> dict[str, Any]:
@@ -426,8 +431,6 @@ def _built(cls: Any, table: Any, where: str) -> Any:
             value = part(name, value)
         elif name in PLAIN:
             value = _built(PLAIN[name], value, name)
-        elif name in ("prefill", "decode"):
-            value = _built(Phase, value, name)
         elif isinstance(value, dict):
             raise BadValue(f"{name} of {where} is a table: parts in it stand in fields named {', '.join(PARTS)}")
         out[name] = _tuple(value)

@@ -2,7 +2,7 @@
 
 import jax
 import numpy as np
-from jax.experimental.multihost_utils import broadcast_one_to_all, sync_global_devices
+from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather, sync_global_devices
 
 from jaxkv.errors import BadValue, HostFailure, first_line
 
@@ -68,6 +68,11 @@ def agreed(text: str) -> str:
         return text
     sent = broadcast_one_to_all(np.frombuffer(text.encode(), np.uint8))
     return np.asarray(sent, np.uint8).tobytes().decode()
+
+
+def somewhere(flag: bool) -> bool:
+    """Whether the flag is set on any host."""
+    return flag if jax.process_count() == 1 else bool(np.any(process_allgather(np.array(flag))))
 
 
 def speaks() -> bool:

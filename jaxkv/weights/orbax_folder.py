@@ -13,17 +13,18 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jaxkv import digests
 from jaxkv.errors import BadCheckpoint, BadValue, BadWeights, first_line
 from jaxkv.folders import appearing_folder
 from jaxkv.models import ModelConfig, abstract_weights
 from jaxkv.models.linear import Blocks, packed, packed_table, plain, quantised, settled
 from jaxkv.models.rope import Rope
-from jaxkv.sharding.hosts import together
+from jaxkv.sharding.hosts import somewhere, together
 from jaxkv.sharding.layout import Layout, on_host
 from jaxkv.weights.params import Params
 from jaxkv.weights.source import INSIDE
 
-FORMAT = 1
+FORMAT = 2
 
 
 def save_weights(params: Params, path: str | os.PathLike) -> Path:
@@ -45,8 +46,10 @@ def save_weights(params: Params, path: str | os.PathLike) -> Path:
     facts = {"format": FORMAT, "config": dataclasses.asdict(params.config)}
     with appearing_folder(path, sum(leaf.nbytes for leaf in jax.tree.leaves(weights))) as draft:
         written(draft / INSIDE, weights=ocp.args.StandardSave(weights), facts=ocp.args.JsonSave(facts))
-        if jax.process_index() == 0 and params.tokenizer is not None:
-            params.tokenizer.save_pretrained(draft)
+        if jax.process_index() == 0:
+            digests.write(draft / INSIDE)
+            if params.tokenizer is not None:
+                params.tokenizer.save_pretrained(draft)
     return path
 
 
@@ -71,6 +74,7 @@ def written(path: Path, **what: Any) -> None:
 
 def config_of(folder: Path) -> ModelConfig:
     """The config beside the weights. Raises `BadWeights`."""
+    _check(folder, digests.damage(folder / INSIDE, within="facts/"))
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         try:
             facts = checkpointer.restore(folder / INSIDE, ocp.args.Composite(facts=ocp.args.JsonRestore()))["facts"]
@@ -86,9 +90,13 @@ def config_of(folder: Path) -> ModelConfig:
 def read_weights(
     folder: Path, config: ModelConfig, dtype: Any, layout: Layout, panels: bool, kept: str | None = None
 ) -> Any:
-    """The weights (an `nnx.State`) in `dtype`, or with matrices `kept` in blocks, on the layout's devices. Raises
-    `BadWeights` for a damaged checkpoint.
+    """The weights (an `nnx.State`) in `dtype`, or with matrices `kept` in blocks, on the layout's devices.
+
+    Every file is held against its digest first; many hosts divide them. Raises `BadWeights` for a damaged checkpoint.
     """
+    mine = digests.damage(folder / INSIDE, share=jax.process_index(), of=jax.process_count())
+    elsewhere = "another host says so" if somewhere(bool(mine)) else ""
+    _check(folder, mine or elsewhere)
     wanted = nnx.to_flat_state(abstract_weights(config, dtype, panels=False))
     template = {}
     for where, leaf in wanted:
@@ -155,6 +163,12 @@ def _config(facts: dict[str, Any]) -> ModelConfig:
             turning: dict[str, Any] = dict(fields[name])
             fields[name] = Rope(**{**turning, "factors": tuple(turning["factors"])})
     return ModelConfig(**fields)
+
+
+def _check(folder: Path, damage: str) -> None:
+    """Raises `BadWeights` where there is damage."""
+    if damage:
+        raise BadWeights(f"{folder}: not a readable checkpoint of weights ({damage}); it is damaged, save it again")
 
 
 def _unreadable(folder: Path, error: Exception) -> str:
