@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import itertools
 import json
 import os
 import sys
@@ -397,11 +398,14 @@ def _chat(command: Chat) -> int:
     while line := _ask():
         messages.append({"role": "user", "content": line})
         ids = next_turn(params.tokenizer, messages, pending)
-        pieces = jaxkv.stream(
-            params, ids, policy=None if cache is not None else chosen, cache=cache, speculative=method,
-            scan_layers=True, **_drawn(command.draw),
-        )  # fmt: skip
-        for piece in pieces:
+        with _Meter(command.json) as meter:  # until the first words come
+            pieces = jaxkv.stream(
+                params, ids, policy=None if cache is not None else chosen, cache=cache, speculative=method,
+                scan_layers=True, progress=meter.update, **_drawn(command.draw),
+            )  # fmt: skip
+            coming = iter(pieces)
+            first = next(coming, "")
+        for piece in itertools.chain((first,), coming):
             if not command.json:
                 print(piece, end="", flush=True)
         out = pieces.generation
@@ -675,9 +679,13 @@ class _Meter:
 
     def __exit__(self, *_: object) -> None:
         if not self._quiet:
+            import jax
+
             self._compiled()
             self._bar.stop()
             self._quiet = True
+            jax.monitoring.unregister_event_listener(self._event)
+            jax.monitoring.unregister_event_duration_listener(self._ended)
 
     def update(self, kind: str, done: Any, of: Any) -> None:
         """`generate`'s progress callback."""

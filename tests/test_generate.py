@@ -1,6 +1,7 @@
 """generate, stream, prefill, save and restore: what they give, and what they refuse."""
 
 import dataclasses
+import io
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from archives import arrays
+from jax._src import monitoring
 from letters import Letters
 
 import jaxkv
@@ -418,6 +420,23 @@ def test_chat_keeps_one_bounded_cache(monkeypatch, capsys, lettered):
     assert cli.main(["chat", "--policy", "h2o", "--budget", "16", "--max-new-tokens", "8", "--json"]) == 0
     first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert second["stats"]["seen"][0] > first["stats"]["seen"][0] and second["stats"]["kept"] == [16.0]
+
+
+def test_chat_says_what_it_waits_for(monkeypatch, capsys, lettered):
+    """On a terminal: that it compiles, for the first time; once the words come nothing stands between them."""
+    lines = iter(["a question"])
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr("builtins.input", lambda _: next(lines, ""))
+    monkeypatch.setattr(jaxkv, "load", lambda *_, **__: lettered)
+    monkeypatch.setattr(cli._Meter, "PATIENCE", 0.0)
+    heard = len(monitoring.get_event_listeners())
+    jax.clear_caches()
+    assert cli.main(["chat", "--policy", "tova", "--budget", "24", "--max-new-tokens", "6"]) == 0
+    assert "compiling for the prompt: the first time" in terminal.getvalue()
+    assert terminal.getvalue().rstrip().endswith("tokens/s]") and len(capsys.readouterr().out.strip()) > 0
+    assert len(monitoring.get_event_listeners()) == heard, "nothing goes on listening"
 
 
 def test_unknown_models(tmp_path):
