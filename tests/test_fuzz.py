@@ -6,10 +6,13 @@ by default and draws the same cases each time; `pytest -m slow` draws many more.
 
 # pyright: reportArgumentType=false
 import copy
+import inspect
 import json
 import random
+import resource
 import shutil
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +27,7 @@ from letters import Letters
 import jaxkv
 from jaxkv.errors import BadCheckpoint, JaxkvError
 from jaxkv.evaluation import datasets, settings
+from jaxkv.generate import Stream
 from jaxkv.models import ModelConfig
 from jaxkv.policies import catalogue
 from jaxkv.policies.policy import Policy, from_dict, to_dict
@@ -44,13 +48,27 @@ def fuzzed(test, cases, quick: int, slow: int):
     return few, pytest.mark.slow(hypothesis(max_examples=slow, **calm)(given(case=cases)(test)))
 
 
+LONGEST, MOST = 10.0, 512  # seconds of one case, MiB that a test's cases may add to the process
+
+
 def answered(call) -> object:
-    """The result of the call, or the `JaxkvError`, which is one line that says something."""
+    """The result of the call, or the `JaxkvError`, which is one line that says something; neither takes long."""
+    began = time.monotonic()
     try:
         return call()
     except JaxkvError as error:
         assert len(str(error)) > 10, repr(error)
         return error
+    finally:
+        assert time.monotonic() - began < LONGEST
+
+
+@pytest.fixture(autouse=True)
+def bounded_memory():
+    """The most that the process has held grows little, whatever the cases ask for."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST * 1024
 
 
 numbers = st.one_of(
@@ -150,7 +168,7 @@ ARGUMENTS += [
     "policy",
     "cache",
 ]
-calls = st.tuples(prompts, st.dictionaries(st.sampled_from(ARGUMENTS), anything, max_size=3))
+calls = st.tuples(st.sampled_from(["generate", "stream", "prefill"]), prompts, st.dictionaries(st.sampled_from(ARGUMENTS), anything, max_size=3))
 
 
 @pytest.fixture(scope="module")
@@ -164,20 +182,26 @@ def stops_at_the_checks(monkeypatch):
     """`generate` up to where it would compile."""
 
     def begun(params, prompt, cache, request, execution):
-        rows_of(prompt, params.tokenizer, params.config.vocab_size)
-        return SimpleNamespace(run=lambda _: (), finish=lambda: request)
+        rows, _ = rows_of(prompt, params.tokenizer, params.config.vocab_size)
+        return SimpleNamespace(run=lambda _: (), finish=lambda: request, tokens=rows)
+
+    def prefilled(params, rows, policy, cache, execution, **more):
+        return (policy,)
 
     monkeypatch.setattr(sys.modules["jaxkv.generate"], "_begin", begun)
+    monkeypatch.setattr(sys.modules["jaxkv.generate"], "_prefill", prefilled)
 
 
 def call_of_generate(lettered, stops_at_the_checks, case):
-    prompt, options = case
-    found = answered(lambda: jaxkv.generate(lettered, prompt, **options))
-    if not isinstance(found, JaxkvError):
+    name, prompt, options = case
+    call = getattr(jaxkv, name)
+    takes = inspect.signature(call).parameters
+    found = answered(lambda: call(lettered, prompt, **{key: options[key] for key in options if key in takes}))
+    if not isinstance(found, JaxkvError | Stream):
         assert isinstance(hash(found), int), "programs are compiled for it"
 
 
-test_calls, test_many_calls = fuzzed(call_of_generate, calls, 400, 4000)
+test_calls, test_many_calls = fuzzed(call_of_generate, calls, 600, 6000)
 
 # ---- configs of models
 
