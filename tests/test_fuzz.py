@@ -168,7 +168,11 @@ ARGUMENTS += [
     "policy",
     "cache",
 ]
-calls = st.tuples(st.sampled_from(["generate", "stream", "prefill"]), prompts, st.dictionaries(st.sampled_from(ARGUMENTS), anything, max_size=3))
+calls = st.tuples(
+    st.sampled_from(["generate", "stream", "prefill"]),
+    prompts,
+    st.dictionaries(st.sampled_from(ARGUMENTS), anything, max_size=3),
+)
 
 
 @pytest.fixture(scope="module")
