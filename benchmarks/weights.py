@@ -1,4 +1,4 @@
-"""Weights in blocks of 8 and 4 bits beside floats: bytes, what they cost in quality, tokens per second.
+"""Weights in blocks of 8 and 4 bits, and in a GGUF file's own, beside floats: bytes, quality, tokens per second.
 
 All take turns in one process. KL is that of the next token's distribution, over a stretch of prose read token by token
 under the full cache, to the floats' distribution.
@@ -18,7 +18,7 @@ from benchmarks.flat_cost import TURNS, in_turns, ratios
 from benchmarks.report import prose_rows, table, write
 from jaxkv.evaluation.forced import follow
 
-KINDS = (None, "int8", "int4")
+KINDS = (None, "int8", "int4", "file")
 
 
 def logits(params: Any, ids: np.ndarray, begun: int) -> jax.Array:

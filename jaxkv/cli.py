@@ -127,6 +127,8 @@ class Generate:
     """A known name, a Hugging Face folder, a .gguf file, or a hub name."""
     dtype: str | None = None
     """float32 or bfloat16 (by default float32 on CPU, bfloat16 elsewhere)."""
+    weights: Literal["floats", "int8", "int4", "file"] | None = None
+    """How matrices are held; file: in a GGUF file's own blocks, the default on one CPU (elsewhere floats)."""
     cut: Cut = Cut()
     draw: Draw = Draw()
     drafting: Drafting = Drafting()
@@ -143,6 +145,7 @@ class Chat:
 
     model: str = DEFAULT_MODEL
     dtype: str | None = None
+    weights: Literal["floats", "int8", "int4", "file"] | None = None
     cut: Cut = Cut()
     draw: Draw = Draw(max_new_tokens=256)
     drafting: Drafting = Drafting()
@@ -162,6 +165,7 @@ class Warmup:
     """Prompt lengths in tokens; near ones share programs."""
     model: str = DEFAULT_MODEL
     dtype: str | None = None
+    weights: Literal["floats", "int8", "int4", "file"] | None = None
     batch: int = 1
     cut: Cut = Cut()
     draw: Draw = Draw()
@@ -315,7 +319,7 @@ def _generate(command: Generate) -> int:
 
     chosen, method = command.cut.build(), command.drafting.build()
     text = _piped() if command.prompt == "-" else command.prompt
-    params = jaxkv.load(command.model, dtype=command.dtype, mesh=command.spread.build())
+    params = _loaded(command, command.spread.build())
     prompt = [{"role": "user", "content": text}] if command.chat else text
     with _Meter(command.json or not speaks()) as meter:
         out = jaxkv.generate(
@@ -331,6 +335,19 @@ def _generate(command: Generate) -> int:
         print(out.text)
         _note(_summary(chosen, out.stats))
     return 0
+
+
+def _loaded(command: Generate | Chat | Warmup, mesh: Any = None) -> Any:
+    """The model. On one CPU a GGUF file stays in its own blocks: loaded sooner, smaller, and faster to decode from."""
+    import jax
+
+    import jaxkv
+    from jaxkv.weights.source import locate
+
+    weights = command.weights
+    if weights is None and command.dtype is None and mesh is None and jax.default_backend() == "cpu":
+        weights = "file" if locate(command.model).suffix == ".gguf" else None
+    return jaxkv.load(command.model, dtype=command.dtype, weights=None if weights == "floats" else weights, mesh=mesh)
 
 
 def _piped() -> str:
@@ -355,7 +372,7 @@ def _warmup(command: Warmup) -> int:
     import jaxkv
 
     chosen, method = command.cut.build(), command.drafting.build()
-    params = jaxkv.load(command.model, dtype=command.dtype)
+    params = _loaded(command)
     options = {"policy": chosen, "speculative": method, "scan_layers": True, **_drawn(command.draw)}
     for length in command.lengths:
         (seconds,) = jaxkv.warmup(params, (length,), batch=command.batch, **options).values()
@@ -387,7 +404,7 @@ def _chat(command: Chat) -> int:
     from jaxkv.chat import next_turn
 
     chosen, method = command.cut.build(), command.drafting.build()
-    params = jaxkv.load(command.model, dtype=command.dtype, mesh=Spread(mesh=command.mesh).build())
+    params = _loaded(command, Spread(mesh=command.mesh).build())
     if jax.process_count() > 1:
         raise BadValue("chat on many hosts, of which only one hears the person: use jaxkv generate there")
     if not getattr(params.tokenizer, "chat_template", None):

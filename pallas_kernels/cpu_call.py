@@ -15,9 +15,12 @@ from typing import Any
 import jax
 import numpy as np
 from llvmlite import ir
-from numba import cfunc, njit, types
+from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
+
+from pallas_kernels.cpu_kept import address
 
 EXTENSION, API, CONTEXT, ARGUMENTS, RESULTS = 1, 2, 3, 9, 14  # words of a frame
 DATA, SIZES = 3, 5  # of a buffer
@@ -26,6 +29,8 @@ API_VERSION, DESTROY_ERROR, SCHEDULE, COUNT_THREADS = 4, 8, 17, 18  # of the API
 BEGUN, DONE, HOLDERS, UNITS, INS, OUTS, BLOCK = range(7)  # of what the threads of one call share, and how many
 
 VERSION = 0
+HELPER = -1  # in place of a frame's size
+OWN = "jaxkv_own_word"
 WORD = ir.IntType(64)
 
 
@@ -120,13 +125,59 @@ def asked_for_version(frame):
     return True
 
 
-def _at(function: Any) -> int:
-    """The address of a function of Python's own, which is then called without taking Python's lock."""
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
+@emitted
+def new(typing, count):
+    """The address of so many bytes of memory, by Python's own function, which needs not Python's lock."""
+
+    def code(context, builder, signature, args):
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(WORD, [WORD]), "PyMem_RawMalloc")
+        return builder.call(function, args)
+
+    return types.intp(types.intp), code
 
 
-new = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_ssize_t)(_at(ctypes.pythonapi.PyMem_RawMalloc))
-free = ctypes.CFUNCTYPE(None, ctypes.c_ssize_t)(_at(ctypes.pythonapi.PyMem_RawFree))
+@emitted
+def free(typing, address):
+    """Give the memory at an address back."""
+
+    def code(context, builder, signature, args):
+        form = ir.FunctionType(ir.VoidType(), [WORD])
+        builder.call(cgutils.get_or_insert_function(builder.module, form, "PyMem_RawFree"), args)
+        return context.get_dummy_value()
+
+    return types.void(types.intp), code
+
+
+def _own_word(builder: Any) -> Any:
+    """A word that belongs to the compiled handler itself."""
+    module = builder.module
+    place = module.globals.get(OWN)
+    if place is None:
+        place = ir.GlobalVariable(module, WORD, OWN)
+        place.linkage = "common"  # so that nobody takes its value for known
+        setattr(place, "initializer", ir.Constant(WORD, None))  # noqa: B010
+    return place
+
+
+@emitted
+def own_word(typing):
+    """The handler's own word."""
+
+    def code(context, builder, signature, args):
+        return builder.load(_own_word(builder))
+
+    return types.intp(), code
+
+
+@emitted
+def set_own_word(typing, value):
+    """Set the handler's own word."""
+
+    def code(context, builder, signature, args):
+        builder.store(args[0], _own_word(builder))
+        return context.get_dummy_value()
+
+    return types.void(types.intp), code
 
 
 @compiled
@@ -183,10 +234,10 @@ def registered(name: str, units: Callable, body: Callable) -> str:
         work(block)
         left(block)
 
-    helping = cfunc(types.void(types.intp))(inspect.unwrap(helper))
-    address = helping.address
-
     def handler(frame):
+        if word(frame, 0) == HELPER:  # no frame: where the helper is
+            set_own_word(word(frame, 1))
+            return 0
         if asked_for_version(frame):
             return 0
         ins, outs = word(frame, ARGUMENTS), word(frame, RESULTS)
@@ -197,7 +248,7 @@ def registered(name: str, units: Callable, body: Callable) -> str:
         helpers = min(count, threads(frame)) - 1
         shared[HOLDERS] = helpers + 1
         for _ in range(helpers):
-            if not asked(frame, SCHEDULE, address, block):
+            if not asked(frame, SCHEDULE, own_word(), block):
                 left(block)
         work(block)
         while added(block + 8 * DONE, 0) < count:
@@ -205,10 +256,10 @@ def registered(name: str, units: Callable, body: Callable) -> str:
         left(block)
         return 0
 
-    code = cfunc(types.intp(types.intp))(inspect.unwrap(handler))
-    KEPT.extend((helping, code))  # for as long as there may be programs
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(code.ctypes), platform="cpu")
+    helping = address(f"{name}-helper", types.void(types.intp), inspect.unwrap(helper), (units, body))
+    handling = address(name, types.intp(types.intp), inspect.unwrap(handler), (units, body))
+    handle = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_ssize_t)(handling)
+    told = np.array([HELPER, helping], np.intp)
+    handle(told.ctypes.data)
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handle), platform="cpu")
     return name
-
-
-KEPT: list = []

@@ -62,7 +62,7 @@ def test_codes_are_the_nearest(kind, weight):
 
 @pytest.mark.parametrize("implementation", api.IMPLEMENTATIONS)
 @pytest.mark.parametrize("kind", FORMS)
-@pytest.mark.parametrize("rows", [1, 2, 8, 33])
+@pytest.mark.parametrize("rows", [1, 2, 8, 33, 130])
 @pytest.mark.parametrize("outputs, inputs", [(64, 32), (1088, 96)])
 def test_every_implementation_gives_the_product(implementation, kind, rows, outputs, inputs):
     if implementation == "cpu":
@@ -76,11 +76,37 @@ def test_every_implementation_gives_the_product(implementation, kind, rows, outp
         )
 
     if implementation == "cpu" and rows > 32:
-        with pytest.raises(NotImplementedError, match="33 rows"):
+        with pytest.raises(NotImplementedError, match=f"{rows} rows"):
             product()
         return
     want = x.astype(np.float64) @ meant(weight, kind).T
     np.testing.assert_allclose(jax.jit(product)(), want, atol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", api.IMPLEMENTATIONS)
+@pytest.mark.parametrize("group", [16, 32])
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_scales_for_some_of_the_inputs(implementation, group, offset, rows):
+    """8 bits with a scale for 16 or 32 inputs, as files have them."""
+    if implementation == "cpu":
+        pytest.importorskip("numba")
+    draw = np.random.default_rng(0)
+    codes = draw.integers(-128, 128, (2, 96, 64)).astype(np.int8)
+    scale, more = draw.normal(size=(2, 2, 96 // group, 64)).astype(np.float16)
+    x = matrix(rows, 96, 1)
+    meant = codes * np.repeat(scale.astype(np.float64), group, axis=1)
+    meant = meant + np.repeat(more.astype(np.float64), group, axis=1) if offset else meant
+    arrays = [jnp.asarray(each) for each in (x, codes, scale)] + [jnp.asarray(more) if offset else None]
+    got = api.block_product(*arrays, implementation=implementation)
+    np.testing.assert_allclose(got, x @ np.swapaxes(meant, 0, 1).reshape(96, -1), rtol=1e-5, atol=1e-3)
+
+
+def test_scales_that_the_cpu_does_not_take():
+    pytest.importorskip("numba")
+    codes, scale = jnp.ones((1, 64, 64), jnp.int8), jnp.ones((1, 8, 64), jnp.float16)
+    with pytest.raises(NotImplementedError, match="scales for 8 inputs"):
+        api.block_product(jnp.ones((1, 64)), codes, scale, None, implementation="cpu")
 
 
 @pytest.mark.parametrize("scale", [1e-6, 3e-8, 1.0, 6e4])
@@ -174,7 +200,7 @@ def test_from_saved_weights_and_over_a_mesh(goldens, model, kind, tmp_path):
 
 
 def test_what_is_refused(goldens, model, tmp_path):
-    with pytest.raises(BadValue, match="weights='int3': expected 'int8', 'int4', or None"):
+    with pytest.raises(BadValue, match="weights='int3': expected 'int8', 'int4', 'file', or None"):
         jaxkv.load(goldens / "tiny" / MODEL, weights="int3")
     with pytest.raises(BadValue, match="matrix of 80 inputs: expected a multiple of 32"):
         jaxkv.load(goldens / "tiny" / "llama3", weights="int4")

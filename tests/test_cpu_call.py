@@ -1,6 +1,9 @@
 """Calls of compiled functions in CPU programs: the interface's words, and work shared out over threads."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -9,7 +12,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("numba")
-from pallas_kernels import cpu_call
+from pallas_kernels import cpu_call, cpu_kept
 from pallas_kernels.cpu_call import compiled, floats, registered, size, word
 
 HEADER = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
@@ -90,3 +93,35 @@ def test_every_unit_is_done_once(rows):
     many = jax.jit(lambda x: jax.lax.scan(step, x, length=100)[1])
     for each in [many(jax.device_put(x, device)) for device in jax.devices()]:
         np.testing.assert_allclose(each, np.broadcast_to((x**2).sum(axis=1), (100, rows)), rtol=1e-5)
+
+
+PROCESS = """
+import sys
+import jax.numpy as jnp
+from pallas_kernels import cpu_kept
+from pallas_kernels.block_product import cpu
+def refused(signature):
+    raise RuntimeError("compiled again")
+if sys.argv[1] == "again":
+    cpu_kept.cfunc = refused
+codes, scale = jnp.ones((1, 32, 64), jnp.int8), jnp.ones((1, 1, 64), jnp.float16)
+print(float(cpu.block_product(jnp.ones((1, 32)), codes, scale, None).sum()))
+"""
+
+
+def test_a_later_process_does_not_compile(tmp_path):
+    """What numba compiled lies beside JAX's programs; what was damaged there is compiled anew."""
+
+    def process(how: str) -> str:
+        env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+        done = subprocess.run([sys.executable, "-c", PROCESS, how], env=env, capture_output=True, text=True)
+        return done.stdout.strip() or done.stderr
+
+    assert process("first") == "2048.0"
+    kept = sorted(tmp_path.glob(f"*{cpu_kept.SUFFIX}"))
+    assert len(kept) == 2 and not list(tmp_path.glob("*.part"))
+    assert process("again") == "2048.0"
+    whole = kept[0].read_bytes()
+    kept[0].write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert "compiled again" in process("again")
+    assert process("first") == process("again") == "2048.0"

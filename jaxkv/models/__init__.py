@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxkv.models.config import AttentionSpec as AttentionSpec
 from jaxkv.models.config import ModelConfig as ModelConfig
-from jaxkv.models.linear import in_blocks, prefers_panels
+from jaxkv.models.linear import FORMS, in_blocks, prefers_panels
 from jaxkv.models.rope import Rope as Rope
 
 
@@ -32,9 +32,11 @@ def abstract_weights(
         return plain
     from flax import nnx
 
+    def blocks(path: tuple, leaf: Any) -> Any:
+        return leaf.replace(in_blocks(leaf.get_value(), FORMS[weights], inputs_axis(path, leaf)))
+
     return nnx.from_flat_state(
-        (path, leaf.replace(in_blocks(leaf.get_value(), weights, inputs_axis(path, leaf))) if leaf.ndim > 1 else leaf)
-        for path, leaf in nnx.to_flat_state(plain)
+        (path, blocks(path, leaf) if leaf.ndim > 1 else leaf) for path, leaf in nnx.to_flat_state(plain)
     )
 
 

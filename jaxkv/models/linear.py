@@ -7,7 +7,7 @@ be in blocks of 8 or 4 bits.
 
 import dataclasses
 from types import EllipsisType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ MANY_ROWS = 128  # above it arithmetic is the bound, and one matrix product is f
 @dataclasses.dataclass(frozen=True)
 class Blocks:
     """A matrix in 8 or 4 bits: `codes * scale + offset`, with a float16 scale (and offset, or None) for each output, or
-    for every 32 inputs of it; in the `dtype` of what is computed with it.
+    for every 32 or 16 inputs of it; in the `dtype` of what is computed with it.
 
     Each array lies as a matrix of floats would: plain or in panels; of an embedding table `[V, M]` as the table.
     """
@@ -50,12 +50,20 @@ class Blocks:
         return {name: array for name, array in named.items() if array is not None}
 
 
-FORMS = {"int8": (1, None), "int4": (2, GROUP)}  # codes in a byte, and inputs that share a scale (None: all)
+class Form(NamedTuple):
+    """A kind of blocks: the bits of a code (8 or 4), how many inputs share a scale (None: all), whether offsets are."""
+
+    bits: int
+    group: int | None
+    offset: bool
 
 
-def in_blocks(leaf: Any, kind: str, axis: int) -> Blocks:
+FORMS = {"int8": Form(8, None, False), "int4": Form(4, GROUP, True)}
+
+
+def in_blocks(leaf: Any, form: Form, axis: int) -> Blocks:
     """The shapes of a matrix's arrays in blocks; `axis` is its inputs'. Raises `BadValue` where they don't fit."""
-    each, group = FORMS[kind]
+    each, group = 8 // form.bits, form.group
 
     def shape(size: int, dtype: Any) -> jax.ShapeDtypeStruct:
         sizes = list(leaf.shape)
@@ -64,10 +72,10 @@ def in_blocks(leaf: Any, kind: str, axis: int) -> Blocks:
 
     inputs = leaf.shape[axis]
     if inputs % (group or 1):
-        raise BadValue(f"weights={kind!r} for a matrix of {inputs} inputs: expected a multiple of {group}; use 'int8'")
+        raise BadValue(f"{form.bits} bits for a matrix of {inputs} inputs: expected a multiple of {group}; use 'int8'")
     scale = shape(1 if group is None else inputs // group, jnp.float16)
     codes = shape(inputs // each, jnp.int8 if each == 1 else jnp.uint8)
-    return Blocks(codes, scale, leaf.dtype, None if group is None else scale)
+    return Blocks(codes, scale, leaf.dtype, scale if form.offset else None)
 
 
 def quantised(weight: np.ndarray, kind: str) -> dict[str, np.ndarray]:

@@ -4,7 +4,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,12 +13,14 @@ from flax import nnx
 from jaxkv.errors import BadValue, BadWeights
 from jaxkv.models import ModelConfig, abstract_weights, inputs_axis
 from jaxkv.models.joined import Segment, order
-from jaxkv.models.linear import Blocks, in_blocks, packed, packed_table, quantised
+from jaxkv.models.linear import FORMS, Blocks, Form, in_blocks, packed, packed_table, quantised
+from jaxkv.weights.gguf_blocks import common
 from jaxkv.weights.tables import OUTSIDE_LAYERS, Table, shapes, wanted
 
 SHOWN = 12  # problems listed in one error
 AT_ONCE = 4  # weights that are read side by side
 ALL = slice(None)
+STORED = "file"  # weights= for blocks as a GGUF file holds them
 
 
 @runtime_checkable
@@ -29,6 +31,15 @@ class Tensor(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> np.ndarray: ...
+
+
+class StoredTensor(Tensor, Protocol):
+    """A tensor of a file whose matrices may lie in blocks (None: floats)."""
+
+    @property
+    def form(self) -> Form | None: ...
+
+    def blocks(self, form: Form, rows: slice = ALL) -> dict[str, np.ndarray]: ...
 
 
 Key = tuple[str, int | None]
@@ -80,18 +91,20 @@ def fill(
 ) -> Any:
     """The model's weights (an `nnx.State`), a few at a time, so that little more than the result is ever in memory.
 
-    Matrices and biases are cast to `dtype`, norms stay float32; with `weights` matrices become blocks of 8 or 4 bits.
+    Matrices and biases are cast to `dtype`, norms stay float32; with `weights` matrices become blocks of 8 or 4 bits,
+    or stay in a GGUF file's own (`STORED`), of one form in all layers.
     `place(path, shape, read)` makes the array of a path such as "layers/3/qkv" on its devices (of blocks:
     "layers/3/qkv#codes"); `read(index)` gives the part of it that a device needs, and reads no more of the file. Raises
     `BadWeights` as `resolve` does, and for a tensor that holds NaN or infinity.
     """
     names = resolve(tensors, table, config, where)
+    forms = _forms(cast(Any, tensors), names) if weights == STORED else {}
 
     def part(target: str, layer: int | None, rows: slice, columns: slice) -> np.ndarray:
         name, change = names[target, layer], table.changes.get(target)
         value = tensors[name].read(rows, columns) if change is None else tensors[name].read()
         if not np.isfinite(value).all():
-            raise BadWeights(f"{where}: tensor {name} holds NaN or infinity: the file is damaged, get it again")
+            raise _damaged(where, name)
         return value if change is None else change(config, value)[_at(value, rows, columns)]
 
     def filled(path: tuple, leaf: Any) -> tuple[tuple, Any]:
@@ -109,26 +122,60 @@ def fill(
                 lambda name, rows: part(f"{target}#{name}", layer, rows, columns).astype(value.dtype, copy=False),
             )
 
+        def stored(name: str, rows: slice, form: Form) -> dict[str, np.ndarray]:
+            """Some rows of a part in the file's own blocks; a change of a matrix reorders its outputs."""
+            tensor, change = cast(StoredTensor, tensors[names[name, layer]]), table.changes.get(name)
+            if change is None:
+                found = tensor.blocks(form, rows)
+            else:
+                found = {each: change(config, array)[rows] for each, array in tensor.blocks(form).items()}
+            if not all(np.isfinite(array).all() for each, array in found.items() if each != "codes"):
+                raise _damaged(where, names[name, layer])
+            return found
+
         laid = functools.partial(_laid_out, target, tied=config.tie_embeddings)
-        if weights is None or value.ndim == 1:
+        form = forms.get(target) if weights == STORED else FORMS.get(weights or "")
+        if form is None or value.ndim == 1:
             return path, leaf.replace(place(name, value.shape, lambda index: laid(value.shape, index, outputs)))
-        kind = weights
 
         @functools.cache
         def arrays(start: int | None, stop: int | None) -> dict[str, np.ndarray]:
-            return quantised(outputs(slice(start, stop)), kind)
+            if weights != STORED:
+                assert weights is not None
+                return quantised(outputs(slice(start, stop)), weights)
+            joined = order(target, config)
+            if not joined:
+                return stored(target, slice(start, stop), form)
+            held = functools.cache(lambda part, low, high: stored(f"{target}#{part}", slice(low, high), form))
+            return {
+                each: _joined(joined, slice(start, stop), lambda part, r, each=each: held(part, r.start, r.stop)[each])
+                for each in ("codes", "scale", "offset")[: 3 if form.offset else 2]
+            }
 
         def in_place(array: str, shape: tuple[int, ...]) -> Any:
             some = lambda rows, columns=ALL: arrays(rows.start, rows.stop)[array][:, columns]  # noqa: E731
             return place(f"{name}#{array}", shape, lambda index: laid(shape, index, some))
 
-        blocks = in_blocks(value, kind, inputs_axis(path, value))
+        blocks = in_blocks(value, form, inputs_axis(path, value))
         placed = {array: in_place(array, each.shape) for array, each in blocks.arrays.items()}
         return path, leaf.replace(Blocks(**placed, dtype=value.dtype))
 
     leaves = [*nnx.to_flat_state(abstract_weights(config, dtype, panels=panels))]
     with ThreadPoolExecutor(min(AT_ONCE, os.cpu_count() or 1)) as pool:  # NumPy works outside Python's lock
         return nnx.from_flat_state(list(pool.map(filled, *zip(*leaves, strict=True))))
+
+
+def _damaged(where: str, name: str) -> BadWeights:
+    return BadWeights(f"{where}: tensor {name} holds NaN or infinity: the file is damaged, get it again")
+
+
+def _forms(tensors: Mapping[str, StoredTensor], names: Mapping[Key, str]) -> dict[str, Form]:
+    """The form of each target whose tensors are all in blocks: one that all layers and joined parts fit in."""
+    found: dict[str, list[Form | None]] = {}
+    for (target, _), name in names.items():
+        found.setdefault(target.partition("#")[0], []).append(tensors[name].form)
+    whole = {target: [form for form in forms if form is not None] for target, forms in found.items()}
+    return {target: common(forms) for target, forms in whole.items() if len(forms) == len(found[target])}
 
 
 def _at(value: np.ndarray, rows: slice, columns: slice) -> Index:

@@ -14,6 +14,8 @@ import numpy as np
 
 from jaxkv.checks import fits, shown
 from jaxkv.errors import BadWeights
+from jaxkv.models.linear import Form
+from jaxkv.weights import gguf_blocks
 
 # value types of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -50,6 +52,23 @@ class GgufTensor:
             part = stored[start : start + some]
             values[start : start + some] = gguf.dequantize(part.reshape(1, -1), kind).reshape(len(part), -1)
         return values[:, columns]
+
+    @property
+    def form(self) -> Form | None:
+        """The blocks that the tensor is stored in; None for floats, vectors and formats that `Blocks` does not have."""
+        known = gguf_blocks.KINDS.get(_name(self.kind))
+        return known[0] if known is not None and len(self.shape) == 2 else None
+
+    def blocks(self, form: Form, rows: slice = slice(None)) -> dict[str, np.ndarray]:
+        """The arrays of `Blocks` in this form, each `[out, ...]`, of the rows asked for."""
+        data = np.memmap(self.path, dtype=np.uint8, mode="r", offset=self.offset, shape=self.stored)
+        return gguf_blocks.arrays(_name(self.kind), np.asarray(data)[rows], form)
+
+
+def _name(kind: int) -> str:
+    import gguf
+
+    return gguf.GGMLQuantizationType(kind).name
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from jaxkv.models.config import token_ids
 from jaxkv.models.linear import FORMS, prefers_panels
 from jaxkv.sharding.layout import Layout
 from jaxkv.weights import learned
-from jaxkv.weights.fill import Tensor, check_dtype, fill
+from jaxkv.weights.fill import STORED, Tensor, check_dtype, fill
 from jaxkv.weights.gguf_file import read_gguf
 from jaxkv.weights.params import Params
 from jaxkv.weights.safetensors_files import read_safetensors
@@ -35,7 +35,8 @@ def load(
 
     `dtype` of the matrices and the cache: float32, bfloat16 or float16; by default float32 on CPU and bfloat16 on
     accelerators, whatever the file holds. `weights="int8"` holds matrices in 8 bits with a scale for each output,
-    "int4" in 4 with a scale and an offset for 32 inputs (5 bits in all); they become numbers inside each product. With
+    "int4" in 4 with a scale and an offset for 32 inputs (5 bits in all); "file" as a GGUF file does: Q4_0, Q4_1, Q5_0,
+    Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, with the scales of K formats as float16. They become numbers inside each product. With
     a `mesh` (`jaxkv.mesh`) the weights are divided over it, every host reading only the parts that its devices hold,
     and `generate` runs there. Raises `UnknownName`
     for an unknown name or family, `MissingModel` with the command that installs it, `BadWeights` for files that are
@@ -43,9 +44,12 @@ def load(
     feature.
     """
     dtype = check_dtype(default_dtype() if dtype is None else dtype)
-    if weights is not None and weights not in FORMS:
-        raise BadValue(f"weights={weights!r}: expected {', '.join(map(repr, FORMS))}, or None for what the dtype says")
+    kinds = (*FORMS, STORED)
+    if weights is not None and weights not in kinds:
+        raise BadValue(f"weights={weights!r}: expected {', '.join(map(repr, kinds))}, or None for what the dtype says")
     path = locate(source)
+    if weights == STORED and path.suffix != ".gguf":
+        raise BadValue(f"weights={weights!r} keeps the blocks of a GGUF file, and {path} is none: give int8 or int4")
     if path.is_dir():
         return _with_learned(_load_folder(path, dtype, mesh, weights), path)
     if path.suffix != ".gguf":

@@ -53,6 +53,9 @@ def block_product(
         raise NotImplementedError(f"codes {codes.shape}: panels of {WIDTH} outputs and a multiple of {GROUP} inputs")
     if scale.dtype != jnp.dtype(jnp.float16):
         raise NotImplementedError(f"scales of {scale.dtype}: float16")
+    each = rows.shape[1] // scale.shape[1]
+    if scale.shape[1] > 1 and (each not in (GROUP, GROUP // 2) or (codes.dtype != jnp.int8 and each != GROUP)):
+        raise NotImplementedError(f"scales for {each} inputs: for {GROUP}, in 8 bits also {GROUP // 2}, or for all")
     call = _product()
     shape = jax.ShapeDtypeStruct((codes.shape[0], rows.shape[0], WIDTH), jnp.float32)
     facts = np.array([8 if codes.dtype == jnp.int8 else 4, offset is not None], np.int32)
@@ -78,13 +81,14 @@ def _panels(ins):
 def _panel(ins, outs, unit):
     """The outputs of one panel, for all rows."""
     count, inputs, panels = size(word(ins, ROWS), 0), size(word(ins, ROWS), 1), size(word(ins, CODES), 0)
-    groups, facts = inputs // GROUP, integers(word(ins, FACTS), (2,))
+    facts, scaled = integers(word(ins, FACTS), (2,)), size(word(ins, SCALE), 1)  # scales of an output
+    length = min(GROUP, inputs // scaled)  # inputs of a group
+    groups = inputs // length
     rows = floats(word(ins, ROWS), (count, inputs))
     out = floats(word(outs, 0), (panels, count, WIDTH))[unit]
-    scaled = size(word(ins, SCALE), 1)  # groups of an output with a scale of their own: all, or one for everything
     scale = carray(pointer(word(word(ins, SCALE), DATA)), (panels, scaled * WIDTH), np.int16)[unit]
     offset = carray(pointer(word(word(ins, OFFSET), DATA)), (panels, scaled * WIDTH), np.int16)[unit]
-    each = GROUP * WIDTH * facts[0] // 8  # bytes of a group's codes
+    each = length * WIDTH * facts[0] // 8  # bytes of a group's codes
     codes = carray(pointer(word(word(ins, CODES), DATA)), (panels, groups * each), np.uint8)[unit]
     own = new(OWN)
     scales, offsets = carray(pointer(own), (WIDTH,), np.float32), carray(pointer(own + PART), (WIDTH,), np.float32)
@@ -94,16 +98,16 @@ def _panel(ins, outs, unit):
         for row in range(count):
             out[row, o] = 0
     for group in range(groups):
-        if group < scaled:
+        if group < scaled:  # each group has a scale of its own, or all have one
             _decoded(scale[group * WIDTH : (group + 1) * WIDTH], own, scales)
         if group < scaled and facts[1] != 0:
             _decoded(offset[group * WIDTH : (group + 1) * WIDTH], own + PART, offsets)
-        own_codes, own_rows = codes[group * each : (group + 1) * each], rows[:, group * GROUP : (group + 1) * GROUP]
+        own_codes, own_rows = codes[group * each : (group + 1) * each], rows[:, group * length : (group + 1) * length]
         if count == 1:
             _one_row(own_rows[0], own_codes, facts[0], scales, offsets, matrix[0], out[0])
         else:
-            _numbers(own_codes, facts[0], scales, offsets, matrix)
-            _products(own_rows, matrix, out)
+            _numbers(own_codes, facts[0], scales, offsets, matrix[:length])
+            _products(own_rows, matrix[:length], out)
     free(own)
 
 
@@ -126,14 +130,15 @@ def _one_row(row, codes, width, scales, offsets, sums, out):
     """A group's part of one row's outputs: the sums of row[i] * codes[i, o], times the scales, and what the offsets
     make of the group's inputs.
     """
-    half, total = GROUP // 2, np.float32(0)
-    for i in range(GROUP):
+    length = row.shape[0]
+    half, total = length // 2, np.float32(0)
+    for i in range(length):
         total += row[i]
     for o in range(WIDTH):
         sums[o] = 0
     if width == 8:
-        signed = codes.view(np.int8).reshape((GROUP, WIDTH))
-        for i in range(0, GROUP, 8):
+        signed = codes.view(np.int8).reshape((length, WIDTH))
+        for i in range(0, length, 8):
             a, b, c, d = row[i], row[i + 1], row[i + 2], row[i + 3]
             e, f, g, h = row[i + 4], row[i + 5], row[i + 6], row[i + 7]
             for o in range(WIDTH):
@@ -162,9 +167,9 @@ def _one_row(row, codes, width, scales, offsets, sums, out):
 @compiled(fastmath=ORDER)
 def _numbers(codes, width, scales, offsets, matrix):
     """A group's codes * scale + offset, [GROUP, WIDTH]."""
-    half = GROUP // 2
+    half = matrix.shape[0] // 2
     if width == 8:
-        for i in range(GROUP):
+        for i in range(matrix.shape[0]):
             for o in range(WIDTH):
                 matrix[i, o] = np.float32(np.int8(codes[i * WIDTH + o])) * scales[o] + offsets[o]
     else:
@@ -180,7 +185,7 @@ def _products(rows, matrix, out):
     """A group's part of all rows' outputs."""
     for row in range(rows.shape[0]):
         x, y = rows[row], out[row]
-        for i in range(0, GROUP, 8):
+        for i in range(0, matrix.shape[0], 8):
             a, b, c, d = x[i], x[i + 1], x[i + 2], x[i + 3]
             e, f, g, h = x[i + 4], x[i + 5], x[i + 6], x[i + 7]
             for o in range(WIDTH):
