@@ -36,8 +36,9 @@ class Answer:
     """The answer to a request while it is made and afterwards.
 
     `tokens` as `jaxkv.generate` gives them, the stop token among them; `chances` beside them where they were asked
-    for. `finish` is None while it runs, then "stop", "length", "cancelled" or "failed" (and `error` says why). `kept`
-    is how many of the `seen` tokens the cache held at the end, on average over layers and KV heads. Iterate for text.
+    for. `before` them the cache has seen the prefix and the `prompt_tokens`. `finish` is None while it runs, then
+    "stop", "length", "cancelled" or "failed" (and `error` says why). `kept` is how many of the `seen` tokens the cache
+    held at the end, on average over layers and KV heads. Iterate for pieces of text.
     """
 
     def __init__(
@@ -54,10 +55,11 @@ class Answer:
         self.chances: list[Chance] = []
         self.finish: str | None = None
         self.error: BaseException | None = None
-        self.prompt_tokens, self.kept = prompt_tokens, 0.0
+        self.prompt_tokens, self.before, self.kept = prompt_tokens, seen, 0.0
         self.times = Times(time.perf_counter())
         self.cancelled, self.tells = False, tells
-        self._before, self._most, self._stop_tokens, self._stop = seen, most, frozenset(stop_tokens), stop
+        self.group: object = self  # the same for samples of one prompt
+        self._most, self._stop_tokens, self._stop = most, frozenset(stop_tokens), stop
         self._wake, self._changed, self._watchers = wake, threading.Condition(), []
 
     # ---- for whoever asked
@@ -110,7 +112,7 @@ class Answer:
     @property
     def seen(self) -> int:
         """Tokens that the cache has seen: prefix, prompt, and all new ones but the last, which has not been run."""
-        return self._before + max(len(self.tokens) - 1, 0)
+        return self.before + max(len(self.tokens) - 1, 0)
 
     def _raise(self) -> None:
         if self.error is not None:

@@ -9,7 +9,7 @@ import numpy as np
 from jaxkv.checks import shown
 from jaxkv.errors import BadValue
 from jaxkv.generate import behind
-from jaxkv.plan import Plan, PromptBlocks, planned, rounded, slots_filled
+from jaxkv.plan import ROUND, Plan, PromptBlocks, planned, rounded, slots_filled
 from jaxkv.policies.policy import Learned, Policy
 from jaxkv.prompts import left_padded, rows_of
 from jaxkv.request import Request
@@ -109,7 +109,11 @@ def shapes_of(params: Params, policy: Policy, learned: Learned, longest: int, ro
         nothing = np.zeros(params.config.num_layers, np.int64)
         return planned(policy, params.config, np.zeros(1, int), nothing, np.array([tokens]), room, learned=learned)
 
-    lengths = sorted({*(1 << n for n in range(longest.bit_length())), longest})
+    lengths = {
+        1,
+        longest,
+        *range(ROUND, longest, max(ROUND, longest // 256)),
+    }  # some budgets depend on the text's length
     slots = np.max([at(tokens)[0].slots for tokens in lengths], axis=0)
     block = at(longest)[1].size
     firsts = sorted({min(rounded(count, sizes), block) for count in range(1, block + 1)})

@@ -92,7 +92,7 @@ class Engine:
         )  # fmt: skip
         self.params, self.policy = params, checked_policy(params, policy, None)
         self._learned = params.learned_for(self.policy.learns, self.policy.name)
-        self._sizes, self._blocks, self._most = sizes, blocks, queue
+        self._sizes, self._blocks, self.queue = sizes, blocks, queue
         self.shapes = shapes_of(params, self.policy, self._learned, longest, max_new_tokens, sizes)
         self._programs = Programs(
             Static(params, self.policy, self.shapes, self._learned, rows, steps, implementation, scan_layers)
@@ -136,7 +136,7 @@ class Engine:
         work = self._asked(prompt, samples=samples, **settings)
         with self._work:
             self._check_open()
-            if len(self._queue) >= self._most:
+            if len(self._queue) >= self.queue:
                 raise Busy(
                     f"{len(self._queue)} requests wait, the most that this engine's queue holds: ask again later"
                 )
@@ -168,6 +168,11 @@ class Engine:
     def prefixes(self) -> tuple[str, ...]:
         """The names of the stored prefixes."""
         return tuple(self._prefixes)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more requests."""
+        return self._closed
 
     @property
     def nbytes(self) -> int:
@@ -399,7 +404,10 @@ class Engine:
             one = lambda: Answer(  # noqa: E731
                 prompt_tokens, seen, max_new_tokens, request.stop_tokens, ends, logprobs, self._wake
             )
-            return tuple(one() for _ in range(samples))
+            every = tuple(one() for _ in range(samples))
+            for answer in every:
+                answer.group = every[0]
+            return every
 
         return asked(
             self.params, self.policy, self._learned, self.shapes, self._sizes, prompt, request, answers,

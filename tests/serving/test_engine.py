@@ -21,7 +21,6 @@ from jaxkv.request import Execution
 from jaxkv.serving import Engine
 
 FAMILY = "llama3"
-pytestmark = pytest.mark.usefixtures("unchecked")  # programs are compiled ahead of time
 LENGTHS = (5, 40, 17, 90, 33, 64, 1, 130)
 DRAWS = (
     {},
