@@ -28,6 +28,7 @@ from jaxkv.serving.metrics import Metrics
 from jaxkv.serving.wire import Chat, Completion, Reader, Wanted, Written, Wrong, parsed
 
 PAGE_RULES = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+RENAMED = {"max_new_tokens": "max_tokens", "samples": "n", "stop_tokens": "stop_token_ids"}
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -182,7 +183,7 @@ class Server:
                 status = 503 if engine.closed else 429
                 raise Wrong(status, str(error), code="busy", headers={"retry-after": "1"}) from None
             if isinstance(error, JaxkvError):
-                raise Wrong(400, str(error), param=_blamed(str(error), wanted)) from None
+                raise _refused(error, wanted) from None
             raise
         for answer in answers:
             answer.watch(self._counting(answer))
@@ -315,7 +316,10 @@ async def _http_error(_: Request, error: Any) -> Response:
     return _error(Wrong(error.status_code, str(error.detail), headers=dict(error.headers or {})))
 
 
-def _blamed(message: str, wanted: Wanted) -> str | None:
-    """The field that an error's message names first."""
+def _refused(error: JaxkvError, wanted: Wanted) -> Wrong:
+    """What the engine does not take, by the API's names."""
+    message = str(error)
+    for ours, theirs in RENAMED.items():
+        message = message.replace(f"{ours}=", f"{theirs}=")
     name = message.partition("=")[0]
-    return name if name in type(wanted).model_fields else None
+    return Wrong(400, message, param=name if name in type(wanted).model_fields else None)

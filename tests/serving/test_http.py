@@ -8,6 +8,7 @@ import socket
 import subprocess
 import threading
 import time
+import urllib.request
 
 import numpy as np
 import openai
@@ -164,10 +165,10 @@ WRONG = [
     ({"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias"),
     ({"prompt": "a", "temperature": "hot"}, 400, "temperature"),
     ({"prompt": "a", "temperature": -1}, 400, "temperature"),
-    ({"prompt": "a", "max_tokens": 0}, 400, "max_new_tokens"),
+    ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens=0"),
     ({"prompt": "a", "max_tokens": 10**30}, 400, "max_tokens"),
     ({"prompt": "a", "top_p": 2}, 400, "top_p"),
-    ({"prompt": "a", "n": 3}, 400, "samples"),
+    ({"prompt": "a", "n": 3}, 400, "n=3"),
     ({"prompt": "a", "n": True}, 400, "n"),
     ({"prompt": "a", "budget": 41}, 400, "slots"),
     ({"prompt": "a", "policy": "snapkv"}, 400, "policy"),
@@ -217,7 +218,7 @@ def test_other_errors(running):
     assert post(address, "/v1/completions", b"{", {"content-length": 500})[0] == 408  # the rest never comes
     assert raw(address, b"nonsense\r\n\r\n")[0] == 400
     chunked = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    chunked += b"transfer-encoding: chunked\r\n\r\n" + b"%x\r\n%s\r\n" % (30_000, b" " * 30_000)
+    chunked += b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n" + b"%x\r\n%s\r\n" % (30_000, b" " * 30_000)
     assert raw(address, chunked)[0] == 413
     with pytest.raises(openai.BadRequestError, match="logit_bias"):
         client(address).completions.create(model="tiny", prompt="a", logit_bias={"5": 1})
@@ -267,6 +268,99 @@ def test_curl(running):
     command = ["curl", "-sN", f"{address}/v1/chat/completions", "-H", "content-type: application/json", "-d", body]
     events = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split("\n\n")
     assert all(event.startswith("data: {") for event in events[:-2]) and events[-2:] == ["data: [DONE]", ""]
+
+
+def _listens(port):
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
+class Browser:
+    """Chromium, driven by the WebDriver protocol."""
+
+    ARGUMENTS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+                 "--disable-background-networking", "--disable-component-update", "--disable-sync",
+                 "--window-size=900,700")  # fmt: skip
+    ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's name for one
+
+    def __init__(self, folder):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self._driver = subprocess.Popen(
+            [shutil.which("chromedriver"), f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        self._at = f"http://127.0.0.1:{port}/session"
+        options = {"args": [*self.ARGUMENTS, f"--user-data-dir={folder}"], "binary": shutil.which("chromium")}
+        asked = {"capabilities": {"alwaysMatch": {"browserName": "chrome", "goog:chromeOptions": options}}}
+        until(lambda: _listens(port))
+        self._at += "/" + self("", asked)["sessionId"]
+
+    def __call__(self, path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._at + path, data, {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)["value"]
+
+    def find(self, css):
+        return self("/element", {"using": "css selector", "value": css})[self.ELEMENT]
+
+    def text(self, css):
+        return self(f"/element/{self.find(css)}/text")
+
+    def click(self, css):
+        self(f"/element/{self.find(css)}/click", {})
+
+    def type(self, css, text):
+        self(f"/element/{self.find(css)}/clear", {})
+        self(f"/element/{self.find(css)}/value", {"text": text})
+
+    def run(self, script):
+        return self("/execute/sync", {"script": script, "args": []})
+
+    def close(self):
+        request = urllib.request.Request(self._at, method="DELETE")
+        urllib.request.urlopen(request, timeout=60).close()
+        self._driver.terminate()
+        self._driver.wait(30)
+
+
+@pytest.mark.skipif(
+    shutil.which("chromium") is None or shutil.which("chromedriver") is None, reason="chromium is not installed here"
+)
+def test_the_page_in_a_browser(running, params, tmp_path):
+    address, engine = running
+    expected = jaxkv.generate(params, [{"role": "user", "content": "Tell me"}], policy=engine.policy, max_new_tokens=12)
+    browser = Browser(tmp_path / "profile")
+    try:
+        browser("/url", {"url": address})
+        until(lambda: "tiny, policy tova, budget 40 tokens, 2 rows" in browser.text("#about"))
+        browser.type("#text", "Tell me")
+        browser.type("#most", "12")
+        browser.click("#send")
+        until(lambda: browser.run("return document.querySelectorAll('.kept').length") == 1)
+        assert browser.run("return document.querySelector('.assistant').textContent") == expected.text
+        assert browser.text(".kept").startswith("the cache holds")
+        held, seen = browser.run("const m = document.querySelector('meter'); return [m.value, m.max]")
+        assert held <= 40 and seen == expected.stats.seen[0]
+        browser.run("document.querySelector('#budget').removeAttribute('max')")  # the server refuses it as well
+        browser.type("#budget", "99")
+        browser.type("#text", "And")
+        browser.click("#send")
+        until(lambda: browser.run("return document.querySelectorAll('.wrong').length") == 1)
+        assert "slots in a layer" in browser.text(".wrong")
+        assert browser.run("return messages.length") == 2  # what failed is no part of the conversation
+        browser.type("#budget", "30")
+        browser.type("#most", "64")
+        browser.type("#text", "And\n")  # Enter sends
+        until(lambda: not browser.run("return document.querySelector('#stop').disabled") or engine.load.taken)
+        browser.run("document.querySelector('#stop').click()")
+        until(lambda: browser.run("return running === null") and engine.load.taken == 0)
+        browser.click("#clear")
+        assert browser.run("return document.querySelectorAll('.turn').length") == 0
+        script = "return performance.getEntriesByType('resource').map(entry => entry.name)"
+        assert all(name.startswith(address) for name in browser.run(script))
+    finally:
+        browser.close()
 
 
 def test_a_full_queue_a_token_and_the_time(params):
