@@ -1,5 +1,9 @@
 """`jaxkv serve`: the engine and its HTTP server as one process, until it is told to stop."""
 
+import contextlib
+import signal
+from collections.abc import Iterator
+
 import uvicorn
 
 from jaxkv.errors import BadValue
@@ -35,4 +39,18 @@ def serve(
         limit_concurrency=connections or 4 * load.rows + engine.queue + 256,
         h11_max_incomplete_event_size=64 * 1024, http="h11", ws="none",
     )  # fmt: skip
-    uvicorn.Server(config).run()
+    Stopped(config).run()
+
+
+class Stopped(uvicorn.Server):
+    """A server for which being told to stop is the ordinary end, after which the process goes on."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, but the signals are not raised again at the end."""
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
