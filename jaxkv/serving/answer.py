@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from jaxkv.errors import JaxkvError
-from jaxkv.stop_strings import StopStrings
+from jaxkv.stop_strings import Growing, StopStrings
 
 STOP, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "failed"
 
@@ -61,6 +61,8 @@ class Answer:
         self.group: object = self  # the same for samples of one prompt
         self._most, self._stop_tokens, self._stop = most, frozenset(stop_tokens), stop
         self._wake, self._changed, self._watchers = wake, threading.Condition(), []
+        self._shown, self._reading = Growing(stop.tokenizer), threading.Lock()
+        self._searched = Growing(stop.tokenizer)  # by the engine, for stop strings
 
     # ---- for whoever asked
 
@@ -91,8 +93,9 @@ class Answer:
 
     def text(self) -> str:
         """Its text so far, without what may still change; before a stop string."""
-        ended = self.ended
-        return self._stop.text(list(self.tokens), complete=ended)
+        with self._reading:
+            ended = self.ended
+            return self._stop.shown(self._shown.text(list(self.tokens)), complete=ended)
 
     def cancel(self) -> None:
         """End it: its row is free after the chunk of steps that runs now. What it has stays."""
@@ -128,14 +131,16 @@ class Answer:
         """Some more tokens, of which those behind a stop string do not count."""
         if self.ended:
             return
-        count = self._stop.count(self.tokens, np.asarray(tokens, int)) if self._stop else len(tokens)
+        count, stopped = len(tokens), False
+        if self._stop and tokens:
+            stopped = self._stop.within(self._searched.text(self.tokens + tokens))
+            count = self._stop.count(self.tokens, np.asarray(tokens, int)) if stopped else count
         with self._changed:
             self.kept = kept
             if count and self.times.first is None:
                 self.times = dataclasses.replace(self.times, first=time.perf_counter())
             self.chances.extend(chances[:count])
             self.tokens.extend(tokens[:count])
-            stopped = count < len(tokens) or (bool(self._stop) and self._stop.reached(self.tokens))
             if stopped or (self.tokens and self.tokens[-1] in self._stop_tokens):
                 self._end(STOP)
             elif len(self.tokens) >= self._most:
