@@ -3,12 +3,14 @@
 import concurrent.futures
 import contextlib
 import json
+import os
 import shutil
 import socket
 import subprocess
 import threading
 import time
 import urllib.request
+from pathlib import Path
 
 import numpy as np
 import openai
@@ -393,3 +395,57 @@ def test_the_stop_finishes_what_runs(params):
         pieces += list(stream)
         assert pieces[-1].choices[0].finish_reason == "length"
         until(lambda: engine.closed)
+
+
+@pytest.mark.slow
+def test_ten_minutes_of_clients_that_come_and_die(params):
+    """No row and no request is left behind, and memory is flat: what a minute leaves grows no more after the first."""
+    engine, draw, ended = made(params, rows=4, queue=8), np.random.default_rng(0), []
+    policy = engine.policy
+    expected = {
+        n: jaxkv.generate(params, [n] * n, policy=policy, max_new_tokens=n, stop_tokens=()).tokens[0].tolist()
+        for n in range(3, 40, 4)
+    }
+    with served(engine) as (address, _):
+        until(lambda: got(address, "/health")[0] == 200)
+        over, memory = threading.Event(), []
+
+        def client_of(seed):
+            mine = np.random.default_rng(seed)
+            while not over.is_set():
+                n = int(mine.choice(list(expected)))
+                asked = {"model": "tiny", "prompt": [n] * n, "max_tokens": n, "temperature": 0, "logprobs": 0}
+                try:
+                    stream = client(address).completions.create(**asked, stream=True, extra_body={"ignore_eos": True})
+                    dies = int(mine.integers(0, 8))
+                    found = []
+                    for number, chunk in enumerate(stream):
+                        found += [ord(word) - 32 for word in chunk.choices[0].logprobs.tokens]
+                        if number == dies:
+                            stream.close()
+                            break
+                    else:
+                        ended.append(found == expected[n])
+                except openai.RateLimitError:
+                    time.sleep(0.01)
+
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            for seed in draw.integers(0, 2**31, 12):
+                pool.submit(client_of, int(seed))
+            for _ in range(SOAK_MINUTES):
+                time.sleep(60)
+                memory.append(resident())
+            over.set()
+        until(lambda: engine.load.taken == engine.load.queued == 0)
+        until(lambda: not engine._open)
+    assert len(ended) > 100 and all(ended)
+    assert engine.load.ended["cancelled"] > 10
+    assert memory[-1] < memory[0] * 1.03, memory
+
+
+SOAK_MINUTES = int(os.environ.get("JAXKV_SOAK_MINUTES", "10"))
+
+
+def resident():
+    """This process' memory in pages."""
+    return int(Path("/proc/self/statm").read_text().split()[1])
