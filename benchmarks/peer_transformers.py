@@ -1,7 +1,8 @@
 """The transformers side of decode_speed, which runs in an environment with torch.
 
-One request: {"ids": [[...], ...], "new_tokens": n, "cache": "dynamic" or "static"}. Its answer: the seconds up to the
-first token, the seconds of the tokens after it, and the tokens.
+One request: {"ids": [[...], ...], "new_tokens": n, "cache": "dynamic" or "static"}, and "padding", how many of each
+row's first ids are none, where some are. Its answer: the seconds up to the first token, the seconds of the tokens after
+it, and the tokens.
 """
 
 import argparse
@@ -48,11 +49,12 @@ def answer(model, request: dict) -> dict:
         return scores
 
     ids = torch.tensor(request["ids"])
+    padding = torch.tensor(request.get("padding", [0] * len(ids)))
     started = time.perf_counter()
     with torch.inference_mode():
         out = model.generate(
             ids,
-            attention_mask=torch.ones_like(ids),
+            attention_mask=(torch.arange(ids.shape[1]) >= padding[:, None]).long(),
             do_sample=False,
             max_new_tokens=request["new_tokens"],
             min_new_tokens=request["new_tokens"],

@@ -1,4 +1,4 @@
-"""`jaxkv` on the command line: generate, chat, warmup, policies, info, calibrate, eval, report, cache."""
+"""`jaxkv` on the command line: generate, chat, serve, warmup, policies, info, calibrate, eval, report, cache."""
 
 import dataclasses
 import gc
@@ -182,6 +182,40 @@ class Cache:
 
 
 @dataclasses.dataclass(frozen=True)
+class Serve:
+    """Answer requests over HTTP (the OpenAI API, and a page at /), many side by side; needs jaxkv[serve]."""
+
+    model: str = DEFAULT_MODEL
+    dtype: str | None = None
+    cut: Cut = Cut()
+    rows: int = 8
+    """Requests that run at a time."""
+    longest: int = 2048
+    """Prompt tokens that rows have slots for, where the policy keeps them all while decoding."""
+    max_new_tokens: int = 512
+    """New tokens, likewise."""
+    block: int = 256
+    """Prompt tokens run at a time, between steps of the rows that run."""
+    queue: int = 256
+    """Requests that may wait."""
+    prefix: tuple[str, ...] = ()
+    """Texts to branch from, as name=file."""
+    host: str = "127.0.0.1"
+    """0.0.0.0 answers other machines as well: give a token then."""
+    port: int = 8000
+    token: str | None = None
+    """Who asks must send it as bearer token; by default what $JAXKV_TOKEN says, if anything."""
+    name: str | None = None
+    """What requests call the model (its own name by default)."""
+    body: int = 2**20
+    """The most bytes of a request."""
+    seconds: float = 600.0
+    """The most seconds of a request, its time in the queue among them."""
+    grace: float = 60.0
+    """Seconds to finish what runs when told to stop."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Policies:
     """The catalogue of methods, or the parts of one."""
 
@@ -260,6 +294,7 @@ Command = (
     Annotated[Generate, subcommand("generate")]
     | Annotated[Chat, subcommand("chat")]
     | Annotated[Warmup, subcommand("warmup")]
+    | Annotated[Serve, subcommand("serve")]
     | Annotated[Policies, subcommand("policies")]
     | Annotated[Info, subcommand("info")]
     | Annotated[Calibrate, subcommand("calibrate")]
@@ -267,7 +302,7 @@ Command = (
     | Annotated[Report, subcommand("report")]
     | Annotated[Cache, subcommand("cache")]
 )
-RUNS = (Generate, Chat, Warmup, Calibrate, Eval)  # the commands that run a model
+RUNS = (Generate, Chat, Warmup, Serve, Calibrate, Eval)  # the commands that run a model
 
 
 def main(args: list[str] | None = None) -> int:
@@ -284,7 +319,7 @@ def main(args: list[str] | None = None) -> int:
             _keep_programs()
         return {
             Generate: _generate, Chat: _chat, Warmup: _warmup, Policies: _policies, Info: _info, Calibrate: _calibrate,
-            Eval: _eval, Report: _report, Cache: _cache,
+            Eval: _eval, Report: _report, Cache: _cache, Serve: _serve,
         }[type(command)](command)  # fmt: skip
     except JaxkvError as error:
         print(f"jaxkv: {error}", file=sys.stderr)
@@ -377,6 +412,36 @@ def _warmup(command: Warmup) -> int:
     for length in command.lengths:
         (seconds,) = jaxkv.warmup(params, (length,), batch=command.batch, **options).values()
         print(f"{length} tokens: {seconds:.1f} s", flush=True)
+    return 0
+
+
+def _serve(command: Serve) -> int:
+    import importlib.util
+
+    if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("starlette") is None:
+        raise BadValue("jaxkv serve needs the libraries of an extra: pip install 'jaxkv[serve]'")
+    import jaxkv
+    from jaxkv.serving import Engine
+    from jaxkv.serving.http import Limits
+    from jaxkv.serving.serve import serve
+
+    chosen = dataclasses.replace(command.cut.build(), block=command.block)
+    params = jaxkv.load(command.model, dtype=command.dtype)
+    engine = Engine(
+        params, chosen, rows=command.rows, longest=command.longest, max_new_tokens=command.max_new_tokens,
+        queue=command.queue, scan_layers=True,
+    )  # fmt: skip
+    for each in command.prefix:
+        name, _, file = each.partition("=")
+        if not Path(file).is_file():
+            raise BadValue(f"prefix {each!r}: expected name=file, of a text file that is there")
+        engine.store(name, jaxkv.prefill(params, Path(file).read_text(encoding="utf-8"), policy=chosen))
+    _note(f"{command.model} under {_size(chosen)}, {command.rows} rows: http://{command.host}:{command.port}")
+    limits = Limits(body=command.body, seconds=command.seconds, max_tokens=min(256, command.max_new_tokens))
+    serve(
+        engine, command.name or command.model, host=command.host, port=command.port, limits=limits,
+        token=command.token or os.environ.get("JAXKV_TOKEN") or None, grace=command.grace,
+    )  # fmt: skip
     return 0
 
 

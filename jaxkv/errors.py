@@ -34,6 +34,10 @@ class HostFailure(JaxkvError, RuntimeError):
     """Another host of a run over many that failed, or never came."""
 
 
+class Busy(JaxkvError, RuntimeError):
+    """An engine that takes no request now: its queue is full, or it stops."""
+
+
 def unknown(kind: str, name: object, known) -> UnknownName:
     """`UnknownName` that lists the nearest of the `known` names."""
     name, known = str(name), sorted(map(str, known))

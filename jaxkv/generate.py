@@ -305,9 +305,7 @@ def _pseudo_tokens(
 ) -> np.ndarray:
     """The tokens that look from behind the prompt, int32 `[B, N]` (N = 0 for observers that are in it)."""
     if not observe.drafts:
-        tokenizer = params.tokenizer
-        encode = None if tokenizer is None else lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
-        return np.stack([observe.behind(row, params.config.vocab_size, encode) for row in rows])
+        return behind(params, rows, observe)
     draft = catalogue()["full"]
     if cache is None:
         draft = first_pass(policy)
@@ -317,6 +315,13 @@ def _pseudo_tokens(
         params, rows, policy=draft, max_new_tokens=observe.extra, cache=cache, stop_tokens=(),
         implementation=execution.implementation, scan_layers=execution.scan_layers, sizes=execution.sizes,
     ).tokens  # fmt: skip
+
+
+def behind(params: Params, rows: list[np.ndarray], observe: Observer) -> np.ndarray:
+    """The tokens `[B, N]` that look from behind each row's prompt, where they come from the prompt itself."""
+    tokenizer = params.tokenizer
+    encode = None if tokenizer is None else lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+    return np.stack([observe.behind(row, params.config.vocab_size, encode) for row in rows])
 
 
 def first_pass(policy: Policy) -> Policy:

@@ -77,6 +77,23 @@ def plan(
     Raises `BadValue` for a text longer than the model's context under a policy that keeps text positions.
     """
     seen = np.zeros_like(new) if cache is None else np.asarray(cache.lengths)
+    held = np.zeros(config.num_layers, np.int64) if cache is None else slots_filled(cache)
+    return planned(policy, config, seen, held, new, room, parts=parts, learned=learned, sizes=sizes)
+
+
+def planned(
+    policy: Policy,
+    config: ModelConfig,
+    seen: np.ndarray,
+    held: np.ndarray,
+    new: np.ndarray,
+    room: int,
+    *,
+    parts: int = 1,
+    learned: Learned = NOTHING,
+    sizes: int = SIZES,
+) -> tuple[Plan, PromptBlocks, np.ndarray]:
+    """`plan` on a cache that has seen so many tokens `[B]` and fills so many slots per KV head of each layer `[L]`."""
     total = seen + new
     longest = int(total.max())
     if policy.rope == "text" and longest + room > config.max_position:
@@ -96,7 +113,6 @@ def plan(
                 f"budget {given} fills the model's context of {config.max_position}: lower budget= to leave room for "
                 "the tokens that come"
             )
-    held = np.zeros(config.num_layers, np.int64) if cache is None else _held(cache)
 
     slots = []
     for layer in range(config.num_layers):
@@ -151,7 +167,7 @@ def lacking(policy: Policy, cache: KVCache, room: int) -> tuple[int, ...]:
     return tuple(map(of, cache.layers, on_host(cache.held()), limits))
 
 
-def _held(cache: KVCache) -> np.ndarray:
+def slots_filled(cache: KVCache) -> np.ndarray:
     """Slots per KV head that hold what each layer holds; where heads share, on average over them."""
     held = on_host(cache.held())
     return np.array([layer.needed(of) for layer, of in zip(cache.layers, held, strict=True)], int)

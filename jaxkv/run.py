@@ -23,7 +23,7 @@ from jaxkv.policies.flow import Block
 from jaxkv.policies.needs import HIDDEN, OUTPUT
 from jaxkv.policies.policy import NOTHING, Learned, Policy
 from jaxkv.programs import held
-from jaxkv.sampling import Sampler
+from jaxkv.sampling import RowSampler, Sampler
 from jaxkv.sharding.layout import ONE_DEVICE, Layout
 from jaxkv.store import EMPTY, KVCache, looks
 from jaxkv.store import empty as empty_store
@@ -235,16 +235,20 @@ class DecodeState:
 
 
 def emit(
-    sampler: Sampler, stop: tuple[int, ...], state: DecodeState, logits: Float[Array, "B V"]
+    sampler: Sampler | RowSampler,
+    stop: tuple[int, ...] | Int[Array, "B S"],
+    state: DecodeState,
+    logits: Float[Array, "B V"],
 ) -> tuple[DecodeState, Int[Array, "B"]]:
-    """Sample each running row's next token into `pending`; finished rows give -1."""
+    """Sample each running row's next token into `pending`; finished rows give -1. Each row may have stop tokens of its
+    own, filled up with -1."""
     running = state.going
     token = sampler.sample(logits, state.seen, state.keys, state.cache.lengths)
     seen = state.seen
     if seen is not None:
         rows = jnp.arange(token.shape[0])
         seen = seen.at[rows, token].set(seen[rows, token] | running)
-    ended = jnp.isin(token, jnp.array(stop, jnp.int32)) if stop else jnp.zeros_like(state.done)
+    ended = jnp.any(token[:, None] == jnp.atleast_2d(jnp.asarray(stop, jnp.int32)), axis=-1)
     pending = jnp.where(running, token, state.cache.pending)
     left = state.left - running.astype(jnp.int32)
     state = dataclasses.replace(

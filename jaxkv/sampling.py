@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxkv.checks import check_arguments
 
+HEAD = 1024  # of the best tokens are looked at first: sorting a whole vocabulary takes a CPU twenty times as long
 COLDEST = 1e-30  # below this temperature float32 cannot divide logits by it, and the best token has all the chance
 
 
@@ -41,8 +43,7 @@ class Sampler:
     def warped(self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None) -> Float[Array, "B V"]:
         """The logits that the draw is made from: after penalty, temperature and filters (greedy: the penalty alone)."""
         if self.repetition_penalty is not None and seen is not None:
-            penalty = jnp.float32(self.repetition_penalty)
-            logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+            logits = penalised(logits, seen, jnp.float32(self.repetition_penalty))
         return logits if self.temperature == 0 else self._filtered(logits / jnp.float32(self.temperature))
 
     def draw(self, logits: Float[Array, "B V"], keys: Key[Array, "B"], at: Int[Array, "B"]) -> Int[Array, "B"]:
@@ -55,18 +56,111 @@ class Sampler:
     def _filtered(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """The logits with -inf for tokens that top-k, top-p or min-p leave out; the best token always stays."""
         if self.top_k is not None:
-            best = jax.lax.top_k(logits, min(self.top_k, logits.shape[-1]))[0]
-            logits = jnp.where(logits < best[:, -1:], -jnp.inf, logits)
+            least = jax.lax.top_k(logits, min(self.top_k, logits.shape[-1]))[0][:, -1:]
+            logits = jnp.where(logits < least, -jnp.inf, logits)
         if self.top_p is not None:
-            ordered = jnp.sort(logits, axis=-1, descending=True)
-            before = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1) - jax.nn.softmax(ordered, axis=-1)
-            last = jnp.maximum(jnp.sum(before < self.top_p, axis=-1, keepdims=True), 1) - 1
-            logits = jnp.where(logits < jnp.take_along_axis(ordered, last, axis=-1), -jnp.inf, logits)
-        if self.min_p is not None:
-            chance = jax.nn.softmax(logits, axis=-1)
-            best = jnp.max(chance, axis=-1, keepdims=True)
-            logits = jnp.where(chance < self.min_p * best, -jnp.inf, logits)
-        return logits
+            logits = nucleus(logits, jnp.float32(self.top_p))
+        return logits if self.min_p is None else likely(logits, jnp.float32(self.min_p))
+
+
+NO_TOP_K = np.int32(2**31 - 1)  # what a row without the filter has, so that the filter changes nothing
+NO_TOP_P = np.float32(2.0)  # 1 would leave out what the sum's rounding puts behind it
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowSampler:
+    """A `Sampler` of its own for every row, as data: one program draws for rows that differ, each as its own would.
+
+    What a row does not ask for is not computed for it.
+    """
+
+    temperature: Float[Array, "*B"]
+    top_k: Int[Array, "*B"]
+    top_p: Float[Array, "*B"]
+    min_p: Float[Array, "*B"]
+    repetition_penalty: Float[Array, "*B"]
+
+    @classmethod
+    def of(cls, samplers: Sequence[Sampler]) -> "RowSampler":
+        """The rows' samplers as arrays; what a sampler leaves out has the number that changes nothing."""
+        missing = {"top_k": NO_TOP_K, "top_p": NO_TOP_P, "min_p": 0.0, "repetition_penalty": 1.0}
+
+        def column(name: str) -> jax.Array:
+            values = [getattr(sampler, name) for sampler in samplers]
+            filled = [missing[name] if value is None else value for value in values]
+            return jnp.asarray(
+                np.array([min(x, NO_TOP_K) for x in filled], np.int32 if name == "top_k" else np.float32)
+            )
+
+        return cls(**{field.name: column(field.name) for field in dataclasses.fields(cls)})
+
+    def sample(
+        self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None, keys: Key[Array, "B"], at: Int[Array, "B"]
+    ) -> Int[Array, "B"]:
+        """The next token of each row, as its own `Sampler.sample` gives it."""
+        if seen is not None:
+            penalty = self.repetition_penalty[:, None]
+            wanted = jnp.any(penalty != 1)
+            logits = jax.lax.cond(wanted, lambda x: penalised(x, seen, penalty), lambda x: x, logits)
+        best = _best(logits)
+        rows = self, logits, keys, at, best
+        return jax.lax.cond(jnp.any(self.temperature > 0), lambda: jax.lax.map(_row, rows), lambda: best)
+
+
+def _row(row: tuple[RowSampler, Any, Any, Any, Any]) -> Int[Array, ""]:
+    """The token of one row: its logits `[V]`, key and position, and the best token, which it has when greedy."""
+    sampler, logits, key, at, best = row
+
+    def drawn() -> Int[Array, ""]:
+        warm = logits / sampler.temperature
+        for wanted, kept in (
+            (sampler.top_k < logits.shape[0], lambda x: best_ones(x, sampler.top_k)),
+            (sampler.top_p < NO_TOP_P, lambda x: nucleus(x, sampler.top_p)),
+            (sampler.min_p > 0, lambda x: likely(x, sampler.min_p)),
+        ):
+            warm = jax.lax.cond(wanted, kept, lambda x: x, warm)
+        return jax.random.categorical(jax.random.fold_in(key, at), warm).astype(jnp.int32)
+
+    return jax.lax.cond(sampler.temperature > 0, drawn, lambda: best)
+
+
+def penalised(logits: Float[Array, "B V"], seen: Bool[Array, "B V"], penalty: Any) -> Float[Array, "B V"]:
+    """The logits with those of the tokens seen lowered by the penalty (a number, or `[B, 1]`)."""
+    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def best_ones(logits: Float[Array, "V"], top_k: Int[Array, ""]) -> Float[Array, "V"]:
+    """The logits with -inf for those below the `top_k`-th best, a number that is data."""
+    of_all = lambda: jnp.sort(logits, descending=True)[top_k - 1]  # noqa: E731
+    best = jax.lax.top_k(logits, min(HEAD, logits.shape[0]))[0]
+    least = jax.lax.cond(top_k <= best.shape[0], lambda: best[top_k - 1], of_all)
+    return jnp.where(logits < least, -jnp.inf, logits)
+
+
+def nucleus(logits: Float[Array, "*B V"], top_p: Any) -> Float[Array, "*B V"]:
+    """The logits with -inf behind the best tokens whose chances add up to `top_p`; all are sorted only where a row
+    needs more than the best `HEAD`."""
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+
+    def least(ordered: Float[Array, "*B N"]) -> tuple[Float[Array, "*B 1"], Bool[Array, ""]]:
+        chance = jnp.exp(ordered - total)
+        before = jnp.cumsum(chance, axis=-1) - chance
+        last = jnp.maximum(jnp.sum(before < top_p, axis=-1, keepdims=True), 1) - 1
+        return jnp.take_along_axis(ordered, last, axis=-1), jnp.all(before[..., -1] >= top_p)
+
+    found, enough = least(jax.lax.top_k(logits, min(HEAD, logits.shape[-1]))[0])
+    if logits.shape[-1] > HEAD:
+        of_all = lambda: least(jnp.sort(logits, axis=-1, descending=True))[0]  # noqa: E731
+        found = jax.lax.cond(enough, lambda: found, of_all)
+    return jnp.where(logits < found, -jnp.inf, logits)
+
+
+def likely(logits: Float[Array, "*B V"], min_p: Any) -> Float[Array, "*B V"]:
+    """The logits with -inf for tokens that have less than `min_p` of the best one's chance."""
+    chance = jax.nn.softmax(logits, axis=-1)
+    best = jnp.max(chance, axis=-1, keepdims=True)
+    return jnp.where(chance < min_p * best, -jnp.inf, logits)
 
 
 def _best(logits: Float[Array, "B V"]) -> Int[Array, "B"]:

@@ -18,7 +18,11 @@ class StopStrings:
 
     def reached(self, tokens: list[int]) -> bool:
         """Whether the text of the tokens holds a stop string."""
-        return bool(self.strings) and self._at(self._words(tokens)) is not None
+        return bool(self.strings) and self.within(self._words(tokens))
+
+    def within(self, text: str) -> bool:
+        """Whether the text holds a stop string."""
+        return self._at(text) is not None
 
     def count(self, tokens: list[int], new: np.ndarray) -> int:
         """How many of the `new` tokens (-1: none) behind `tokens` there are, up to the one that completes a string."""
@@ -29,7 +33,10 @@ class StopStrings:
 
     def text(self, tokens: list[int], complete: bool = True) -> str:
         """The text before its stop string; while it still comes, without what may yet change."""
-        text = self._words(tokens)
+        return self.shown(self._words(tokens), complete)
+
+    def shown(self, text: str, complete: bool = True) -> str:
+        """Of the whole text what `text` gives."""
         at = self._at(text)
         if at is not None:
             return text[:at]
@@ -40,11 +47,38 @@ class StopStrings:
         return text[: len(text) - max(partial, default=0)]
 
     def _words(self, tokens: list[int]) -> str:
-        if self.tokenizer is None:
-            return ""
-        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return decoded(self.tokenizer, tokens)
 
     def _at(self, text: str) -> int | None:
         """Where the first stop string begins in the text, if one is there."""
         found = [at for at in (text.find(stop) for stop in self.strings) if at >= 0]
         return min(found) if found else None
+
+
+def decoded(tokenizer: Any, tokens: list[int]) -> str:
+    """The text of tokens; none where there is no tokenizer."""
+    if tokenizer is None:
+        return ""
+    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class Growing:
+    """The text of tokens that grow, of which only the last ones are decoded again.
+
+    A text is settled at a place where its two parts, decoded by themselves, are the whole.
+    """
+
+    TAIL = 16  # tokens that may still change
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer, self._settled, self._count = tokenizer, "", 0
+
+    def text(self, tokens: list[int]) -> str:
+        """The text of all tokens: those of the last call, and more."""
+        rest = tokens[self._count :]
+        text = decoded(self._tokenizer, rest)
+        if len(rest) >= 2 * self.TAIL:
+            left, right = (decoded(self._tokenizer, part) for part in (rest[: -self.TAIL], rest[-self.TAIL :]))
+            if left + right == text and not left.endswith("\N{REPLACEMENT CHARACTER}"):
+                self._settled, self._count, text = self._settled + left, len(tokens) - self.TAIL, right
+        return self._settled + text

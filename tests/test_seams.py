@@ -87,11 +87,15 @@ def test_programs_and_attention_name_no_kind_of_policy(name):
 
 
 ARROWS = {  # what the modules of a room never import
-    "store": ("policies", "attend", "models", "run", "generate", "evaluation", "cli", "speculative"),
-    "policies": ("models", "attend", "run", "generate", "evaluation", "cli", "speculative", "weights"),
-    "attend": ("run", "generate", "evaluation", "cli", "speculative", "weights"),
-    "models": ("policies", "store", "attend", "run", "generate", "evaluation", "cli"),
-    "sharding": ("policies", "store", "attend", "run", "generate", "evaluation", "cli"),
+    "store": ("policies", "attend", "models", "run", "generate", "evaluation", "cli", "speculative", "serving"),
+    "policies": ("models", "attend", "run", "generate", "evaluation", "cli", "speculative", "weights", "serving"),
+    "attend": ("run", "generate", "evaluation", "cli", "speculative", "weights", "serving"),
+    "models": ("policies", "store", "attend", "run", "generate", "evaluation", "cli", "serving"),
+    "sharding": ("policies", "store", "attend", "run", "generate", "evaluation", "cli", "serving"),
+    "run.py": ("generate", "evaluation", "cli", "serving"),
+    "generate.py": ("evaluation", "cli", "serving"),
+    "evaluation": ("cli", "serving"),
+    "serving": ("evaluation", "cli"),
 }
 
 

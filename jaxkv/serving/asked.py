@@ -1,0 +1,221 @@
+"""A request, made ready on the host by whoever asks: everything that the engine's thread will only hand to programs."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkv.checks import shown
+from jaxkv.errors import BadValue
+from jaxkv.generate import behind
+from jaxkv.plan import ROUND, Plan, PromptBlocks, planned, rounded, slots_filled
+from jaxkv.policies.policy import Learned, Policy
+from jaxkv.prompts import left_padded, rows_of
+from jaxkv.request import Request
+from jaxkv.run import Layers
+from jaxkv.sampling import RowSampler
+from jaxkv.serving.answer import Answer
+from jaxkv.store import KVCache
+from jaxkv.weights.params import Params
+
+STOPS = 16  # the most stop tokens of a request
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    """A stored text that requests branch from: the layers of its cache, of one row, and what the host knows of it."""
+
+    layers: Layers
+    seen: int
+    filled: np.ndarray  # slots per KV head of each layer
+    pending: int
+    text: np.ndarray | None
+
+    @classmethod
+    def of(cls, cache: KVCache) -> "Prefix":
+        """The prefix that a cache of one row is."""
+        text = cache.texts()
+        return cls(
+            cache.layers, int(np.asarray(cache.lengths)[0]), slots_filled(cache), int(np.asarray(cache.pending)[0]),
+            None if text is None else text[0],
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """What an engine's programs are compiled for: slots per layer, the sizes of a prompt's first block and of those
+    behind it, and whether prompts are scored or all of them kept (`looks`, `later_looks`)."""
+
+    slots: tuple[int, ...]
+    firsts: tuple[int, ...]
+    block: int
+    looks: tuple[bool, ...]
+    later_looks: tuple[bool, ...]
+
+    def plan(self, look: bool) -> Plan:
+        """The plan of every prompt of the engine."""
+        return Plan(self.slots, look)
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """One prompt and its answers, one for each sample: the arrays that the programs take."""
+
+    answers: tuple[Answer, ...]
+    prefix: Prefix | None
+    look: bool
+    blocks: PromptBlocks
+    tokens: np.ndarray
+    positions: np.ndarray
+    pseudo: np.ndarray
+    lengths: np.ndarray
+    limits: np.ndarray
+    left: int
+    seed: int
+    sampler: RowSampler
+    seen: np.ndarray | None  # [1, V], where a repetition penalty counts them
+    stop: np.ndarray
+    told: bool
+
+    @property
+    def ends(self) -> np.ndarray:
+        """Tokens seen with the prompt."""
+        return self.lengths + np.sum(self.positions >= 0, axis=1, dtype=np.int32)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether somebody still waits for it."""
+        return not all(answer.ended or answer.cancelled for answer in self.answers)
+
+
+def shapes_of(params: Params, policy: Policy, learned: Learned, longest: int, room: int, sizes: int) -> Shapes:
+    """The shapes for prompts of up to `longest` tokens with up to `room` new ones. Raises `BadValue` for a policy whose
+    rows cannot come and go, and for a mesh."""
+    if params.layout.mesh is not None:
+        raise BadValue("an engine on a mesh: its rows live on one device so far; load the model without mesh=")
+    if policy.allocate.divides:
+        raise BadValue(
+            f"policy {policy.name!r} divides one budget over all layers, by a border of each row's own that programs "
+            "are compiled for: an engine takes policies whose layers have budgets of their own, such as 'adakv-h2o'"
+        )
+    if policy.prefill is not None and policy.prefill.observe.drafts:
+        raise BadValue(
+            f"policy {policy.name!r} drafts tokens before it reads a prompt, a generation within one: an engine takes "
+            "policies that look with the prompt's own or with pseudo queries, such as 'dapq-longflow'"
+        )
+
+    def at(tokens: int) -> tuple[Plan, PromptBlocks, np.ndarray]:
+        nothing = np.zeros(params.config.num_layers, np.int64)
+        return planned(policy, params.config, np.zeros(1, int), nothing, np.array([tokens]), room, learned=learned)
+
+    lengths = {
+        1,
+        longest,
+        *range(ROUND, longest, max(ROUND, longest // 256)),
+    }  # some budgets depend on the text's length
+    slots = np.max([at(tokens)[0].slots for tokens in lengths], axis=0)
+    block = at(longest)[1].size
+    firsts = sorted({min(rounded(count, sizes), block) for count in range(1, block + 1)})
+    several = policy.rope != "text" or block + 1 + room <= params.config.max_position  # blocks in a prompt
+    later = _looks(policy, at(block + 1)[0].look) if several else ()
+    return Shapes(tuple(map(int, slots)), tuple(firsts), block, _looks(policy, at(1)[0].look), later)
+
+
+def _looks(policy: Policy, shortest: bool) -> tuple[bool, ...]:
+    """Whether prompts are scored, of all lengths from that on for which this is known."""
+    return (False,) if policy.prefill is None else (True,) if shortest else (False, True)
+
+
+def asked(
+    params: Params,
+    policy: Policy,
+    learned: Learned,
+    shapes: Shapes,
+    sizes: int,
+    prompt: Any,
+    request: Request,
+    answers: Any,
+    *,
+    budget: int | None,
+    prefix: Prefix | None,
+    told: bool,
+) -> Asked:
+    """The request as arrays; `answers(prompt tokens, seen with them)` makes its answers. Raises `BadValue` for what
+    the engine's rows cannot hold."""
+    rows, single = rows_of(prompt, params.tokenizer, params.config.vocab_size)
+    if not single:
+        raise BadValue(f"{len(rows)} prompts in one request: submit each by itself; an engine runs them side by side")
+    if budget is not None:
+        policy = _with_budget(policy, budget)
+    if len(request.stop_tokens) > STOPS:
+        raise BadValue(f"{len(request.stop_tokens)} stop tokens: expected at most {STOPS}")
+    fresh = len(rows[0])
+    before = np.zeros(0, np.int32)
+    seen, filled = 0, np.zeros(params.config.num_layers, np.int64)
+    if prefix is not None:
+        seen, filled = prefix.seen, prefix.filled
+        before = before if prefix.text is None else prefix.text
+        if prefix.pending >= 0:
+            rows = [np.append(np.int32(prefix.pending), rows[0]).astype(np.int32)]
+    lengths = np.array([seen], np.int32)
+    plan, blocks, limits = planned(
+        policy, params.config, lengths, filled, np.array([len(rows[0])]), request.max_new_tokens, learned=learned,
+        sizes=sizes,
+    )  # fmt: skip
+    _check_fit(policy, shapes, plan, blocks, len(rows[0]) + seen, request.max_new_tokens)
+    tokens, positions = left_padded(rows, blocks.length, lengths)
+    pseudo = np.zeros((1, 0), np.int32)
+    if policy.prefill is not None and plan.look:
+        pseudo = behind(params, rows, policy.prefill.observe)
+    return Asked(
+        answers(fresh, seen + len(rows[0])), prefix, plan.look, blocks, tokens, positions, pseudo, lengths, limits,
+        left=request.max_new_tokens,
+        seed=request.seed,
+        sampler=RowSampler.of([request.sampler]),
+        seen=_seen(request, np.append(before, rows[0]), params.config.vocab_size),
+        stop=np.array([[*request.stop_tokens, *[-1] * (STOPS - len(request.stop_tokens))]], np.int32),
+        told=told,
+    )  # fmt: skip
+
+
+def pseudo_width(params: Params, policy: Policy) -> int:
+    """How many tokens look from behind a prompt."""
+    if policy.prefill is None:
+        return 0
+    return behind(params, [np.zeros(1, np.int32)], policy.prefill.observe).shape[1]
+
+
+def _with_budget(policy: Policy, budget: int) -> Policy:
+    """The policy with a budget of the request's own. Raises `BadValue` where it cannot have one."""
+    if not policy.evicts or policy.budget is None or policy.rope != "text":
+        raise BadValue(
+            f"budget={shown(budget)} of a request under policy {policy.name!r}: expected none; only rows of a policy "
+            "with a budget, and with text positions, have room to share out"
+        )
+    return dataclasses.replace(policy, budget=budget)  # which checks it
+
+
+def _check_fit(policy: Policy, shapes: Shapes, plan: Plan, blocks: PromptBlocks, text: int, new: int) -> None:
+    """Raises `BadValue` where the engine's programs were compiled for less."""
+    short = [(have, want) for have, want in zip(shapes.slots, plan.slots, strict=True) if want > have]
+    if short:
+        have, want = max(short, key=lambda pair: pair[1] - pair[0])
+        raise BadValue(
+            f"{text} tokens and {new} new ones need {want} slots in a layer under policy {policy.name!r}, and this "
+            f"engine's rows have {have}: ask for less, or start it with a larger longest=, max_new_tokens= or budget"
+        )
+    looks = shapes.later_looks if blocks.count else shapes.looks
+    if blocks.size != shapes.block or plan.look not in looks or (blocks.count and plan.look not in shapes.looks):
+        raise BadValue(
+            f"{text} tokens under policy {policy.name!r} need blocks of {blocks.size} that this engine has no program "
+            f"for (it runs {shapes.block}): ask with its own budget"
+        )
+
+
+def _seen(request: Request, text: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray | None:
+    if request.sampler.repetition_penalty is None:
+        return None
+    seen = np.zeros((1, vocab_size), bool)
+    seen[0, np.asarray(text, np.int64)] = True
+    return seen

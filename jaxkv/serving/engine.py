@@ -1,0 +1,444 @@
+"""The engine: requests come and go in the rows of one running batch.
+
+queue -> blocks of the prompt in front -> a free row -> chunks of decode steps of all rows -> tokens -> the row is free
+
+One thread runs the turns; any thread may submit, read and cancel. A row's slots are the policy's budget whatever its
+request's length, so a free row is all that a request waits for.
+"""
+
+import dataclasses
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxkv.checks import check_arguments, fits, shown
+from jaxkv.errors import BadCheckpoint, BadValue, Busy, unknown
+from jaxkv.policies.policy import Policy
+from jaxkv.request import check_model, checked_policy, checked_request
+from jaxkv.sampling import Sampler
+from jaxkv.serving.answer import CANCELLED, FAILED, Answer, Chance
+from jaxkv.serving.asked import Asked, Prefix, asked, shapes_of
+from jaxkv.serving.programs import Programs, Static
+from jaxkv.serving.rows import Rows, Told
+from jaxkv.stop_strings import StopStrings
+from jaxkv.store import KVCache
+from jaxkv.weights.params import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What an engine has to do now, and what it has done since it began; tokens are those of ended requests."""
+
+    queued: int
+    rows: int
+    taken: int
+    ended: Mapping[str, int]
+    prompt_tokens: int
+    new_tokens: int
+    evicted: float
+
+
+@dataclasses.dataclass
+class _Reading:
+    """A prompt of which some blocks have run, and then its samples that wait for a row."""
+
+    asked: Asked
+    layers: Any = None
+    blocks: int = 0
+    rows: deque[tuple[Answer, Rows]] = dataclasses.field(default_factory=deque)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flying:
+    """A chunk of steps that has been started, and whose the rows were."""
+
+    owners: tuple[Answer | None, ...]
+    told: Told
+    kept: Any
+
+
+class Engine:
+    """Runs requests side by side, each with the tokens that `jaxkv.generate` alone gives it.
+
+    `rows` requests run at a time and `queue` more may wait. A row has the slots that the policy needs for a prompt of
+    `longest` tokens and `max_new_tokens` new ones: its budget, where it evicts while decoding, and then longer texts
+    fit as well. Prompts run in the policy's blocks, at most `blocks` of them between chunks of `steps` decode steps;
+    `sizes` of a first block per doubling are compiled. It takes every policy but those that divide a budget over
+    layers or draft before they read, and neither meshes nor speculative decoding: `BadValue` before compilation.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        policy: Policy | None = None,
+        *,
+        rows: int = 8,
+        longest: int = 2048,
+        max_new_tokens: int = 512,
+        steps: int = 8,
+        blocks: int = 4,
+        queue: int = 256,
+        sizes: int = 1,
+        implementation: str | None = None,
+        scan_layers: bool = False,
+    ):
+        check_model(params)
+        check_arguments(
+            rows=rows, longest=longest, max_new_tokens=max_new_tokens, steps=steps, blocks=blocks, queue=queue,
+            sizes=sizes, implementation=implementation, scan_layers=scan_layers,
+        )  # fmt: skip
+        self.params, self.policy = params, checked_policy(params, policy, None)
+        self._learned = params.learned_for(self.policy.learns, self.policy.name)
+        self._sizes, self._blocks, self.queue = sizes, blocks, queue
+        self.shapes = shapes_of(params, self.policy, self._learned, longest, max_new_tokens, sizes)
+        self._programs = Programs(
+            Static(params, self.policy, self.shapes, self._learned, rows, steps, implementation, scan_layers)
+        )
+        self._rows: Rows | None = None
+        self._seats: list[Answer | None] = [None] * rows
+        self._ended = np.zeros(rows, bool)  # rows that the host has ended and the device not yet
+        self._queue: deque[Asked] = deque()
+        self._reading: _Reading | None = None
+        self._firsts: list[tuple[Answer, Told, Any]] = []
+        self._open: set[Answer] = set()
+        self._flying: _Flying | None = None
+        self._prefixes: dict[str, Prefix] = {}
+        self._work, self._turning = threading.Condition(), threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed, self.failure = False, None
+        self._load = Load(0, rows, 0, {}, 0, 0, 0.0)
+
+    # ---- for whoever asks
+
+    def warm(self) -> dict[str, float]:
+        """Compile everything that requests will need; the seconds that each program took."""
+        with self._turning:
+            if self._rows is None:
+                self._rows = self._programs.make(self._asked(np.zeros(1, np.int32), max_new_tokens=1))
+        return dict(self._programs.seconds)
+
+    def submit(self, prompt: Any, **settings: Any) -> Answer:
+        """Ask for one answer; its tokens are those of `jaxkv.generate(params, prompt, policy=..., **settings)`.
+
+        Settings are `max_new_tokens`, `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`, `seed`,
+        `stop_tokens`, `stop` as there; `budget`: this request's own, at most the policy's; `prefix`: the name of a
+        stored text to go on from; `logprobs`: whether to tell them. Raises `BadValue`, and `Busy` where the queue is
+        full or the engine stops.
+        """
+        return self.submit_all(prompt, samples=1, **settings)[0]
+
+    def submit_all(self, prompt: Any, *, samples: int = 1, **settings: Any) -> tuple[Answer, ...]:
+        """As `submit`, with several answers to one prompt, which is run once."""
+        self._check_open()
+        work = self._asked(prompt, samples=samples, **settings)
+        with self._work:
+            self._check_open()
+            if len(self._queue) >= self.queue:
+                raise Busy(
+                    f"{len(self._queue)} requests wait, the most that this engine's queue holds: ask again later"
+                )
+            self._queue.append(work)
+            self._open.update(work.answers)
+            self._work.notify_all()
+        return work.answers
+
+    def store(self, name: str, cache: KVCache) -> None:
+        """Keep a prefix, a cache of one row of `jaxkv.prefill` under this engine's policy, for requests to branch from.
+
+        What prompts behind it need is compiled here. Raises `BadValue` and `BadCheckpoint` where it does not fit.
+        """
+        check_model(self.params, cache)
+        checked_policy(self.params, self.policy, cache)
+        if cache.policy != self.policy:
+            raise BadCheckpoint(f"the cache was made under {cache.policy.name!r}, not as this engine's policy says")
+        if cache.batch != 1:
+            raise BadValue(f"a cache of {cache.batch} rows as prefix {name!r}: expected one row")
+        prefix = Prefix.of(cache)
+        self._programs.add(prefix)
+        self._prefixes[name] = prefix
+
+    def forget(self, name: str) -> None:
+        """Remove a stored prefix; requests that have named it go on."""
+        self._prefixes.pop(name, None)
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """The names of the stored prefixes."""
+        return tuple(self._prefixes)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more requests."""
+        return self._closed
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows' caches, whatever runs in them; 0 before `warm`."""
+        return 0 if self._rows is None else self._rows.state.cache.nbytes
+
+    @property
+    def load(self) -> Load:
+        """What there is to do, and what has been done."""
+        with self._work:
+            queued = len(self._queue) + (self._reading is not None)
+        return dataclasses.replace(self._load, queued=queued, taken=sum(seat is not None for seat in self._seats))
+
+    def start(self) -> "Engine":
+        """Compile, and run requests in a thread of the engine's own until `stop`."""
+        self.warm()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="jaxkv-engine", daemon=True)
+            self._thread.start()
+        return self
+
+    def stop(self, *, finish: bool = True, timeout: float | None = None) -> None:
+        """Take no more requests; `finish` what waits and runs (for so many seconds), then cancel what is left."""
+        with self._work:
+            self._closed = True
+            self._work.notify_all()
+        if self._thread is None:
+            return
+        if finish:
+            self._thread.join(timeout)
+        for answer in tuple(self._open):
+            answer.cancel()
+        self._thread.join()
+
+    def __enter__(self) -> "Engine":
+        return self.start()
+
+    def __exit__(self, *error: object) -> None:
+        self.stop(finish=error[0] is None)
+
+    # ---- turns
+
+    def turn(self) -> bool:
+        """One turn: blocks of the prompt in front, free rows filled, a chunk of steps; whether there is more to do.
+
+        The next chunk is started before the last one's tokens are read, unless a prompt waits for a row to be free.
+        """
+        self.warm()
+        with self._turning:
+            self._drop()
+            self._read()
+            before, self._flying = self._flying, None
+            if self._reading is not None:
+                self._take(before)
+                before = None
+            self._seat()
+            if any(self._seats):
+                self._flying = self._chunk()
+            for answer, first, kept in self._firsts:
+                answer.take(*_row(_Read.of(first, answer.tells), 0, answer), float(np.asarray(kept)[0]))
+            self._firsts = []
+            self._take(before)
+            self._settle()
+            return bool(self._queue or self._reading or self._flying or any(self._seats))
+
+    def _drop(self) -> None:
+        """Requests that nobody waits for any more end."""
+        for answer in tuple(self._open):
+            if answer.cancelled:
+                answer.close(CANCELLED)
+        with self._work:
+            self._queue = deque(work for work in self._queue if work.waiting)
+        self._settle()
+
+    def _read(self) -> None:
+        """Run blocks of the prompt in front: one between chunks, more of them when many rows are free."""
+        taken = sum(seat is not None for seat in self._seats)
+        for _ in range(min(self._blocks, max(1, (len(self._seats) - taken) // max(taken, 1)))):
+            if self._reading is None:
+                with self._work:
+                    self._reading = _Reading(self._queue.popleft()) if self._queue else None
+            if self._reading is None or self._reading.rows:
+                return
+            self._run_block(self._reading)
+
+    def _run_block(self, reading: _Reading) -> None:
+        """The next block of the prompt; behind the last one its samples begin."""
+        work = reading.asked
+        if not work.waiting:
+            self._reading = None
+            return
+        if not reading.blocks:
+            for answer in work.answers:
+                answer.started()
+        reading.layers, logits = self._programs.block(work, reading.layers, reading.blocks)
+        reading.blocks += 1
+        if reading.blocks <= work.blocks.count:
+            return
+        kept = self._programs.kept(reading.layers)
+        for number, answer in enumerate(work.answers):
+            row, first = self._programs.begin(work, reading.layers, logits, number)
+            reading.rows.append((answer, row))
+            self._firsts.append((answer, first, kept))
+
+    def _seat(self) -> None:
+        """Put the samples that are ready into the rows that are free."""
+        reading = self._reading
+        if reading is None or not reading.rows:
+            return
+        for at, seat in enumerate(self._seats):
+            while seat is None and reading.rows:
+                answer, row = reading.rows.popleft()
+                if not answer.ended:
+                    assert self._rows is not None  # warm
+                    self._rows = self._programs.insert(self._rows, row, at)
+                    self._seats[at] = seat = answer
+                    self._ended[at] = False
+        if not reading.rows:
+            self._reading = None
+
+    def _chunk(self) -> _Flying:
+        """Start a chunk of steps."""
+        assert self._rows is not None  # warm
+        self._rows, told, kept = self._programs.chunk(self._rows, self._ended.copy())
+        self._ended[:] = False
+        return _Flying(tuple(self._seats), told, kept)
+
+    def _take(self, flying: _Flying | None) -> None:
+        """Read what a chunk of steps gave, and free the rows whose answers have ended."""
+        if flying is None:
+            return
+        kept = np.asarray(flying.kept)
+        going = [(at, answer) for at, answer in enumerate(flying.owners) if answer is not None and not answer.ended]
+        read = _Read.of(flying.told, any(answer.tells for _, answer in going))
+        for at, answer in going:
+            answer.take(*_row(read, at, answer), float(kept[at]))
+        self._settle()
+
+    def _settle(self) -> None:
+        """Rows of ended requests are free, and what they brought is counted."""
+        for at, answer in enumerate(self._seats):
+            if answer is not None and answer.ended:
+                self._seats[at], self._ended[at] = None, True
+        for answer in [answer for answer in tuple(self._open) if answer.ended]:
+            with self._work:
+                self._open.discard(answer)
+            load, finish = self._load, str(answer.finish)
+            self._load = dataclasses.replace(
+                load,
+                ended={**load.ended, finish: load.ended.get(finish, 0) + 1},
+                prompt_tokens=load.prompt_tokens + answer.prompt_tokens,
+                new_tokens=load.new_tokens + len(answer.tokens),
+                evicted=load.evicted + (answer.seen - answer.kept if answer.tokens else 0),
+            )
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            while True:
+                more = self.turn()
+                with self._work:
+                    if not more:
+                        self._work.wait_for(lambda: self._queue or self._closed)
+                    if self._closed and not self._queue and not more:
+                        return
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Nobody waits for an engine that cannot go on."""
+        with self._work:
+            self._closed, self.failure = True, error
+        for answer in tuple(self._open):
+            answer.close(FAILED, error)
+        self._settle()
+
+    def _wake(self) -> None:
+        with self._work:
+            self._work.notify_all()
+
+    def _check_open(self) -> None:
+        if self.failure is not None:
+            raise Busy(f"the engine has failed ({type(self.failure).__name__}: {self.failure}): start another one")
+        if self._closed:
+            raise Busy("the engine stops and takes no more requests: ask another one")
+
+    # ---- requests
+
+    def _asked(
+        self,
+        prompt: Any,
+        *,
+        samples: int = 1,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        seed: int = 0,
+        stop_tokens: Sequence[int] | None = None,
+        stop: str | Sequence[str] | None = None,
+        budget: int | None = None,
+        prefix: str | None = None,
+        logprobs: bool = False,
+    ) -> Asked:
+        """The request, checked and made ready in the asking thread."""
+        if not fits(logprobs, bool):
+            raise BadValue(f"logprobs={shown(logprobs)}: expected True or False")
+        if budget is not None:
+            check_arguments(budget=budget)
+        stored = None
+        if prefix is not None:
+            stored = self._prefixes.get(prefix) if fits(prefix, str) else None
+            if stored is None:
+                raise unknown("prefix", shown(prefix), self._prefixes)
+        request = checked_request(
+            self.params, prompt, None, policy=self.policy, max_new_tokens=max_new_tokens, samples=samples, seed=seed,
+            sampler=Sampler(temperature, top_k, top_p, min_p, repetition_penalty), stop_tokens=stop_tokens, stop=stop,
+            speculative=None,
+        )  # fmt: skip
+        if samples > len(self._seats):
+            raise BadValue(f"samples={samples}: expected at most {len(self._seats)}, as many as the engine has rows")
+        ends = StopStrings(request.stop, self.params.tokenizer)
+
+        def answers(prompt_tokens: int, seen: int) -> tuple[Answer, ...]:
+            one = lambda: Answer(  # noqa: E731
+                prompt_tokens, seen, max_new_tokens, request.stop_tokens, ends, logprobs, self._wake
+            )
+            every = tuple(one() for _ in range(samples))
+            for answer in every:
+                answer.group = every[0]
+            return every
+
+        return asked(
+            self.params, self.policy, self._learned, self.shapes, self._sizes, prompt, request, answers,
+            budget=budget, prefix=stored, told=logprobs,
+        )  # fmt: skip
+
+
+class _Read(NamedTuple):
+    """What was told, on the host: of the steps `[R]` or of one, with a column per row."""
+
+    token: np.ndarray
+    chance: np.ndarray | None = None
+    best: np.ndarray | None = None
+    chances: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, told: Told, tells: bool) -> "_Read":
+        """The tokens, and the log-probabilities where somebody wants them."""
+        names = cls._fields if tells else ("token",)
+        found = {name: np.asarray(getattr(told, name)) for name in names}
+        one = found["token"].ndim == 1
+        return cls(**{name: each[None] if one else each for name, each in found.items()})
+
+
+def _row(read: _Read, at: int, answer: Answer) -> tuple[list[int], list[Chance]]:
+    """The tokens of one row, and what was told of each."""
+    real = read.token[:, at] >= 0
+    tokens = read.token[real, at].tolist()
+    if not answer.tells or read.chance is None or read.best is None or read.chances is None:
+        return tokens, []
+    rows = (each[real, at].tolist() for each in (read.token, read.chance, read.best, read.chances))
+    return tokens, [
+        Chance(token, own, tuple(zip(ids, values, strict=True))) for token, own, ids, values in zip(*rows, strict=True)
+    ]

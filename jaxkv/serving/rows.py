@@ -1,0 +1,144 @@
+"""What runs on the device: rows of one batch, each with a request of its own, and the four programs on them.
+
+A row is a function of its own leaves alone. What requests differ in is data, so no program is compiled for a request.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv.models import ModelConfig
+from jaxkv.policies.policy import NOTHING, Learned, Policy
+from jaxkv.run import DecodeState, Layers, decode_logits, emit
+from jaxkv.sampling import RowSampler
+from jaxkv.store import EMPTY, KVCache
+from jaxkv.store.line import held_by
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The state of decoding, and what each row's request asked for: how tokens are drawn, the tokens that end it
+    (filled up with -1), and whether log-probabilities are wanted.
+    """
+
+    state: DecodeState
+    sampler: RowSampler
+    stop: Int[Array, "B S"]
+    told: Bool[Array, "B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """A step's token of each row (-1: none), its log-probability by the model's own logits, and the likeliest K."""
+
+    token: Int[Array, "*R B"]
+    chance: Float[Array, "*R B"]
+    best: Int[Array, "*R B K"]
+    chances: Float[Array, "*R B K"]
+
+
+def told(logits: Float[Array, "B V"], token: Int[Array, "B"], wanted: Bool[Array, "B"], count: int) -> Told:
+    """The log-probabilities of the tokens and of the `count` likeliest; zeros where no row wants them."""
+    shape = (token.shape[0], count)
+
+    def all_rows() -> tuple[jax.Array, jax.Array, jax.Array]:
+        total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        own = jnp.take_along_axis(logits, jnp.maximum(token, 0)[:, None], axis=-1)
+        chances, best = lax.top_k(logits, count)
+        return (own - total)[:, 0], best.astype(jnp.int32), chances - total
+
+    def nothing() -> tuple[jax.Array, jax.Array, jax.Array]:
+        return jnp.zeros(shape[:1], logits.dtype), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, logits.dtype)
+
+    return Told(token, *lax.cond(jnp.any(wanted), all_rows, nothing))
+
+
+def begin(
+    logits: Float[Array, "1 V"],
+    cache: KVCache,
+    left: Int[Array, "1"],
+    seen: Bool[Array, "1 V"],
+    seed: Int[Array, ""],
+    number: Int[Array, ""],
+    sampler: RowSampler,
+    stop: Int[Array, "1 S"],
+    wanted: Bool[Array, "1"],
+    *,
+    count: int,
+) -> tuple[Rows, Told]:
+    """A row behind its prompt, whose first token has been drawn; `cache` comes and goes without its layers.
+
+    `number` tells samples of one prompt apart, as `row_keys` does.
+    """
+    keys = jax.random.fold_in(jax.random.key(seed), number)[None]
+    state, token = emit(sampler, stop, DecodeState(cache, left <= 0, left, seen, keys), logits)
+    return Rows(state, sampler, stop, wanted), told(logits, token, wanted, count)
+
+
+def insert(rows: Rows, row: Rows, at: Int[Array, ""]) -> Rows:
+    """The rows, which are donated, with one row, a batch of its own, at place `at`; no other row is touched."""
+
+    def put(every: jax.Array, one: jax.Array, axis: int = 0) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(every, one, at, axis)
+
+    def with_limits(rows: Rows, limits: jax.Array) -> Rows:
+        cache = dataclasses.replace(rows.state.cache, limits=limits)
+        return dataclasses.replace(rows, state=dataclasses.replace(rows.state, cache=cache))
+
+    limits = put(rows.state.cache.limits, row.state.cache.limits, 1)  # [L, B], where all else begins with the row
+    whole = jax.tree.map(put, *(with_limits(each, each.state.left) for each in (rows, row)))
+    return with_limits(whole, limits)
+
+
+def chunk(
+    weights: Any,
+    rows: Rows,
+    steps: Int[Array, ""],
+    ended: Bool[Array, "B"],
+    *,
+    room: int,
+    count: int,
+    config: ModelConfig,
+    policy: Policy,
+    implementation: str | None = None,
+    learned: Learned = NOTHING,
+) -> tuple[Rows, Told, Float[Array, "B"]]:
+    """At most `steps` decode steps of all rows (up to `room`), fewer when every row has ended; the rows are donated.
+
+    `ended` rows have been ended by the host. Gives what was told `[room, B]`, and the tokens that each row holds.
+    """
+    batch = ended.shape[0]
+
+    def going(carry: Any) -> Bool[Array, ""]:
+        step, state, _ = carry
+        return (step < steps) & jnp.any(state.going)
+
+    def body(carry: Any) -> Any:
+        step, state, every = carry
+        cache, logits = decode_logits(
+            weights, state.cache, state.going, config, policy, implementation=implementation, learned=learned
+        )
+        state, token = emit(rows.sampler, rows.stop, dataclasses.replace(state, cache=cache), logits)
+        one = told(logits, token, rows.told, count)
+        every = jax.tree.map(lambda all, new: lax.dynamic_update_index_in_dim(all, new, step, 0), every, one)
+        return step + 1, state, every
+
+    state = dataclasses.replace(rows.state, done=rows.state.done | ended)
+    dtype = jnp.float32
+    nothing = Told(
+        jnp.full((room, batch), EMPTY, jnp.int32), jnp.zeros((room, batch), dtype),
+        jnp.zeros((room, batch, count), jnp.int32), jnp.zeros((room, batch, count), dtype),
+    )  # fmt: skip
+    _, state, every = lax.while_loop(going, body, (jnp.int32(0), state, nothing))
+    return dataclasses.replace(rows, state=state), every, kept(state.cache.layers)
+
+
+def kept(layers: Layers) -> Float[Array, "B"]:
+    """Tokens that each row holds, on average over layers and KV heads."""
+    return jnp.mean(held_by(layers).astype(jnp.float32), axis=(0, 2))

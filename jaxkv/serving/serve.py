@@ -1,0 +1,56 @@
+"""`jaxkv serve`: the engine and its HTTP server as one process, until it is told to stop."""
+
+import contextlib
+import signal
+from collections.abc import Iterator
+
+import uvicorn
+
+from jaxkv.errors import BadValue
+from jaxkv.serving.engine import Engine
+from jaxkv.serving.http import DEFAULT, LOOPBACK, Limits, Server
+
+
+def serve(
+    engine: Engine,
+    model: str,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    token: str | None = None,
+    limits: Limits = DEFAULT,
+    grace: float = 60.0,
+    connections: int | None = None,
+) -> None:
+    """Answer requests until SIGINT or SIGTERM; then take no more, finish what runs within `grace` seconds, and end.
+
+    Raises `BadValue` for a token that is empty, and for a port beyond 65535.
+    """
+    if token is not None and not token.strip():
+        raise BadValue("the bearer token is empty: give one, or none at all")
+    if not 0 <= port <= 65535:
+        raise BadValue(f"port={port}: expected 0 (any that is free) to 65535")
+    names = ("localhost", "127.0.0.1", "[") if host in LOOPBACK else ("*",)  # "[": what is before the colon of [::1]
+    app = Server(engine, model, limits=limits, token=token).app(names, grace)
+    load = engine.load
+    config = uvicorn.Config(
+        app, host=host, port=port, log_level="warning", access_log=False, server_header=False, timeout_keep_alive=15,
+        timeout_graceful_shutdown=int(grace) + 1,
+        limit_concurrency=connections or 4 * load.rows + engine.queue + 256,
+        h11_max_incomplete_event_size=64 * 1024, http="h11", ws="none",
+    )  # fmt: skip
+    Stopped(config).run()
+
+
+class Stopped(uvicorn.Server):
+    """A server for which being told to stop is the ordinary end, after which the process goes on."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, but the signals are not raised again at the end."""
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -1,0 +1,315 @@
+"""What is said over HTTP: requests and answers of the OpenAI API, as far as an engine can keep their promises.
+
+A field that is not understood is refused by name, never passed over. Ours are `top_k`, `min_p`, `repetition_penalty`,
+`stop_token_ids`, `ignore_eos`, `policy`, `budget` and `prefix`, and `kept_tokens` and `seen_tokens` in the usage.
+"""
+
+import dataclasses
+import time
+import uuid
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from jaxkv.errors import BadValue
+from jaxkv.serving.answer import Answer, Chance
+from jaxkv.serving.engine import Engine
+from jaxkv.serving.programs import TOP
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Strict(BaseModel):
+    """Fields of the declared types alone, and no others."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Part(Strict):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    """A message of a conversation."""
+
+    role: str
+    content: str | list[Part]
+    name: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        """As chat templates take it."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": content}
+
+
+class StreamOptions(Strict):
+    """What a stream tells besides its pieces."""
+
+    include_usage: bool = False
+
+
+class TextFormat(Strict):
+    """The one form of answers there is."""
+
+    type: Literal["text"]
+
+
+class Wanted(Strict):
+    """What both kinds of requests may say."""
+
+    object: ClassVar[str]
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    seed: int | None = None
+    stop: Text | list[Text] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    presence_penalty: Literal[0] | Annotated[float, Field(ge=0, le=0)] | None = None
+    frequency_penalty: Literal[0] | Annotated[float, Field(ge=0, le=0)] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    policy: str | None = None
+    budget: int | None = None
+    prefix: str | None = None
+
+    def prompts(self) -> list[Any]:
+        """The prompts to be run, each with `n` answers."""
+        raise NotImplementedError
+
+    @property
+    def tells(self) -> int | None:
+        """How many likeliest tokens to tell beside each; None: nothing."""
+        raise NotImplementedError
+
+    @property
+    def most(self) -> int | None:
+        """The most new tokens."""
+        return self.max_tokens
+
+    def settings(self, engine: Engine, default: int) -> dict[str, Any]:
+        """The arguments of `Engine.submit_all`. Raises `BadValue` for another policy than the engine's."""
+        if self.policy is not None and self.policy != engine.policy.name:
+            raise BadValue(
+                f"policy={self.policy!r}: this server's rows run {engine.policy.name!r}, which its programs are "
+                "compiled for; leave policy out, or ask a server that was started with it"
+            )
+        if self.tells is not None and not 0 <= self.tells <= TOP:
+            raise BadValue(f"logprobs={self.tells}: expected at most {TOP} likeliest tokens beside each")
+        stop = self.stop_token_ids
+        if stop is not None or self.ignore_eos:
+            stop = [*(() if self.ignore_eos else engine.params.config.stop_tokens), *(stop or ())]
+        drawn = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+        return {
+            **drawn,
+            "samples": self.n or 1,
+            "max_new_tokens": default if self.most is None else self.most,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "seed": uuid.uuid4().int >> 66 if self.seed is None else self.seed,
+            "stop": self.stop,
+            "stop_tokens": stop,
+            "budget": self.budget,
+            "prefix": self.prefix,
+            "logprobs": self.tells is not None,
+        }
+
+
+class Completion(Wanted):
+    """A body of /v1/completions."""
+
+    object: ClassVar[str] = "text_completion"
+    prompt: Text | list[int] | list[Text] | list[list[int]]
+    logprobs: int | None = None
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+
+    def prompts(self) -> list[Any]:
+        """One, or several of text or of token ids."""
+        several = isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
+        return list(self.prompt) if several else [self.prompt]
+
+    @property
+    def tells(self) -> int | None:
+        """As the field says."""
+        return self.logprobs
+
+
+class Chat(Wanted):
+    """A body of /v1/chat/completions."""
+
+    object: ClassVar[str] = "chat.completion"
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: TextFormat | None = None
+
+    def prompts(self) -> list[Any]:
+        """The conversation."""
+        return [[message.plain() for message in self.messages]]
+
+    @property
+    def tells(self) -> int | None:
+        """As the two fields say."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def most(self) -> int | None:
+        """The newer field's, or the older one's."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+def parsed(kind: type[Wanted], body: bytes) -> Any:
+    """The request that a body is. Raises `Wrong` for one that is none."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(each) for each in first["loc"])
+        what = "not a field of this API, or one that this server does not support"
+        message = what if first["type"] == "extra_forbidden" else first["msg"]
+        raise Wrong(400, f"{where}: {message}" if where else f"the body: {message}", param=where or None) from None
+
+
+@dataclasses.dataclass
+class Wrong(Exception):
+    """A request that gets an error: its status, what is said, and the field that is to blame."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    KINDS: ClassVar[dict[int, str]] = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+    def body(self) -> dict[str, Any]:
+        """The error as clients of the API expect it."""
+        kind = self.KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclasses.dataclass
+class Piece:
+    """The part of an answer that has not been sent yet: text, and the tokens that were told."""
+
+    text: str
+    chances: list[Chance]
+    finish: str | None
+
+
+class Reader:
+    """Reads an answer in pieces."""
+
+    def __init__(self, answer: Answer, tokenizer: Any, stop_tokens: frozenset[int]):
+        self.answer, self._tokenizer, self._stop_tokens = answer, tokenizer, stop_tokens
+        self._shown, self._told, self.told_text = 0, 0, 0
+
+    def piece(self) -> Piece:
+        """What has come since the last one."""
+        finish, count = self.answer.finish, len(self.answer.chances)
+        text = self.answer.text() if self._tokenizer is not None else ""
+        new, self._shown = text[self._shown :], max(self._shown, len(text))
+        chances, self._told = self.answer.chances[self._told : count], count
+        if finish is not None and chances and chances[-1].token in self._stop_tokens:
+            chances = chances[:-1]  # the token that ends a text is no part of it
+        return Piece(new, chances, finish)
+
+
+class Written:
+    """Writes answers as bodies and events, all of one request under one id."""
+
+    def __init__(self, wanted: Wanted, model: str, tokenizer: Any):
+        self.wanted, self.chat = wanted, isinstance(wanted, Chat)
+        self._tokenizer, self._first = tokenizer, set()
+        self._head = {
+            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}", "created": int(time.time()),
+            "model": model,
+        }  # fmt: skip
+
+    def body(self, readers: list[Reader]) -> dict[str, Any]:
+        """The whole answer."""
+        choices = []
+        for index, reader in enumerate(readers):
+            piece = reader.piece()
+            said = {"message": {"role": "assistant", "content": piece.text}} if self.chat else {"text": piece.text}
+            choices.append(
+                {"index": index, **said, "logprobs": self._chances(piece, reader), "finish_reason": piece.finish}
+            )
+        return {**self._head, "object": self.wanted.object, "choices": choices, "usage": usage(readers)}
+
+    def event(self, index: int, reader: Reader, piece: Piece) -> dict[str, Any]:
+        """A piece of one answer."""
+        said: dict[str, Any] = {"text": piece.text}
+        if self.chat:
+            delta = {"content": piece.text} if piece.text else {}
+            said = {"delta": delta if index in self._first else {"role": "assistant", **{"content": ""}, **delta}}
+            self._first.add(index)
+        choice = {"index": index, **said, "logprobs": self._chances(piece, reader), "finish_reason": piece.finish}
+        return self._chunk([choice])
+
+    def last(self, readers: list[Reader]) -> dict[str, Any]:
+        """The event that tells the usage."""
+        return {**self._chunk([]), "usage": usage(readers)}
+
+    def _chunk(self, choices: list[Any]) -> dict[str, Any]:
+        kind = f"{self.wanted.object}.chunk" if self.chat else self.wanted.object
+        chunk = {**self._head, "object": kind, "choices": choices}
+        wants = self.wanted.stream_options is not None and self.wanted.stream_options.include_usage
+        return {**chunk, "usage": None} if wants else chunk
+
+    def _chances(self, piece: Piece, reader: Reader) -> dict[str, Any] | None:
+        count = self.wanted.tells
+        if count is None:
+            return None
+        if self.chat:
+            return {
+                "content": [
+                    {
+                        **self._named(chance.token, chance.logprob),
+                        "top_logprobs": [self._named(*each) for each in chance.best[:count]],
+                    }
+                    for chance in piece.chances
+                ],
+                "refusal": None,
+            }
+        words = [self._word(chance.token) for chance in piece.chances]
+        offsets = [reader.told_text + sum(map(len, words[:at])) for at in range(len(words))]
+        reader.told_text += sum(map(len, words))
+        return {
+            "tokens": words,
+            "token_logprobs": [chance.logprob for chance in piece.chances],
+            "top_logprobs": [{self._word(token): value for token, value in c.best[:count]} for c in piece.chances],
+            "text_offset": offsets,
+        }
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        word = self._word(token)
+        return {"token": word, "logprob": logprob, "bytes": list(word.encode())}
+
+    def _word(self, token: int) -> str:
+        return str(token) if self._tokenizer is None else self._tokenizer.decode([token])
+
+
+def usage(readers: list[Reader]) -> dict[str, Any]:
+    """What was run, and what of it the caches still held at the end (on average over layers, heads and answers)."""
+    answers = [reader.answer for reader in readers]
+    prompts = {id(answer.group): answer for answer in answers}.values()  # samples share their prompt
+    prompt, new = sum(answer.before for answer in prompts), sum(len(answer.tokens) for answer in answers)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": sum(answer.before - answer.prompt_tokens for answer in prompts)},
+        "seen_tokens": round(sum(answer.seen for answer in answers) / len(answers), 2),
+        "kept_tokens": round(sum(answer.kept for answer in answers) / len(answers), 2),
+    }

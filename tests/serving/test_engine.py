@@ -1,0 +1,375 @@
+"""The engine: requests that come and go in the rows of one batch get the tokens that each gets alone."""
+
+import contextlib
+import dataclasses
+import threading
+
+import jax
+import jax.monitoring
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from letters import Letters
+from small import SMALL
+
+import jaxkv
+from jaxkv.errors import BadCheckpoint, BadValue, Busy, JaxkvError, UnknownName
+from jaxkv.generate import _prefill
+from jaxkv.policies.catalogue import catalogue
+from jaxkv.request import Execution
+from jaxkv.serving import Engine
+
+FAMILY = "llama3"
+LENGTHS = (5, 40, 17, 90, 33, 64, 1, 130)
+DRAWS = (
+    {},
+    {"temperature": 1.2, "top_p": 0.7, "seed": -(2**40)},
+    {"temperature": 0.9, "top_k": 30, "min_p": 0.05, "repetition_penalty": 1.2, "seed": 2**40},
+)
+
+
+def ids(length, seed=0):
+    return np.random.default_rng(seed).integers(3, 100, length).astype(np.int32)
+
+
+def sized(name, **options):
+    """The policy at a budget of 40 tokens and blocks of 32, with options that fit tiny prompts."""
+    budget = {"budget": 40} if catalogue()[name].evicts and catalogue()[name].budget is None else {}
+    return jaxkv.policy(name, block=32, **budget, **SMALL.get(name, {}), **options)
+
+
+def requests(count):
+    """So many different requests: prompt and settings."""
+    stops = (), tuple(range(0, 256, 6))[:16]
+    return [
+        (ids(LENGTHS[n % len(LENGTHS)], n), {**DRAWS[n % 3], "max_new_tokens": 3 + n % 11, "stop_tokens": stops[n % 2]})
+        for n in range(count)
+    ]
+
+
+def alone(params, policy, prompt, **asked):
+    """What `generate` gives: the tokens up to the end, and the text."""
+    out = jaxkv.generate(params, prompt, policy=policy, **asked)
+    return out.tokens[0, : out.lengths[0]].tolist()
+
+
+def finish(engine):
+    """Run turns until nothing is left to do."""
+    for _ in range(10_000):
+        if not engine.turn():
+            return
+    raise AssertionError("the engine does not come to an end")
+
+
+def idle(engine):
+    """Whether nothing is left of any request."""
+    load = engine.load
+    return (load.queued, load.taken, engine._open, engine._flying, engine._firsts) == (0, 0, set(), None, [])
+
+
+@contextlib.contextmanager
+def compilations():
+    """The compilations inside the block, counted by JAX."""
+    seen = []
+
+    def heard(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(heard)
+
+
+@pytest.fixture(scope="module")
+def params(tiny):
+    loaded = tiny(FAMILY)
+    return type(loaded)(loaded.weights, loaded.config, Letters(), learned=loaded.learned)
+
+
+@pytest.fixture(scope="module")
+def engine(params):
+    """An engine of three rows that all tests share: each leaves it idle."""
+    return Engine(params, sized("dapq-longflow"), rows=3, longest=140, max_new_tokens=16, steps=4, queue=12)
+
+
+@pytest.fixture(scope="module")
+def known(params):
+    """A dozen requests, and what each gets alone."""
+    policy = sized("dapq-longflow")
+    return [(prompt, asked, alone(params, policy, prompt, **asked)) for prompt, asked in requests(12)]
+
+
+def test_mixed_requests_get_what_each_gets_alone_and_nothing_is_compiled(engine, known):
+    engine.warm()
+    finish_first = engine.submit(ids(3), max_new_tokens=2)
+    finish(engine)
+    assert len(finish_first.tokens) == 2
+    with compilations() as seen:
+        answers, waiting = [], list(known)
+        draw = np.random.default_rng(1)
+        while waiting or not all(answer.ended for answer in answers):
+            for _ in range(int(draw.integers(0, 3))):
+                if waiting:
+                    prompt, asked, _ = waiting.pop(0)
+                    answers.append(engine.submit(prompt, **asked))
+            engine.turn()
+    assert seen == [] and not engine.turn() and idle(engine)
+    for (prompt, asked, tokens), answer in zip(known, answers, strict=True):
+        assert answer.tokens == tokens, asked
+        assert answer.prompt_tokens == len(prompt) and answer.seen == len(prompt) + len(tokens) - 1
+        assert answer.finish == ("stop" if tokens[-1] in asked["stop_tokens"] else "length")
+        assert 0 < answer.kept <= min(40, answer.seen)
+        times = dataclasses.astuple(answer.times)
+        assert list(times) == sorted(times)
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.integers(0, 11)),
+        st.tuples(st.just("cancel"), st.integers(0, 30)),
+        st.tuples(st.just("turn"), st.integers(1, 4)),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ACTIONS)
+def test_arrivals_and_cancels_in_any_order(engine, known, actions):
+    """Who is not cancelled gets all its tokens, who is gets the first of them; no row and no request is left behind."""
+    before, asked, cancelled, refused = engine.load.ended, [], set(), 0
+    for what, number in actions:
+        if what == "submit":
+            prompt, wanted, tokens = known[number]
+            try:
+                asked.append((engine.submit(prompt, **wanted), tokens))
+            except Busy:
+                refused += 1
+        elif what == "cancel" and asked:
+            answer, _ = asked[number % len(asked)]
+            if not answer.ended:
+                cancelled.add(number % len(asked))
+            answer.cancel()
+        else:
+            for _ in range(number):
+                engine.turn()
+    finish(engine)
+    assert idle(engine)
+    for number, (answer, tokens) in enumerate(asked):
+        if answer.finish == "cancelled":
+            assert number in cancelled and answer.tokens == tokens[: len(answer.tokens)]
+        else:
+            assert answer.tokens == tokens
+    ended = engine.load.ended
+    assert sum(ended.values()) - sum(before.values()) == len(asked)
+
+
+def test_the_queue_is_bounded(engine, known):
+    prompt, asked, tokens = known[0]
+    answers = [engine.submit(prompt, **asked) for _ in range(12)]
+    with pytest.raises(Busy, match="12 requests wait"):
+        engine.submit(prompt, **asked)
+    finish(engine)
+    assert all(answer.tokens == tokens for answer in answers)
+    assert engine.submit(prompt, **asked) and engine.load.queued == 1
+    finish(engine)
+
+
+def test_stop_strings_end_the_text_before_them(engine, params):
+    prompt = ids(20, 4)
+    whole = jaxkv.generate(params, prompt, policy=engine.policy, max_new_tokens=14, stop_tokens=())
+    stop = whole.text[5:7]
+    alone = jaxkv.generate(params, prompt, policy=engine.policy, max_new_tokens=14, stop_tokens=(), stop=stop)
+    other = engine.submit(prompt, max_new_tokens=14, stop_tokens=())
+    answer = engine.submit(prompt, max_new_tokens=14, stop_tokens=(), stop=stop)
+    finish(engine)
+    assert answer.text() == alone.text and answer.tokens == alone.tokens[0, : alone.lengths[0]].tolist()
+    assert answer.finish == "stop" and other.text() == whole.text and other.finish == "length"
+
+
+def test_samples_share_their_prompt(engine, params):
+    prompt, asked = ids(45, 9), {"max_new_tokens": 9, "temperature": 1.1, "seed": 4, "stop_tokens": ()}
+    out = jaxkv.generate(params, prompt, policy=engine.policy, samples=3, **asked)
+    before = engine.load.prompt_tokens
+    answers = engine.submit_all(prompt, samples=3, **asked)
+    finish(engine)
+    assert [answer.tokens for answer in answers] == out.tokens.tolist()
+    assert len({tuple(answer.tokens) for answer in answers}) > 1
+    assert engine.load.prompt_tokens - before == 3 * 45
+    with pytest.raises(BadValue, match="as many as the engine has rows"):
+        engine.submit_all(prompt, samples=4)
+
+
+def test_log_probabilities_are_those_of_the_models_own_logits(engine, params):
+    prompt, asked = ids(12, 2), {"max_new_tokens": 4, "stop_tokens": (), "temperature": 1.5, "top_k": 3, "seed": 1}
+    answer, silent = engine.submit(prompt, logprobs=True, **asked), engine.submit(prompt, **asked)
+    finish(engine)
+    assert answer.tokens == silent.tokens and silent.chances == []
+    assert [chance.token for chance in answer.chances] == answer.tokens
+    for number, chance in enumerate(answer.chances):
+        text = np.append(prompt, answer.tokens[:number]).astype(np.int32)
+        logits = np.asarray(_prefill(params, [text], engine.policy, None, Execution())[1][0])
+        expected = logits - np.log(np.exp(logits).sum())
+        assert chance.logprob == pytest.approx(expected[chance.token], abs=2e-4)
+        np.testing.assert_allclose([value for _, value in chance.best], np.sort(expected)[::-1][:20], atol=2e-4)
+        assert [expected[token] for token, _ in chance.best] == pytest.approx([v for _, v in chance.best], abs=2e-4)
+
+
+@pytest.mark.parametrize("length", [20, 70])
+def test_a_request_may_have_a_smaller_budget(engine, params, length):
+    policy = jaxkv.policy("dapq-longflow", budget=24, block=32, count=6)
+    prompt, asked = ids(length, 3), {"max_new_tokens": 12, "stop_tokens": ()}
+    answer, whole = engine.submit(prompt, budget=24, **asked), engine.submit(prompt, **asked)
+    finish(engine)
+    assert answer.tokens == alone(params, policy, prompt, **asked) and answer.kept <= 24
+    assert whole.tokens == alone(params, engine.policy, prompt, **asked)
+    with pytest.raises(BadValue, match="need 41 slots"):
+        engine.submit(prompt, budget=41, **asked)
+    with pytest.raises(BadValue, match="budget"):
+        engine.submit(prompt, budget=1, **asked)
+
+
+def test_requests_branch_from_a_stored_prefix(engine, params):
+    cache = jaxkv.prefill(params, ids(77, 5), policy=engine.policy)
+    spoken = jaxkv.generate(params, cache=cache, prompt=ids(5), max_new_tokens=4, stop_tokens=()).cache
+    engine.store("manual", cache)
+    engine.store("talk", spoken)
+    asked = {"max_new_tokens": 8, "stop_tokens": (), "repetition_penalty": 1.3}
+    with compilations() as seen:
+        answers = [
+            engine.submit(ids(length, length), prefix=name, **asked) for length, name in ((3, "manual"), (40, "talk"))
+        ]
+        finish(engine)
+    assert seen == []
+    expected = [
+        jaxkv.generate(params, ids(length, length), cache=from_, **asked).tokens[0].tolist()
+        for length, from_ in ((3, cache), (40, spoken))
+    ]
+    assert [answer.tokens for answer in answers] == expected
+    assert answers[0].prompt_tokens == 3 and answers[0].seen == 77 + 3 + 7
+    assert engine.prefixes == ("manual", "talk")
+    engine.forget("manual")
+    with pytest.raises(UnknownName, match="unknown prefix"):
+        engine.submit(ids(3), prefix="manual")
+    with pytest.raises(BadValue, match="expected one row"):
+        engine.store("two", jaxkv.prefill(params, [ids(5), ids(6)], policy=engine.policy))
+    with pytest.raises(BadCheckpoint, match="was made under"):
+        engine.store("other", jaxkv.prefill(params, ids(5), policy=jaxkv.policy("full")))
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_p": 1.5}, "top_p=1.5"),
+        ({"stop_tokens": tuple(range(17))}, "17 stop tokens"),
+        ({"logprobs": 5}, "logprobs=5"),
+        ({"max_new_tokens": 10_000}, "exceed the model's context"),
+        ({"stop": [""]}, "empty string"),
+        ({"prefix": ["x"]}, "unknown prefix"),
+    ],
+)
+def test_what_does_not_fit_is_refused_at_once(engine, asked, says):
+    with pytest.raises(JaxkvError, match=says):
+        engine.submit(ids(9), **asked)
+    with pytest.raises(BadValue):
+        engine.submit([], max_new_tokens=1)
+    with pytest.raises(BadValue, match="2 prompts in one request"):
+        engine.submit([ids(3), ids(4)])
+    assert idle(engine)
+
+
+def test_what_an_engine_does_not_take(params):
+    with compilations() as seen:
+        with pytest.raises(BadValue, match="divides one budget over all layers"):
+            Engine(params, sized("global-h2o"))
+        with pytest.raises(BadValue, match="drafts tokens before it reads"):
+            Engine(params, sized("laq-longflow"))
+        with pytest.raises(BadValue, match="rows=0"):
+            Engine(params, sized("h2o"), rows=0)
+        with pytest.raises(BadValue, match="context"):
+            Engine(params, jaxkv.policy("full"), longest=10**6)
+        full = Engine(params, jaxkv.policy("full", block=32), longest=64, max_new_tokens=8)
+        with pytest.raises(BadValue, match="slots in a layer"):
+            full.submit(ids(90), max_new_tokens=8)
+        with pytest.raises(BadValue, match="budget=20 of a request"):
+            full.submit(ids(9), budget=20)
+    assert len(seen) < 20  # a few small arrays, no program of the model
+
+
+def test_a_thread_runs_it_and_the_stop_finishes_what_runs(params, known):
+    with Engine(params, sized("dapq-longflow"), rows=2, longest=140, max_new_tokens=16, steps=4) as engine:
+        heard = threading.Event()
+        answers = [engine.submit(prompt, **asked) for prompt, asked, _ in known]
+        answers[0].watch(heard.set)
+        pieces = ["".join(answer) for answer in answers[:3]]
+        assert heard.wait(10) and pieces == [answer.text() for answer in answers[:3]]
+        assert answers[5].wait(60).ended
+    assert [answer.tokens for answer in answers] == [tokens for *_, tokens in known]
+    with pytest.raises(Busy, match="takes no more"):
+        engine.submit(ids(3))
+    other = Engine(params, engine.policy, rows=2, longest=140, max_new_tokens=16)
+    waits = other.submit(ids(5))
+    with pytest.raises(TimeoutError, match="it goes on"):
+        waits.wait(0.01)
+
+
+def test_an_engine_that_fails_says_so_to_everybody(params, monkeypatch):
+    engine = Engine(params, sized("dapq-longflow"), rows=2, longest=140, max_new_tokens=16)
+    engine.warm()
+    monkeypatch.setattr(threading, "excepthook", lambda *_: None)
+
+    def broken(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(engine._programs, "chunk", broken)
+    answers = [engine.submit(ids(5, seed)) for seed in range(4)]
+    engine.start()
+    for answer in answers:
+        with pytest.raises(JaxkvError, match="out of memory"):
+            answer.wait(60)
+    with pytest.raises(Busy, match="has failed"):
+        engine.submit(ids(5))
+    engine.stop()
+
+
+TAKEN = [
+    name for name, policy in catalogue().items() if not policy.allocate.divides and name not in ("laq", "laq-longflow")
+]
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("name", sorted(TAKEN))
+def test_policies(params, name):
+    """Each policy that an engine takes, with rows of every length beside one another."""
+    policy = sized(name)
+    engine = Engine(params, policy, rows=3, longest=140, max_new_tokens=12, steps=4)
+    work = [(ids(length, length), {"max_new_tokens": 11, "stop_tokens": ()}) for length in (5, 90, 33, 50, 130)]
+    answers = [engine.submit(prompt, **asked) for prompt, asked in work]
+    finish(engine)
+    for (prompt, asked), answer in zip(work, answers, strict=True):
+        assert answer.tokens == alone(params, policy, prompt, **asked), len(prompt)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3", "llama3"])
+def test_64_requests_at_random_times(tiny, family):
+    params, policy = tiny(family), sized("dapq-longflow")
+    engine = Engine(params, policy, rows=8, longest=140, max_new_tokens=16, steps=4)
+    engine.warm()
+    draw, work, answers = np.random.default_rng(0), requests(64), []
+    with compilations() as seen:
+        while len(answers) < len(work) or not all(answer.ended for answer in answers):
+            for _ in range(int(draw.poisson(1.5))):
+                if len(answers) < len(work):
+                    prompt, asked = work[len(answers)]
+                    answers.append(engine.submit(prompt, **asked))
+            engine.turn()
+    assert seen == [] and idle(engine)
+    for (prompt, asked), answer in zip(work, answers, strict=True):
+        assert answer.tokens == alone(params, policy, prompt, **asked), (len(prompt), asked)

@@ -1,0 +1,451 @@
+"""The engine over HTTP: the official client of the API, and clients that mean no good."""
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+import uvicorn
+from letters import Letters
+
+import jaxkv
+from jaxkv.serving import Engine
+from jaxkv.serving.http import Limits, Server
+
+FAMILY = "llama3"
+CHAT = [{"role": "user", "content": "Tell me"}]
+
+
+def made(params, **options):
+    """An engine whose few programs are soon compiled."""
+    policy = jaxkv.policy("tova", budget=40, block=16)
+    return Engine(params, policy, **{"rows": 2, "longest": 64, "max_new_tokens": 64, "steps": 4, "queue": 4, **options})
+
+
+@contextlib.contextmanager
+def served(engine, token=None, **limits):
+    """A running server: its address, and what stops it."""
+    limits = Limits(**{"max_tokens": 16, **limits})
+    app = Server(engine, "tiny", limits=limits, token=token).app(("localhost", "127.0.0.1"), grace=30.0)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=30, ws="none"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    until(lambda: server.started)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}", server
+    finally:
+        server.should_exit = True
+        thread.join(60)
+    assert not thread.is_alive()
+
+
+def until(true, seconds=120):
+    """Waits until something is true."""
+    ends = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < ends, "it never came true"
+        time.sleep(0.01)
+
+
+def client(address, token="none"):
+    return openai.OpenAI(base_url=f"{address}/v1", api_key=token, max_retries=0, timeout=60)
+
+
+def raw(address, data, *, parts=1, wait=20):
+    """What a server answers to bytes: the status (None: it hung up), and the body."""
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=wait) as sock, contextlib.suppress(OSError):
+        for part in np.array_split(np.frombuffer(data, np.uint8), parts):
+            sock.sendall(part.tobytes())
+        got = b""
+        while chunk := sock.recv(65536):
+            got += chunk
+        head, _, body = got.partition(b"\r\n\r\n")
+        return (int(head.split()[1]) if head else None), body
+    return None, b""
+
+
+def post(address, path, body, headers=()):
+    """The status and the answer to a body, bytes or what becomes JSON."""
+    body = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = {
+        "host": "127.0.0.1",
+        "content-type": "application/json",
+        "content-length": len(body),
+        "connection": "close",
+    }
+    head = "".join(f"{name}: {value}\r\n" for name, value in {**lines, **dict(headers)}.items())
+    return raw(address, f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
+
+
+def got(address, path, headers=""):
+    return raw(address, f"GET {path} HTTP/1.1\r\nhost: localhost\r\n{headers}connection: close\r\n\r\n".encode())
+
+
+@pytest.fixture(scope="module")
+def params(tiny):
+    loaded = tiny(FAMILY)
+    return type(loaded)(loaded.weights, loaded.config, Letters())
+
+
+@pytest.fixture(scope="module")
+def running(params):
+    """The address of a server, and its engine."""
+    engine = made(params)
+    with served(engine, body=20_000, body_seconds=1.0) as (address, _):
+        assert got(address, "/health")[0] in (200, 503)
+        until(lambda: got(address, "/health")[0] == 200)
+        yield address, engine
+
+
+def test_chat_whole_and_streamed(running, params):
+    address, engine = running
+    expected = jaxkv.generate(params, CHAT, policy=engine.policy, max_new_tokens=9, stop_tokens=())
+    asked = {"model": "tiny", "messages": CHAT, "max_tokens": 9, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    whole = client(address).chat.completions.create(**asked)
+    assert whole.choices[0].message.content == expected.text and whole.choices[0].finish_reason == "length"
+    assert whole.usage.completion_tokens == 9 and whole.usage.total_tokens == whole.usage.prompt_tokens + 9
+    assert whole.usage.seen_tokens == whole.usage.prompt_tokens + 8 >= whole.usage.kept_tokens > 0
+    chunks = list(client(address).chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].choices == []
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == expected.text
+    assert chunks[-2].choices[0].finish_reason == "length" and chunks[-1].usage == whole.usage
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_completions_of_several_prompts_and_samples(running, params):
+    address, engine = running
+    asked = {"temperature": 1.1, "top_p": 0.9, "seed": 7, "max_tokens": 6}
+    out = client(address).completions.create(
+        model="tiny", prompt=["abc", "what is"], n=2, logprobs=3, extra_body={"ignore_eos": True}, **asked
+    )
+    expected = [
+        jaxkv.generate(
+            params, text, policy=engine.policy, samples=2, temperature=1.1, top_p=0.9, seed=7, max_new_tokens=6,
+            stop_tokens=(),
+        )
+        for text in ("abc", "what is")
+    ]  # fmt: skip
+    assert [choice.text for choice in out.choices] == [text for each in expected for text in each.text]
+    assert [choice.index for choice in out.choices] == [0, 1, 2, 3]
+    told = out.choices[0].logprobs
+    assert "".join(told.tokens) == out.choices[0].text and told.text_offset == list(range(6))
+    assert all(len(best) == 3 and max(best.values()) <= 0 for best in told.top_logprobs)
+    assert out.usage.prompt_tokens == 3 + 7 and out.usage.completion_tokens == 24
+    stop = expected[0].text[0][3]
+    cut = client(address).completions.create(
+        model="tiny", prompt=[65 - 32, 66], stop=[stop, "unlikely"], max_tokens=8, temperature=0, seed=1
+    )
+    assert stop not in cut.choices[0].text
+
+
+def test_log_probabilities_of_a_chat(running):
+    address, _ = running
+    out = client(address).chat.completions.create(
+        model="tiny", messages=CHAT, max_tokens=3, logprobs=True, top_logprobs=2, temperature=0,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    told = out.choices[0].logprobs.content
+    assert len(told) == 3 and all(len(each.top_logprobs) == 2 for each in told)
+    for each in told:
+        assert each.logprob == each.top_logprobs[0].logprob and each.token == each.top_logprobs[0].token
+        assert bytes(each.bytes).decode() == each.token
+
+
+WRONG = [
+    ({"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias"),
+    ({"prompt": "a", "temperature": "hot"}, 400, "temperature"),
+    ({"prompt": "a", "temperature": -1}, 400, "temperature"),
+    ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens=0"),
+    ({"prompt": "a", "max_tokens": 10**30}, 400, "max_tokens"),
+    ({"prompt": "a", "top_p": 2}, 400, "top_p"),
+    ({"prompt": "a", "n": 3}, 400, "n=3"),
+    ({"prompt": "a", "n": True}, 400, "n"),
+    ({"prompt": "a", "budget": 41}, 400, "slots"),
+    ({"prompt": "a", "policy": "snapkv"}, 400, "policy"),
+    ({"prompt": "a", "prefix": "none"}, 400, "prefix"),
+    ({"prompt": "a", "logprobs": 21}, 400, "logprobs"),
+    ({"prompt": "a" * 9000}, 400, "context"),
+    ({"prompt": [[1], [2.5]]}, 400, "prompt"),
+    ({"prompt": [10**9]}, 400, "token id"),
+    ({"prompt": []}, 400, "empty"),
+    ({"prompt": ""}, 400, "prompt"),
+    ({"prompt": "a", "stop": ""}, 400, "stop"),
+    ({"prompt": "a", "model": "other"}, 404, "other"),
+    ({}, 400, "prompt"),
+    (b"{", 400, "body"),
+    (b"", 400, "body"),
+    (b"[" * 10_000, 400, "body"),
+    (b'{"prompt": "a", "temperature": NaN}', 400, ""),
+    (b'{"prompt": "a", "temperature": 1e999}', 400, "temperature"),
+    (b'{"prompt": "\xff"}', 400, ""),
+    (b'{"prompt": "\\ud800"}', 400, ""),
+    (b'{"prompt": "' + b"a" * 30_000 + b'"}', 413, "larger"),
+]
+
+
+def test_hostile_requests_leave_a_running_stream_alone(running, params):
+    address, engine = running
+    expected = jaxkv.generate(params, "abc", policy=engine.policy, max_new_tokens=60, stop_tokens=())
+    asked = {"model": "tiny", "prompt": "abc", "max_tokens": 60, "temperature": 0, "stream": True}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        for body, status, names in WRONG:
+            stream = client(address).completions.create(**asked, extra_body={"ignore_eos": True})
+            text = pool.submit(lambda stream=stream: "".join(chunk.choices[0].text for chunk in stream))
+            found, answer = post(address, "/v1/completions", body)
+            error = json.loads(answer)["error"]
+            assert found == status and names in error["message"] and error["type"], (str(body)[:60], found, answer)
+            assert text.result(60) == expected.text
+    until(lambda: engine.load.taken == 0)
+
+
+def test_other_errors(running):
+    address, _ = running
+    assert got(address, "/nothing")[0] == 404 and got(address, "/v1/completions")[0] == 405
+    assert json.loads(got(address, "/nothing")[1])["error"]["message"]
+    assert post(address, "/v1/completions", {"prompt": "a"}, {"content-type": "text/plain"})[0] == 415
+    assert post(address, "/v1/completions", {"prompt": "a"}, {"host": "evil.example"})[0] == 400
+    assert post(address, "/v1/completions", b"{}", {"content-length": 10**12})[0] == 413
+    assert post(address, "/v1/completions", b"{", {"content-length": 500})[0] == 408  # the rest never comes
+    assert raw(address, b"nonsense\r\n\r\n")[0] == 400
+    chunked = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    chunked += b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n" + b"%x\r\n%s\r\n" % (30_000, b" " * 30_000)
+    assert raw(address, chunked)[0] == 413
+    with pytest.raises(openai.BadRequestError, match="logit_bias"):
+        client(address).completions.create(model="tiny", prompt="a", logit_bias={"5": 1})
+    with pytest.raises(openai.NotFoundError, match="there is no model"):
+        client(address).completions.create(model="gpt", prompt="a")
+
+
+def test_a_client_that_leaves_frees_its_row(running):
+    address, engine = running
+    before = engine.load.ended.get("cancelled", 0)
+    for count in range(1, 4):
+        asked = {"model": "tiny", "prompt": "abc", "max_tokens": 64, "temperature": 0, "stream": True}
+        stream = client(address).completions.create(**asked, extra_body={"ignore_eos": True, "seed": count})
+        next(iter(stream))
+        stream.close()
+        until(lambda: engine.load.taken == 0 and engine.load.queued == 0)
+    assert 1 <= engine.load.ended.get("cancelled", 0) - before <= 3  # unless it had ended before the client left
+    assert not engine._open
+
+
+def test_health_models_and_metrics(running):
+    address, engine = running
+    (model,) = client(address).models.list().data
+    assert (model.id, model.policy, model.budget, model.rows) == ("tiny", "tova", 40, 2)
+    assert client(address).models.retrieve("tiny").id == "tiny"
+    client(address).completions.create(model="tiny", prompt="abc", max_tokens=3, extra_body={"ignore_eos": True})
+    text = got(address, "/metrics")[1].decode()
+    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#") and " " in line)
+    assert float(found["jaxkv_rows"]) == 2 and float(found["jaxkv_cache_bytes"]) == engine.nbytes
+    assert float(found["jaxkv_requests_waiting"]) == float(found["jaxkv_rows_taken"]) == 0
+    assert float(found['jaxkv_requests_total{finish="length"}']) >= 1
+    until(lambda: b"jaxkv_time_to_first_token_seconds_count" in got(address, "/metrics")[1])
+    assert float(found["jaxkv_generation_tokens_total"]) == engine.load.new_tokens
+
+
+def test_the_page_is_one_file_of_our_own(running):
+    address, _ = running
+    status, page = got(address, "/")
+    assert status == 200 and b"<title>jaxkv</title>" in page
+    assert b"http://" not in page and b"https://" not in page and b"src=" not in page
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed here")
+def test_curl(running):
+    address, _ = running
+    body = json.dumps({"messages": CHAT, "max_tokens": 3, "stream": True, "temperature": 0, "ignore_eos": True})
+    command = ["curl", "-sN", f"{address}/v1/chat/completions", "-H", "content-type: application/json", "-d", body]
+    events = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split("\n\n")
+    assert all(event.startswith("data: {") for event in events[:-2]) and events[-2:] == ["data: [DONE]", ""]
+
+
+def _listens(port):
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
+class Browser:
+    """Chromium, driven by the WebDriver protocol."""
+
+    ARGUMENTS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+                 "--disable-background-networking", "--disable-component-update", "--disable-sync",
+                 "--window-size=900,700")  # fmt: skip
+    ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's name for one
+
+    def __init__(self, folder):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self._driver = subprocess.Popen(
+            [shutil.which("chromedriver"), f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        self._at = f"http://127.0.0.1:{port}/session"
+        options = {"args": [*self.ARGUMENTS, f"--user-data-dir={folder}"], "binary": shutil.which("chromium")}
+        asked = {"capabilities": {"alwaysMatch": {"browserName": "chrome", "goog:chromeOptions": options}}}
+        until(lambda: _listens(port))
+        self._at += "/" + self("", asked)["sessionId"]
+
+    def __call__(self, path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._at + path, data, {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)["value"]
+
+    def find(self, css):
+        return self("/element", {"using": "css selector", "value": css})[self.ELEMENT]
+
+    def text(self, css):
+        return self(f"/element/{self.find(css)}/text")
+
+    def click(self, css):
+        self(f"/element/{self.find(css)}/click", {})
+
+    def type(self, css, text):
+        self(f"/element/{self.find(css)}/clear", {})
+        self(f"/element/{self.find(css)}/value", {"text": text})
+
+    def run(self, script):
+        return self("/execute/sync", {"script": script, "args": []})
+
+    def close(self):
+        request = urllib.request.Request(self._at, method="DELETE")
+        urllib.request.urlopen(request, timeout=60).close()
+        self._driver.terminate()
+        self._driver.wait(30)
+
+
+@pytest.mark.skipif(
+    shutil.which("chromium") is None or shutil.which("chromedriver") is None, reason="chromium is not installed here"
+)
+def test_the_page_in_a_browser(running, params, tmp_path):
+    address, engine = running
+    expected = jaxkv.generate(params, [{"role": "user", "content": "Tell me"}], policy=engine.policy, max_new_tokens=12)
+    browser = Browser(tmp_path / "profile")
+    try:
+        browser("/url", {"url": address})
+        until(lambda: "tiny, policy tova, budget 40 tokens, 2 rows" in browser.text("#about"))
+        browser.type("#text", "Tell me")
+        browser.type("#most", "12")
+        browser.click("#send")
+        until(lambda: browser.run("return document.querySelectorAll('.kept').length") == 1)
+        assert browser.run("return document.querySelector('.assistant').textContent") == expected.text
+        assert browser.text(".kept").startswith("the cache holds")
+        held, seen = browser.run("const m = document.querySelector('meter'); return [m.value, m.max]")
+        assert held <= 40 and seen == expected.stats.seen[0]
+        browser.run("document.querySelector('#budget').removeAttribute('max')")  # the server refuses it as well
+        browser.type("#budget", "99")
+        browser.type("#text", "And")
+        browser.click("#send")
+        until(lambda: browser.run("return document.querySelectorAll('.wrong').length") == 1)
+        assert "slots in a layer" in browser.text(".wrong")
+        assert browser.run("return messages.length") == 2  # what failed is no part of the conversation
+        browser.type("#budget", "30")
+        browser.type("#most", "64")
+        browser.type("#text", "And\n")  # Enter sends
+        until(lambda: not browser.run("return document.querySelector('#stop').disabled") or engine.load.taken)
+        browser.run("document.querySelector('#stop').click()")
+        until(lambda: browser.run("return running === null") and engine.load.taken == 0)
+        browser.click("#clear")
+        assert browser.run("return document.querySelectorAll('.turn').length") == 0
+        script = "return performance.getEntriesByType('resource').map(entry => entry.name)"
+        assert all(name.startswith(address) for name in browser.run(script))
+    finally:
+        browser.close()
+
+
+def test_a_full_queue_a_token_and_the_time(params):
+    engine = made(params, rows=1, queue=1)
+    with served(engine, token="secret", seconds=0.2) as (address, _):
+        until(lambda: got(address, "/health")[0] == 200)
+        assert got(address, "/metrics")[0] == got(address, "/v1/models")[0] == 401
+        assert got(address, "/v1/models", "authorization: bearer secret\r\n")[0] == 200
+        with pytest.raises(openai.AuthenticationError):
+            client(address, "wrong").completions.create(model="tiny", prompt="a")
+        engine.turn, turn = lambda: time.sleep(0.01) or True, engine.turn  # it does nothing for a while
+        time.sleep(0.1)
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            ask = lambda: client(address, "secret").completions.create(model="tiny", prompt="a")  # noqa: E731
+            asked = [pool.submit(ask) for _ in range(4)]
+            errors = [type(each.exception(30)).__name__ for each in asked]
+        assert errors.count("RateLimitError") == 3 and errors.count("InternalServerError") == 1  # 429, and 504 for one
+        engine.turn = turn
+        until(lambda: not engine._open)
+
+
+def test_the_stop_finishes_what_runs(params):
+    engine = made(params)
+    with served(engine) as (address, server):
+        until(lambda: got(address, "/health")[0] == 200)
+        asked = {"model": "tiny", "prompt": "abc", "max_tokens": 64, "temperature": 0, "stream": True}
+        stream = client(address).completions.create(**asked, extra_body={"ignore_eos": True})
+        pieces = [next(iter(stream))]
+        server.should_exit = True
+        pieces += list(stream)
+        assert pieces[-1].choices[0].finish_reason == "length"
+        until(lambda: engine.closed)
+
+
+@pytest.mark.slow
+def test_ten_minutes_of_clients_that_come_and_die(params):
+    """No row and no request is left behind, and memory is flat: what a minute leaves grows no more after the first."""
+    engine, draw, ended = made(params, rows=4, queue=8), np.random.default_rng(0), []
+    policy = engine.policy
+    expected = {
+        n: jaxkv.generate(params, [n] * n, policy=policy, max_new_tokens=n, stop_tokens=()).tokens[0].tolist()
+        for n in range(3, 40, 4)
+    }
+    with served(engine) as (address, _):
+        until(lambda: got(address, "/health")[0] == 200)
+        over, memory = threading.Event(), []
+
+        def client_of(seed):
+            mine = np.random.default_rng(seed)
+            while not over.is_set():
+                n = int(mine.choice(list(expected)))
+                asked = {"model": "tiny", "prompt": [n] * n, "max_tokens": n, "temperature": 0, "logprobs": 0}
+                try:
+                    stream = client(address).completions.create(**asked, stream=True, extra_body={"ignore_eos": True})
+                    dies = int(mine.integers(0, 8))
+                    found = []
+                    for number, chunk in enumerate(stream):
+                        found += [ord(word) - 32 for word in chunk.choices[0].logprobs.tokens]
+                        if number == dies:
+                            stream.close()
+                            break
+                    else:
+                        ended.append(found == expected[n])
+                except openai.RateLimitError:
+                    time.sleep(0.01)
+
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            for seed in draw.integers(0, 2**31, 12):
+                pool.submit(client_of, int(seed))
+            for _ in range(SOAK_MINUTES):
+                time.sleep(60)
+                memory.append(resident())
+            over.set()
+        until(lambda: engine.load.taken == engine.load.queued == 0)
+        until(lambda: not engine._open)
+    assert len(ended) > 100 and all(ended)
+    assert engine.load.ended["cancelled"] > 10
+    assert memory[-1] < memory[0] * 1.03, memory
+
+
+SOAK_MINUTES = int(os.environ.get("JAXKV_SOAK_MINUTES", "10"))
+
+
+def resident():
+    """This process' memory in pages."""
+    return int(Path("/proc/self/statm").read_text().split()[1])
