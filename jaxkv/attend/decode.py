@@ -122,6 +122,8 @@ def _overwritten(
     if rule is None or not rule.acts:
         return store
     assert policy.decode is not None
+    if policy.decode.every > 1:  # there always is an empty slot
+        return store
     active = position >= 0
     gone, store = jax.lax.optimization_barrier((store.leaving(active), store))
     beside = store.beside.get(rule.state)

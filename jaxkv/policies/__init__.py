@@ -65,6 +65,7 @@ from jaxkv.policies.observe import PseudoQueries as PseudoQueries
 from jaxkv.policies.observe import Replay as Replay
 from jaxkv.policies.parts import load_parts as load_parts
 from jaxkv.policies.parts import register as register
+from jaxkv.policies.patterns import Chains as Chains
 from jaxkv.policies.patterns import Crush as Crush
 from jaxkv.policies.patterns import Ladder as Ladder
 from jaxkv.policies.patterns import Neighbours as Neighbours

@@ -42,8 +42,8 @@ class Merge(Evicted):
     "average" is D2O's: m are the cosines of a cut, tau their mean the first time, later alpha tau + beta mean(m), and
     the e-th entries that the heads lose, in time order, are taken up where the mean of their m is at least tau.
     `by`: w_c = 1, and w_e = 1 ("equal"), the cosine m_e ("similarity"), max(m_e, 0) |v_e| / (|v_e| + |v_c|) ("norm"),
-    exp(-|k_e - k_c|^2 / (2 sigma^2)) ("gaussian"); or w is the attention that an entry has had ("attention"), per token
-    that could see it ("mean-attention"); "pivot": each (x_e + x_c) / 2 counts as one, as does x_c.
+    exp(-|k_e - k_c|^2 / (2 sigma^2)) ("gaussian"); or n w is the attention that an entry has had ("attention"), per
+    token that could see it ("mean-attention"); "pivot": each (x_e + x_c) / 2 counts as one, as does x_c.
     `divide`: N is the "sum" of the weights, or the "count" of entries, n_c + sum n_e, as D2O has it.
     `what`: keys and values ("both") or "values" alone. With `turned` keys are averaged as they are multiplied; without,
     each is first turned by RoPE to its survivor's position, so that fast channels don't cancel. `direction`: of keys
@@ -204,7 +204,10 @@ class Merge(Evicted):
         stands = n + add(more, targets)
         if self.by == "pivot":
             own = own + 0.5 * add(more, targets) / n
-        own, theirs = n * own, more * jnp.where(joins, theirs, 0.0)
+        if "attention" in self.by:  # of all tokens that an entry stands for
+            own, theirs = own, jnp.where(joins, theirs, 0.0)
+        else:
+            own, theirs = n * own, more * jnp.where(joins, theirs, 0.0)
         whole = stands if self.divide == "count" else own + add(theirs, targets)
         taken = (stands > n) & (whole > 0)
         whole = jnp.where(taken, whole, 1.0)[..., None]
@@ -240,7 +243,7 @@ class Merge(Evicted):
                 seen = entries.stats[ATTENTION]
                 if self.by == "mean-attention":
                     assert facts.now is not None
-                    seen = seen / jnp.maximum(facts.now[:, None, None] - entries.positions, 1)
+                    seen = seen / jnp.maximum(facts.now[:, None, None] - entries.positions, 1).astype(jnp.float32)
                 both.append(seen)
             return both[0], both[1]
         if self.by == "similarity":
@@ -290,14 +293,14 @@ class Spread(Evicted):
         first = jax.vmap(jax.vmap(lambda a, e: jnp.searchsorted(a, e).astype(jnp.int32)))(at, lost.positions)
         count = order.count[..., None]
         last = jnp.minimum(first + self.over, count)
-        many = jnp.maximum(last - first, 0)
+        many = jnp.maximum(last - first, 0).astype(jnp.float32)
         upto = jnp.cumsum(jnp.where(order.filled, order.put(kept.stats[ATTENTION]), 0.0), axis=-1)
         upto = jnp.pad(upto, ((0, 0), (0, 0), (1, 0)))
         ahead = jnp.take_along_axis(upto, last, axis=-1) - jnp.take_along_axis(upto, jnp.minimum(first, slots), axis=-1)
-        mean = ahead / jnp.maximum(many, 1)
+        mean = ahead / jnp.maximum(many, 1.0)
         chance = jnp.where(mean > 0, lost.stats[ATTENTION] / jnp.where(mean > 0, mean, 1.0), 1.0)
         joins = lost.filled & (many > 0) & (drawn(lost.positions, self.seed) < chance)
-        value = jnp.where(joins[..., None], lost.values.astype(jnp.float32), 0.0) / jnp.maximum(many, 1)[..., None]
+        value = jnp.where(joins[..., None], lost.values.astype(jnp.float32), 0.0) / jnp.maximum(many, 1.0)[..., None]
         add = jax.vmap(jax.vmap(lambda x, at: jax.ops.segment_sum(x, at, slots + 1)))
         more = jnp.cumsum(add(value, jnp.minimum(first, slots)) - add(value, last), axis=2)[:, :, :slots]
         more = order.slots(jnp.where(order.filled[..., None], more, 0.0))
