@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import merging_numpy as form
 import numpy as np
 import pytest
+from archives import arrays
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import SMALL
@@ -14,7 +15,8 @@ from small import SMALL
 import jaxkv
 from jaxkv.errors import BadValue
 from jaxkv.models.rope import Rope, rotate
-from jaxkv.policies import Merge, Spread
+from jaxkv.policies import Merge, Spread, merging
+from jaxkv.policies.catalogue import named
 from jaxkv.policies.evicted import Leaving
 from jaxkv.policies.merging import ATTENTION, BY, INTO
 from jaxkv.policies.score import drawn
@@ -126,6 +128,47 @@ def test_spreading_equals_its_form(seed, over, one):
     new, _ = Spread(over, seed=3).absorb(None, entries.masked(jnp.asarray(stays)[None]), lost, Leaving())
     np.testing.assert_allclose(np.asarray(new.values)[0][stays], want[stays], atol=1e-5)
     assert np.array_equal(np.asarray(new.keys)[0][stays], layer.keys[stays])
+
+
+# ---- against releases
+
+# the part as the method's file has it (the prompt's, or the steps'), and how near: KeepKV's release works in float16
+RELEASED = {
+    "look-m": ("prefill", {}, 1e-5),
+    "keepkv/0": ("prefill", {"by": "attention"}, 3e-3),  # by the weights W = n s of the release
+    "keepkv/1": ("decode", {"by": "attention"}, 3e-3),
+    "keepkv/2": ("decode", {"by": "attention"}, 3e-3),
+    "zsmerge": ("decode", {"spares": True}, 1e-5),  # only its residual slots take up
+    "elastic-cache": ("prefill", {}, 1e-5),
+    "cam/0": ("decode", {}, 1e-5),
+    "cam/1": ("decode", {}, 1e-5),
+    "value-merging": ("prefill", {}, 1e-5),
+}
+
+
+@pytest.mark.parametrize("case", RELEASED)
+def test_merging_as_released(goldens, case, monkeypatch):
+    """What stays and what leaves is given, as the release chose; keys, values and counts after it are equal."""
+    golden, (phase, options, near) = arrays(goldens / "policies" / "merging.npz"), RELEASED[case]
+    read = lambda name: golden.get(f"{case}/{name}")  # noqa: E731
+    part = dataclasses.replace(getattr(named(case.split("/")[0]), phase).evicted, **options)
+    stays, weight, count = read("stays"), read("weight"), read("count")
+    at = read("at") if read("at") is not None else np.broadcast_to(np.arange(stays.shape[1]), stays.shape)
+    seen = np.ones(stays.shape, np.float32) if weight is None else weight
+    layer = form.Layer(read("keys"), read("values"), at.astype(np.int32), count, seen)
+    entries = entries_of(layer, count is not None)
+    spared = {"zsmerge": at >= 3, "elastic-cache": at == stays.shape[1] - 1}.get(case)
+    facts = Leaving(spared=None if spared is None else jnp.asarray(spared)[None])
+    if case.startswith("cam"):  # its own draws
+        monkeypatch.setattr(merging, "drawn", lambda at, seed: jnp.broadcast_to(read("draws")[:, None], at.shape))
+    new, _ = part.absorb(None, *(entries.masked(jnp.asarray(x)[None]) for x in (stays, ~stays)), facts)
+    rest = lambda x: np.asarray(x)[0][stays].reshape(read("new_keys").shape)  # noqa: E731
+    np.testing.assert_allclose(rest(new.keys), read("new_keys"), atol=near)
+    np.testing.assert_allclose(rest(new.values), read("new_values"), atol=near)
+    moved = np.abs(rest(new.values) - read("values")[stays].reshape(read("new_keys").shape)).max(-1) > 10 * near
+    assert moved.any() and (~stays).any(), "something was merged"
+    if count is not None:
+        np.testing.assert_array_equal(np.asarray(new.weight)[0][stays], read("new_count").ravel())
 
 
 # ---- what an entry stands for
