@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import types
 
 import numpy as np
 
@@ -15,6 +16,13 @@ class Layer:
     at: np.ndarray
     count: np.ndarray
     attention: np.ndarray
+
+
+def part(**given):
+    """The choices of a method, those that it does not name as most have them."""
+    usual = {"into": "nearest", "alike": -1.0, "by": "equal", "divide": "sum", "what": "both", "turned": True}
+    usual |= {"direction": False, "counts": False, "spares": False, "sigma": 5.0, "alpha": 0.5, "beta": 0.5}
+    return types.SimpleNamespace(**(usual | given))
 
 
 def cosine(a, b):

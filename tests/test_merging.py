@@ -133,33 +133,33 @@ def test_spreading_equals_its_form(seed, over, one):
 # ---- against releases
 
 # the part as the method's file has it (the prompt's, or the steps'), and how near: KeepKV's release works in float16
-RELEASED = {
-    "look-m": ("prefill", {}, 1e-5),
-    "keepkv/0": ("prefill", {"by": "attention"}, 3e-3),  # by the weights W = n s of the release
-    "keepkv/1": ("decode", {"by": "attention"}, 3e-3),
-    "keepkv/2": ("decode", {"by": "attention"}, 3e-3),
-    "zsmerge": ("decode", {"spares": True}, 1e-5),  # only its residual slots take up
-    "elastic-cache": ("prefill", {}, 1e-5),
-    "cam/0": ("decode", {}, 1e-5),
-    "cam/1": ("decode", {}, 1e-5),
-    "value-merging": ("prefill", {}, 1e-5),
-}
+RELEASED = [
+    ("look-m", "", "prefill", {}, 1e-5),
+    ("keepkv", "/0", "prefill", {"by": "attention"}, 3e-3),  # by the weights W = n s of the release
+    ("keepkv", "/1", "decode", {"by": "attention"}, 3e-3),
+    ("keepkv", "/2", "decode", {"by": "attention"}, 3e-3),
+    ("zsmerge", "", "decode", {"spares": True}, 1e-5),  # only its residual slots take up
+    ("elastic-cache", "", "prefill", {}, 1e-5),
+    ("cam", "/0", "decode", {}, 1e-5),
+    ("cam", "/1", "decode", {}, 1e-5),
+    ("value-merging", "", "prefill", {}, 1e-5),
+]
 
 
-@pytest.mark.parametrize("case", RELEASED)
-def test_merging_as_released(goldens, case, monkeypatch):
+@pytest.mark.parametrize("name, which, phase, options, near", RELEASED, ids=lambda x: x if isinstance(x, str) else "")
+def test_merging_as_released(goldens, name, which, phase, options, near, monkeypatch):
     """What stays and what leaves is given, as the release chose; keys, values and counts after it are equal."""
-    golden, (phase, options, near) = arrays(goldens / "policies" / "merging.npz"), RELEASED[case]
-    read = lambda name: golden.get(f"{case}/{name}")  # noqa: E731
-    part = dataclasses.replace(getattr(named(case.split("/")[0]), phase).evicted, **options)
+    golden = arrays(goldens / "policies" / "merging.npz")
+    read = lambda field: golden.get(f"{name}{which}/{field}")  # noqa: E731
+    part = dataclasses.replace(getattr(named(name), phase).evicted, **options)
     stays, weight, count = read("stays"), read("weight"), read("count")
     at = read("at") if read("at") is not None else np.broadcast_to(np.arange(stays.shape[1]), stays.shape)
     seen = np.ones(stays.shape, np.float32) if weight is None else weight
     layer = form.Layer(read("keys"), read("values"), at.astype(np.int32), count, seen)
     entries = entries_of(layer, count is not None)
-    spared = {"zsmerge": at >= 3, "elastic-cache": at == stays.shape[1] - 1}.get(case)
+    spared = {"zsmerge": at >= 3, "elastic-cache": at == stays.shape[1] - 1}.get(name)
     facts = Leaving(spared=None if spared is None else jnp.asarray(spared)[None])
-    if case.startswith("cam"):  # its own draws
+    if name == "cam":  # its own draws
         monkeypatch.setattr(merging, "drawn", lambda at, seed: jnp.broadcast_to(read("draws")[:, None], at.shape))
     new, _ = part.absorb(None, *(entries.masked(jnp.asarray(x)[None]) for x in (stays, ~stays)), facts)
     rest = lambda x: np.asarray(x)[0][stays].reshape(read("new_keys").shape)  # noqa: E731

@@ -161,8 +161,9 @@ class Chains(AccumulatedAttention):
         worth, filled = order.put(share), order.filled
         rank = order.put(best_first(jnp.where(inputs.protected, -BIG, share), inputs.at))
         spared = order.put(inputs.protected) & filled
-        apart = spared | (filled & (rank < jnp.floor(inputs.goal * self.heavy)))
-        free, runs = filled & ~apart, inputs.goal - jnp.sum(apart, axis=-1, keepdims=True)
+        heavy = jnp.floor(inputs.goal.astype(jnp.float32) * self.heavy).astype(jnp.int32)
+        apart = spared | (filled & (rank < heavy))
+        free, runs = filled & ~apart, inputs.goal - jnp.sum(apart, axis=-1, keepdims=True, dtype=jnp.int32)
         link = adjacent(order.put(inputs.k))
         forced = apart | jnp.roll(apart, 1, axis=-1)
         link = jnp.where(forced, -BIG, link).at[..., 0].set(-BIG)
