@@ -210,12 +210,19 @@ class Merge(Evicted):
             own, theirs = n * own, more * jnp.where(joins, theirs, 0.0)
         whole = stands if self.divide == "count" else own + add(theirs, targets)
         taken = (stands > n) & (whole > 0)
-        whole = jnp.where(taken, whole, 1.0)[..., None]
+        whole = jnp.where(taken, whole, 1.0)
+        alone = targets.shape[-1] == 1
+        rows, heads = jnp.arange(n.shape[0])[:, None], jnp.arange(n.shape[1])[None]
 
         def mean(x: jax.Array, gone: jax.Array) -> jax.Array:
-            wide = x.astype(jnp.float32)
             gone = jnp.where(joins[..., None], gone.astype(jnp.float32), 0.0)
-            new = (own[..., None] * wide + add(gone * theirs[..., None], targets)) / whole
+            if alone:  # one slot of a head, written where it lies
+                at = (rows, heads, jnp.where(taken[rows, heads, targets[..., 0]], targets[..., 0], slots))
+                own_part = own[at][..., None] * x[at].astype(jnp.float32)
+                new = (own_part + theirs * gone[:, :, 0]) / whole[at][..., None]
+                return x.at[at].set(new.astype(x.dtype), mode="drop")
+            wide = x.astype(jnp.float32)
+            new = (own[..., None] * wide + add(gone * theirs[..., None], targets)) / whole[..., None]
             return jnp.where(taken[..., None], new, wide).astype(x.dtype)
 
         weight = None if kept.weight is None else jnp.where(kept.filled, stands, 1.0)
