@@ -86,11 +86,12 @@ def quality(params: Any, names: list[str], options: argparse.Namespace) -> list[
             continue
         row: dict[str, Any] = {"policy": name}
         for label, policy in zip(("merge", "drop"), both, strict=True):
-            if policy not in known:
+            parts = policy.prefill, policy.decode, policy.allocate, policy.budget
+            if parts not in known:
                 kl = float(fidelity(params, policy, against).kl.mean())
                 right = hits(params, policy, asked, 10).tolist() if asked else []
-                known[policy] = kl, right
-            row[f"{label} KL"], row[f"{label} right"] = known[policy]
+                known[parts] = kl, right
+            row[f"{label} KL"], row[f"{label} right"] = known[parts]
         results.append(row)
         shown = f"KL {row['merge KL']:.3f} against {row['drop KL']:.3f}"
         print(name, shown, f"right {sum(row['merge right'])} against {sum(row['drop right'])}", flush=True)

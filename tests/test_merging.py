@@ -74,7 +74,7 @@ parts = st.builds(
 
 
 @given(part=parts, seed=st.integers(0, 999), one=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_every_choice_equals_its_form(part, seed, one):
     """At a cut, and where one entry per head is overwritten."""
     layer, rng = layer_of(seed, counts=part.counts)
@@ -105,7 +105,7 @@ def test_every_choice_equals_its_form(part, seed, one):
 
 
 @given(seed=st.integers(0, 999), over=st.integers(1, 6), one=st.booleans())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_spreading_equals_its_form(seed, over, one):
     layer, rng = layer_of(seed)
     held = layer.at >= 0
@@ -146,6 +146,7 @@ RELEASED = [
 ]
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name, which, phase, options, near", RELEASED, ids=lambda x: x if isinstance(x, str) else "")
 def test_merging_as_released(goldens, name, which, phase, options, near, monkeypatch):
     """What stays and what leaves is given, as the release chose; keys, values and counts after it are equal."""
@@ -179,7 +180,7 @@ def normal(rng, *shape):
 
 
 @given(counts=st.lists(st.integers(1, 5), min_size=3, max_size=6), seed=st.integers(0, 99), cap=st.booleans())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_a_bias_is_as_many_entries(counts, seed, cap):
     """Every attention with log n equals the one over n copies: of a prompt, its mass, slots, and ragged segments."""
     rng, softcap = np.random.default_rng(seed), 5.0 if cap else None
@@ -224,7 +225,7 @@ def test_a_bias_is_as_many_entries(counts, seed, cap):
 
 
 @given(seed=st.integers(0, 999), kinds=st.integers(1, 4), into=st.sampled_from(["nearest", "product"]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_identical_keys_that_count_lose_nothing(seed, kinds, into):
     """Where every key that leaves has a twin that stays, attention is the full cache's, whatever the values."""
     from pallas_kernels.partial import attend_few
@@ -264,6 +265,7 @@ def doubled(layer):
 COUNTED = {"into": "neighbour", "alike": -1.0, "by": "equal", "divide": "sum", "counts": True}
 
 
+@pytest.mark.long
 def test_the_model_reads_an_entry_of_two_as_two(tiny):
     """Decoding, a second prompt and drafts over entries that all stand for two, against each of them twice."""
     params = tiny(FAMILY)
@@ -313,6 +315,7 @@ def test_what_entries_stand_for_adds_up(tiny, name, every):
         )
 
 
+@pytest.mark.long
 def test_what_has_merged_can_be_drafted_over(tiny):
     """A prompt's merging, with and without weights: the drafts' tokens are plain decoding's; a step's is refused."""
     params, prompt = tiny(FAMILY), np.tile(ids(9, 1), 5)
