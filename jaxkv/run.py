@@ -54,7 +54,8 @@ def empty_layers(config: ModelConfig, policy: Policy, batch: int, dtype) -> Laye
             beside[LOOKS] = looks.empty(batch, spec.num_heads, policy.looks, spec.head_dim, dtype)
         policy.store.check(spec.head_dim)
         shape = (batch, spec.num_kv_heads, spec.head_dim, dtype)
-        layers.append(empty_store(kind, *shape, policy.stats, policy.store, beside))
+        weighs = policy.weighs and spec.window is None
+        layers.append(empty_store(kind, *shape, policy.stats, policy.store, beside, weighs))
     return tuple(layers)
 
 

@@ -21,11 +21,13 @@ class Token(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The slots of a layer where every KV head has C; a position of -1 is an empty slot."""
+    """The slots of a layer where every KV head has C; a position of -1 is an empty slot. `bias` is added to the logits
+    of each slot, after a soft cap."""
 
     keys: Float[Array, "B Hk C D"]
     values: Float[Array, "B Hk C D"]
     positions: Int[Array, "B Hk C"]
+    bias: Float[Array, "B Hk C"] | None = None
 
 
 class Line(NamedTuple):
@@ -39,7 +41,8 @@ class Line(NamedTuple):
 class Segments(NamedTuple):
     """The slots of a layer whose KV heads share a pool: head h owns those from `offsets[h]` to `offsets[h + 1]`.
 
-    Where keys and values are cut out of a `line`, a kernel that can reads them there.
+    Where keys and values are cut out of a `line`, a kernel that can reads them there. `bias` is added to the logits of
+    each slot, after a soft cap.
     """
 
     keys: Float[Array, "B P D"]
@@ -47,6 +50,7 @@ class Segments(NamedTuple):
     positions: Int[Array, "B P"]
     offsets: Int[Array, "B Hk_1"]
     line: Line | None = None
+    bias: Float[Array, "B P"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,11 @@ def soft_cap(logits: Float[Array, "..."], cap: float | None) -> Float[Array, "..
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
+def biased(logits: Float[Array, "..."], bias: Float[Array, "..."] | None) -> Float[Array, "..."]:
+    """The logits with what is added to each key's, if anything is."""
+    return logits if bias is None else logits + bias
+
+
 def masked_softmax(
     logits: Float[Array, "... S"], seen: Bool[Array, "... S"]
 ) -> tuple[Float[Array, "... S"], Float[Array, "..."]]:

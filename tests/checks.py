@@ -34,6 +34,7 @@ HEADS = Check(FORM, PREFILL, "test_head_budgets.py::test_kept_by_the_papers_rule
 RELEASED = Check(CODE, PREFILL, "test_released.py::test_what_a_prompt_leaves")
 FORMS = Check(FORM, BOTH, "test_forms.py::test_prompt_and_steps")
 
+MERGED = Check(CODE, PART, "test_merging.py::test_merging_as_released")
 FORMS_AT_DECODE = Check(FORM, DECODE, "test_forms.py::test_prompt_and_steps")
 
 SCOPE = Check(CODE, DECODE, "test_scope.py::test_a_layer_keeps_what_the_rule_says")
@@ -45,6 +46,7 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "adakv-h2o": FORMS,
     "alisa": FORMS,
     "cake": Check(CODE, BOTH, "test_model_pool.py::test_cake_as_released"),
+    "cam": (MERGED, FORMS),
     "capkv": TWINS,
     "chunk-topk": TWINS,
     "chunkkv": TWINS,
@@ -59,7 +61,7 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "dapq-longflow": FORMS,
     "defensivekv": Check(CODE, PREFILL, "test_released_scores.py::test_defensivekv_as_released"),
     "duo": HEADS,
-    "elastic-cache": FORMS,
+    "elastic-cache": (MERGED, FORMS),
     "ems": FORMS,
     "epicache": Check(CODE, PREFILL, "test_released.py::test_epicache_block_by_block"),
     "expected-attention": TWINS,
@@ -71,9 +73,11 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "graphkv": Check(FORM, PART, "test_family.py::test_neighbours_of_the_best_count_less"),
     "h2o": Check(CODE, BOTH, "test_released.py::test_what_every_step_leaves"),
     "headkv": (HEADS, Check(CODE, PART, "test_head_budgets.py::test_headkv_as_released")),
+    "keepkv": (MERGED, FORMS),
     "keydiff": (TWINS, FORMS_AT_DECODE),
     "knorm": TINY,
     "kvcrush": Check(FORM, PART, "test_family.py::test_an_even_sample_of_behaviour"),
+    "kvmerger": FORMS,
     "kvzip": REPLAY,
     "kvzip-plus": REPLAY,
     "lacache": Check(CODE, BOTH, "test_family.py::test_lacache_as_released"),
@@ -85,6 +89,7 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "lazyeviction": FORMS,
     "leverage": (TWINS, FORMS_AT_DECODE),
     "longflow": Check(CODE, BOTH, "test_released.py::test_longflow_step_by_step"),
+    "look-m": (MERGED, FORMS),
     "lu-kv": Check(KVPRESS, PREFILL, "test_head_budgets.py::test_curves_as_in_kvpress"),
     "mpcache": Check(FORM, PREFILL, "test_family.py::test_a_look_once"),
     "non-causal": TWINS,
@@ -110,7 +115,10 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "tiered-h2o": Check(FORM, PART, "test_evicted.py::test_a_second_tier_holds_what_the_first_has_lost"),
     "tova": Check(CODE, BOTH, "test_released.py::test_what_every_step_leaves"),
     "treekv": FORMS,
+    "value-merging": Check(KVPRESS, PART, "test_merging.py::test_merging_as_released"),
     "vatp": FORMS,
+    "weightedkv": FORMS,
+    "zsmerge": (MERGED, FORMS),
 }
 
 

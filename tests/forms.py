@@ -130,6 +130,14 @@ class Rule:
         """[n] after a token at `now` - 1 whose attention by query head was `mass` [G, n]; carries the statistics on."""
         return np.zeros(len(head.at))
 
+    def leave(self, head: Head, stay: np.ndarray, now: int, prompt: bool) -> Head:
+        """The head with the entries at these places; the others have left."""
+        return head.only(stay)
+
+    def stands(self, head: Head) -> np.ndarray:
+        """For how many tokens each entry stands."""
+        return np.ones(len(head.at))
+
     def kept(self, worth: np.ndarray, count: int, layer: int) -> list[np.ndarray]:
         """The entries that each head keeps of a prompt, in time order."""
         return [np.sort(np.lexsort((np.arange(len(row)), -row))[:count]) for row in worth]
@@ -161,6 +169,7 @@ class Ran(NamedTuple):
     left: list[list[list[int]]]
     token_gap: float
     near: float
+    heads: list[list[Head]]  # as the last step looked; after it, where a cut comes but every few tokens
 
 
 def run(tiny: Tiny, rule: Rule, ids, steps: int, reserve: int = 1) -> Ran:
@@ -182,7 +191,7 @@ def run(tiny: Tiny, rule: Rule, ids, steps: int, reserve: int = 1) -> Ran:
             Head(each.layer, h, np.arange(len(ids)), each.key[h], each.value[h], {n: x[h] for n, x in stats.items()})
             for h in range(tiny.kv_heads)
         ]
-        held.append([head.only(own) for head, own in zip(whole, parts, strict=True)])
+        held.append([rule.leave(head, own, len(ids), True) for head, own in zip(whole, parts, strict=True)])
     sizes = [[len(head.at) + reserve for head in heads] for heads in held]
 
     def attend(layer, query, key, value):
@@ -194,12 +203,14 @@ def run(tiny: Tiny, rule: Rule, ids, steps: int, reserve: int = 1) -> Ran:
                 np.append(head.value, value[number], 0), stats,
             )  # fmt: skip
             own = query[number * tiny.group : (number + 1) * tiny.group, 0]
-            logits = np.where(rule.reads(head, own), own @ head.key.T / tiny.dim**0.5, -np.inf)
+            logits = own @ head.key.T / tiny.dim**0.5 + np.log(rule.stands(head))
+            logits = np.where(rule.reads(head, own), logits, -np.inf)
             mass = softmax(logits)
             out.append(mass @ head.value)
             worths.append(rule.step(head, mass, now))
             held[layer][number] = head
         looked.append([head.at.tolist() for head in held[layer]])
+        last.append([head.only(np.arange(len(head.at))) for head in held[layer]])
         if rule.together:
             worths = [sum(worths)] * len(worths)
         for number, (head, worth) in enumerate(zip(held[layer], worths, strict=True)):
@@ -209,17 +220,17 @@ def run(tiny: Tiny, rule: Rule, ids, steps: int, reserve: int = 1) -> Ran:
             if len(head.at) >= most:
                 order = np.lexsort((head.at, -worth))
                 near.append(_gap(worth[order[least - 1]], worth[order[least]]))
-                held[layer][number] = head.only(np.sort(order[:least]))
+                held[layer][number] = rule.leave(head, np.sort(order[:least]), now, False)
         return np.concatenate(out)[:, None]
 
     tokens, gaps = [int(logits.argmax())], [np.ptp(np.sort(logits)[-2:])]
     for step in range(steps):
-        now, looked = len(ids) + step + 1, []
+        now, looked, last = len(ids) + step + 1, [], []
         logits = tiny([tokens[-1]], [now - 1], attend)
         tokens.append(int(logits.argmax()))
         gaps.append(np.ptp(np.sort(logits)[-2:]))
     left = [[head.at.tolist() for head in heads] for heads in held]
-    return Ran(tokens, looked, left, float(min(gaps)), float(min(near)))
+    return Ran(tokens, looked, left, float(min(gaps)), float(min(near)), held if rule.every > 1 else last)
 
 
 def _gap(stays: float, leaves: float) -> float:

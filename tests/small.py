@@ -36,6 +36,7 @@ SMALL = {  # published windows are longer than the tiny prompts
     "headkv": {"window": 4},
     "keydiff": {"every": 4},
     "knorm": {"spare": 1},  # of two layers
+    "keepkv": {"sinks": 2, "every": 4},
     "kvcrush": {"window": 6},
     "lacache": {"every": 4},
     "lagkv": {"lag": 4, "every": 4},
@@ -43,6 +44,7 @@ SMALL = {  # published windows are longer than the tiny prompts
     "laq-longflow": {"count": 4, "draft_window": 6},
     "lazyeviction": {"window": 4, "decode_recent": 4, "every": 4},
     "leverage": {"every": 4},
+    "look-m": {"sinks": 2, "every": 4},
     "non-causal": {"chunk": 8},
     "pyramidkv": {"window": 6},
     "r-kv": {"window": 4, "recent": 4, "every": 4},
@@ -53,5 +55,8 @@ SMALL = {  # published windows are longer than the tiny prompts
     "scope-discontinuous": {"window": 3, "reserve": 0.5, "grow": 4, "every": 4},
     "subgen": {"every": 4},
     "tiered-h2o": {"slots": 8},
+    "value-merging": {"window": 6},
     "vatp": {"sinks": 2},
+    "weightedkv": {"sinks": 2},
+    "zsmerge": {"every": 4},
 }

@@ -139,16 +139,16 @@ def test_rows_merge_apart_and_nothing_changes_where_nothing_leaves():
 
 
 def test_a_search_in_parts_is_the_whole_search(monkeypatch):
-    from jaxkv.policies import evicted
+    from jaxkv.policies import merging
 
     rng = np.random.default_rng(2)
     keys = jnp.asarray(rng.standard_normal((1, 2, 70, 8)), jnp.float32)
     at = jnp.broadcast_to(jnp.arange(70, dtype=jnp.int32), (1, 2, 70))
     entries = Entries(keys, keys, at, {})
     stay = jnp.asarray(rng.random((1, 2, 70)) < 0.3)
-    whole = evicted.nearest(entries.masked(~stay), entries.masked(stay))
-    monkeypatch.setattr(evicted, "SEARCHED", 16)
-    for a, b in zip(whole, evicted.nearest(entries.masked(~stay), entries.masked(stay)), strict=True):
+    whole = merging.nearest(entries.masked(~stay), entries.masked(stay))
+    monkeypatch.setattr(merging, "SEARCHED", 16)
+    for a, b in zip(whole, merging.nearest(entries.masked(~stay), entries.masked(stay)), strict=True):
         gone = ~np.asarray(stay)
         np.testing.assert_allclose(np.asarray(a)[gone], np.asarray(b)[gone], atol=1e-6)
     unit = np.asarray(keys / jnp.linalg.norm(keys, axis=-1, keepdims=True))

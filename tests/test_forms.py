@@ -1,8 +1,10 @@
 """Policies against their rules written a second time, in plain NumPy: a prompt, its cut, and 24 greedy steps."""
 
 import dataclasses
+import itertools
 from typing import ClassVar
 
+import merging_numpy
 import numpy as np
 import pytest
 from forms import Prompt, Rule, Tiny, competing, ends, run, softmax
@@ -56,6 +58,30 @@ class Summed(Rule):
         return np.where(ends(head.at, self.sinks, now - self.recent), np.inf, worth)
 
 
+class Merging:
+    """What leaves is merged; `merges` are the choices at a prompt, `steps` those while decoding (None: dropped)."""
+
+    merges: ClassVar[dict] = {}
+    steps: ClassVar[dict | None] = None
+    protects = (0, 0)  # sinks and recents
+
+    def leave(self, head, stay, now, prompt):
+        options = self.merges if prompt else self.steps
+        if options is None:
+            return head.only(stay)
+        some = np.isin(np.arange(len(head.at)), stay)[None]
+        attention = head.stats.get("attention", np.ones(len(head.at)))
+        count = self.stands(head)
+        layer = merging_numpy.Layer(*(x[None] for x in (head.key, head.value, head.at, count, attention)))
+        sinks, recents = self.protects
+        spared = ends(head.at, sinks, now - recents)[None]
+        after, _ = merging_numpy.merge(layer, some, spared, now, merging_numpy.part(**options))
+        head = dataclasses.replace(head, key=after.keys[0], value=after.values[0])
+        if "count" in head.stats:
+            head.stats["count"] = after.count[0]
+        return head.only(stay)
+
+
 class Vatp(Summed):
     sinks = 2
 
@@ -70,10 +96,12 @@ class Alisa(Summed):
         return seen.weights[:, -16:].sum(1)
 
 
-class Ems(Summed):
-    """At the prompt both sides from 0 to 1 over what is not protected; the question's queries count what they see."""
+class Ems(Merging, Summed):
+    """At the prompt both sides from 0 to 1 over what is not protected; the question's queries count what they see. Its
+    directions of keys are merged, by attention."""
 
     recent = 4
+    merges: ClassVar[dict] = {"into": "nearest", "alike": 0.5, "by": "attention", "direction": True}
 
     def prompt(self, seen: Prompt):
         length, question = seen.weights.shape[1], 4
@@ -146,8 +174,12 @@ class LazyEviction(Rule):
         return np.where(head.at >= now - self.window, np.inf, worth)
 
 
-class ElasticCache(Rule):
-    """All heads of a layer by the attention that all queries gave; then what is 9 tokens old goes."""
+class ElasticCache(Merging, Rule):
+    """All heads of a layer by the attention that all queries gave, what leaves into the nearest by place; then what is
+    9 tokens old goes."""
+
+    merges: ClassVar[dict] = {"into": "neighbour", "spares": True}
+    protects = (1, 1)
 
     def prompt(self, seen: Prompt):
         worth = np.tile(seen.weights.sum(1).mean(0), (len(seen.key), 1))
@@ -156,6 +188,122 @@ class ElasticCache(Rule):
 
     def step(self, head, mass, now):
         return np.where(head.at < 1, np.inf, np.abs(now - head.at - 9) + 0.0)
+
+
+class WeightedKv(Merging, Summed):
+    """The lowest mean attention goes, and its value into the next one's, by the two means."""
+
+    merges: ClassVar[dict] = {"into": "next", "by": "mean-attention", "what": "values"}
+    steps: ClassVar[dict | None] = merges
+    sinks = 2
+
+    def prompt(self, seen: Prompt):
+        share = super().prompt(seen)
+        return share / np.arange(share.shape[1], 0, -1)
+
+    def step(self, head, mass, now):
+        return super().step(head, mass, now) / (now - head.at)
+
+
+class KeepKv(Merging, Summed):
+    """Every 4 tokens what leaves goes into the nearest key, by mean attention, and counts there; of a cosine of 0.3."""
+
+    every, sinks = 4, 2
+    fresh: ClassVar[dict[str, float]] = {"attention": 0.0, "count": 1.0}
+    merges: ClassVar[dict] = {"into": "nearest", "alike": 0.3, "by": "mean-attention", "counts": True}
+    steps: ClassVar[dict | None] = merges
+
+    def stands(self, head):
+        return head.stats["count"]
+
+    def stats(self, seen: Prompt):
+        return super().stats(seen) | {"count": np.ones(seen.key.shape[:2])}
+
+
+class ZsMerge(KeepKv):
+    """Every 4 tokens what leaves goes into the key of the largest product, and counts there; attention fades."""
+
+    merges: ClassVar[dict] = {"into": "product", "counts": True}
+    steps: ClassVar[dict | None] = merges
+    decay, sinks = 0.98, 0
+
+    @property
+    def recent(self):
+        return int(np.float32(0.4) * self.budget)
+
+    def looked(self, seen):
+        length = seen.weights.shape[1]
+        return (seen.weights * self.decay ** np.arange(length - 1, -1, -1)[:, None]).sum(1)
+
+
+class LookM(Merging, Summed):
+    """Every 4 tokens what leaves goes into the nearest key, half of it and half of that one."""
+
+    every, sinks = 4, 2
+    merges: ClassVar[dict] = {"into": "nearest", "by": "pivot"}
+    steps: ClassVar[dict | None] = merges
+
+
+class KvMerger(Merging, Rule):
+    """Runs of alike neighbours, cut where adjacent keys are least alike; the ones of most attention stay apart."""
+
+    merges: ClassVar[dict] = {"into": "chain", "by": "gaussian", "spares": True}
+    every = NEVER
+
+    @property
+    def protects(self):
+        return 0, int(np.float32(0.34) * self.budget)
+
+    def prompt(self, seen: Prompt):
+        share = seen.by_group(seen.weights.sum(1)).mean(1)
+        length, recent = share.shape[1], self.protects[1]
+        worth = share / (1 + share)
+        for row, attention, key in zip(worth, share, seen.key, strict=True):
+            old = np.arange(length - recent)
+            heavy = old[np.argsort(-attention[old], kind="stable")][: int(np.float32(0.24) * self.budget)]
+            rest = np.setdiff1d(old, heavy)
+            links = [
+                merging_numpy.cosine(key[i], key[i - 1]) if i and i - 1 in rest else -np.inf for i in rest.tolist()
+            ]
+            runs = self.budget - recent - len(heavy)
+            begins = np.sort(rest[np.lexsort((rest, links))][:runs])
+            for first, last in itertools.pairwise([*begins.tolist(), length]):
+                run = rest[(rest >= first) & (rest < last)]
+                row[run[np.argmax(attention[run])]] += 2
+            row[heavy] += 4
+            row[length - recent :] = np.inf
+        return worth
+
+    def step(self, head, mass, now):
+        return np.zeros(len(head.at))
+
+
+class Cam(Rule):
+    """Sinks and the newest; a value that leaves while decoding is spread over the next 16, by chance."""
+
+    fresh: ClassVar[dict[str, float]] = {"attention": 0.0}
+
+    def stats(self, seen: Prompt):
+        return {"attention": seen.by_group(seen.weights.sum(1)).mean(1)}
+
+    def prompt(self, seen: Prompt):
+        return np.tile(
+            np.where(np.arange(seen.key.shape[1]) < 4, np.inf, np.arange(seen.key.shape[1])), (len(seen.key), 1)
+        )
+
+    def step(self, head, mass, now):
+        head.stats["attention"] = head.stats["attention"] + mass.mean(0)
+        return np.where(head.at < 4, np.inf, head.at + 0.0)
+
+    def leave(self, head, stay, now, prompt):
+        if not prompt:
+            some = np.isin(np.arange(len(head.at)), stay)[None]
+            layer = merging_numpy.Layer(
+                *(x[None] for x in (head.key, head.value, head.at, head.at, head.stats["attention"]))
+            )
+            draw = lambda _, at: Drawn.draw(self, np.array([at]), head.number)[0]  # noqa: E731
+            head = dataclasses.replace(head, value=merging_numpy.spread(layer, some, 16, draw)[0])
+        return head.only(stay)
 
 
 class Drawn(Rule):
@@ -445,6 +593,7 @@ class CriticalKv(SnapKv):
         return mass.mean(0) * np.abs(head.value).sum(-1)
 
 
+SMALL_MERGING = {"sinks": 2, "every": 4}
 CASES = {  # the rule, our options, the seed of a prompt without near ties
     "vatp": (Vatp, {"sinks": 2}, 0),
     "alisa": (Alisa, {}, 0),
@@ -452,6 +601,12 @@ CASES = {  # the rule, our options, the seed of a prompt without near ties
     "treekv": (TreeKv, {}, 0),
     "lazyeviction": (LazyEviction, {"window": 4, "decode_recent": 4, "every": 4, "threshold": 0.05}, 8),
     "elastic-cache": (ElasticCache, {"offset": 9}, 1),
+    "weightedkv": (WeightedKv, {"sinks": 2, "recent": 0.5}, 0),
+    "keepkv": (KeepKv, {**SMALL_MERGING, "alike": 0.3}, 0),
+    "zsmerge": (ZsMerge, {"every": 4}, 0),
+    "look-m": (LookM, SMALL_MERGING, 0),
+    "kvmerger": (KvMerger, {}, 0),
+    "cam": (Cam, {}, 0),
     "random": (Drawn, {}, 0),
     "laq": (Lookahead, {"draft_window": 6}, 75),
     "laq-longflow": (LookaheadLongFlow, {"draft_window": 6}, 0),
@@ -475,6 +630,13 @@ def entries(layer):
     return [np.sort(head[head >= 0]).tolist() for head in heads_of(layer)]
 
 
+def in_time(layer):
+    """A layer's entries by head, the oldest first behind the empty ones."""
+    from jaxkv.store.entries import in_time_order
+
+    return in_time_order(layer.by_head())
+
+
 @pytest.mark.some(3)
 @pytest.mark.parametrize("name", CASES)
 def test_prompt_and_steps(numpy_model, tiny, name):
@@ -491,3 +653,9 @@ def test_prompt_and_steps(numpy_model, tiny, name):
     assert ours.tokens[0].tolist() == theirs.tokens
     held = [entries(layer) for layer in ours.cache.views]
     assert held == (theirs.left if rule.every > 1 else theirs.looked)
+    for layer, heads in zip(ours.cache.views, theirs.heads, strict=True):
+        mine = in_time(layer)
+        for number, head in enumerate(heads):
+            there = np.asarray(mine.positions)[0, number] >= 0
+            for name, its in (("keys", head.key), ("values", head.value)):
+                np.testing.assert_allclose(np.asarray(getattr(mine, name))[0, number][there], its, atol=2e-4)

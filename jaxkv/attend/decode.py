@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.attend.aim import worth_at_decode
 from jaxkv.attend.layer import LayerIn, LayerOut
-from jaxkv.attend.leave import absorbed, room_of
+from jaxkv.attend.leave import absorbed, leaving, room_of
 from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import rotate
 from jaxkv.policies.allocator import EACH_ITS_OWN, Allocate, Contest
@@ -74,7 +74,7 @@ def decode_layer(
     stats = {name: store.scored(stat) for name, stat in stats.items()}
     rule = phase.evicted if phase is not None and spec.window is None else None
     allowed = policy.allowed(stats, store.scored(store.positions), position, limits)
-    store = _overwritten(rule, share, store, active, facts.learned)
+    store = _overwritten(policy, rule, share, store, position, limits, facts.learned, rotation).single(active)
     judge = _judge(phase, share, store, stats, position, limits, facts.learned)._replace(limits=allowed)
     softmax = {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap, "implementation": implementation}
     if given.ask.everything:
@@ -102,26 +102,46 @@ def decode_layer(
             return worth_at_decode(policy, share, scored, mass, now, limits, inputs)
 
         after = _evicted(
-            policy, phase, share, after, worth, active, now, spec.window, limits, allowed, facts.learned, rule
-        )
+            policy, phase, share, after, worth, active, now, spec.window, limits, allowed, facts.learned, rule,
+            rotation,
+        )  # fmt: skip
     return layout.lay("context", output[:, None]), LayerOut(after.laid(layout))
 
 
-def _overwritten(rule: Evicted | None, share: Allocate, store: Any, active: Bool[Array, "B"], learned: Any) -> Any:
+def _overwritten(
+    policy: Policy,
+    rule: Evicted | None,
+    share: Allocate,
+    store: Any,
+    position: Int[Array, "B"],
+    limits: Int[Array, "B"],
+    learned: Any,
+    rotation: Any,
+) -> Any:
     """The store after the rule has taken up the entries that the token overwrites: read before the write."""
-    if rule is None or not rule.state:
+    if rule is None or not rule.acts:
         return store
+    assert policy.decode is not None
+    if policy.decode.every > 1:  # there always is an empty slot
+        return store
+    active = position >= 0
     gone, store = jax.lax.optimization_barrier((store.leaving(active), store))
-    facts = Leaving(share.local(learned, store.heads))
+    beside = store.beside.get(rule.state)
     if not rule.moves:
-        _, state = rule.absorb(store.beside[rule.state], None, gone, facts)
+        _, state = rule.absorb(beside, None, gone, Leaving(share.local(learned, store.heads)))
         return dataclasses.replace(store, beside={**store.beside, rule.state: state})
     stay = store.put(jnp.ones(store.positions.shape, bool), jnp.zeros(store.next_slot.shape, bool), active)
     survivors = store.by_head().masked(store.compared(stay))
-    moved, state = rule.absorb(store.beside[rule.state], survivors, gone, facts)
-    assert moved is not None
-    moved = dataclasses.replace(moved, positions=store.positions)
-    return dataclasses.replace(store, entries=store.encoded(moved), beside={**store.beside, rule.state: state})
+    facts = leaving(policy, policy.decode, learned, survivors.positions, position, limits, rotation, share)
+
+    def taken_up(store: Any) -> Any:
+        moved, state = rule.absorb(beside, survivors, gone, facts)
+        assert moved is not None
+        moved = dataclasses.replace(moved, positions=store.positions)
+        after = store.beside if not rule.state else {**store.beside, rule.state: state}
+        return dataclasses.replace(store, entries=store.encoded(moved), beside=after)
+
+    return taken_up(store)
 
 
 def _judge(
@@ -165,6 +185,7 @@ def _evicted(
     allowed: Int[Array, "B"],
     learned: Any,
     rule: Evicted | None,
+    rotation: Any,
 ) -> Any:
     """The store cut back where it has run `every` tokens over its budget, or aimed by a score that the attention pass
     could not compute; and its heads' borders moved, where the allocator moves them between cuts."""
@@ -179,8 +200,11 @@ def _evicted(
         return share.choose(contest).kept.reshape(positions.shape)
 
     takes = dropped
-    if rule is not None and rule.state:
-        takes = functools.partial(absorbed, rule, facts=Leaving(share.local(learned, store.heads)))
+    if rule is not None and rule.acts:
+
+        def takes(beside, entries, chosen):
+            facts = leaving(policy, phase, learned, entries.positions, now, limits, rotation, share)
+            return absorbed(rule, beside, entries, chosen, facts)
 
     def cut(store: Any, due: Bool[Array, "B"], each: Int[Array, "B"]) -> Any:
         return store.recut(due, worth, choose, takes, each=each, room=room, now=now, window=window)

@@ -4,6 +4,7 @@ While a block runs, each layer that shares holds at most its ceiling; at the blo
 divided once, and one line of slots holds what stays.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,13 +14,12 @@ from jaxtyping import Array, Bool, Int
 
 from jaxkv.attend.aim import aimed
 from jaxkv.attend.layer import LayerOut
-from jaxkv.attend.leave import absorbed
+from jaxkv.attend.leave import absorbed, leaving
 from jaxkv.attend.prompt import finished
 from jaxkv.plan import Plan
 from jaxkv.policies.allocator import Allocate, Division, Learned
-from jaxkv.policies.evicted import Evicted, Leaving
 from jaxkv.policies.needs import MASS
-from jaxkv.policies.policy import Policy
+from jaxkv.policies.policy import Phase, Policy
 from jaxkv.policies.score import ScoreInputs
 from jaxkv.store.line import joined, placed
 
@@ -50,8 +50,8 @@ def divided(
     def lined(choose: Callable[[Any], Bool[Array, "B N"]]) -> tuple[Any, ...]:
         line, stay = joined(pools), pools
         kept = choose(line)
-        if looked and policy.prefill is not None and policy.prefill.evicted.state:
-            stay = _left(policy.prefill.evicted, policy.allocate, pools, kept, [learned(i) for i in full])
+        if looked and policy.prefill is not None and policy.prefill.evicted.acts:
+            stay = _left(policy, policy.prefill, pools, kept, now, limit, [learned(i) for i in full])
             line = joined(stay)
         total = heads * slots
         room = jnp.full_like(limit, total) if policy.decode is None else line.heads * limit
@@ -86,13 +86,27 @@ def _aimed(
 
 
 def _left(
-    rule: Evicted, share: Allocate, pools: Sequence[Any], kept: Bool[Array, "B N"], learned: Sequence[Learned]
+    policy: Policy,
+    phase: Phase,
+    pools: Sequence[Any],
+    kept: Bool[Array, "B N"],
+    now: Int[Array, "B"],
+    limit: Int[Array, "B"],
+    learned: Sequence[Learned],
 ) -> list[Any]:
     """The layers' candidates, and what is beside each, after those that are not kept have left by the rule."""
     after = []
     for number, (pool, facts) in enumerate(zip(pools, learned, strict=True)):
         own = kept[:, number * pool.total : (number + 1) * pool.total]
-        takes = functools.partial(absorbed, rule, facts=Leaving(share.local(facts, pool.heads)))
-        entries, beside = pool.absorbed(own, takes)
-        after.append(pool.replaced(entries=entries, beside=beside))
+        mass = pool.stats.get(MASS)
+        stats = {name: pool.scored(stat) for name, stat in pool.stats.items()}
+        stats = policy.observe(phase, stats, None if mass is None else pool.scored(mass), now)
+        seen = pool.changed(stats={name: pool.unscored(stat) for name, stat in stats.items()})
+
+        def takes(beside, entries, chosen, facts=facts):
+            known = leaving(policy, phase, facts, entries.positions, now, limit)
+            return absorbed(phase.evicted, beside, entries, chosen, known)
+
+        entries, beside = seen.absorbed(own, takes)
+        after.append(pool.replaced(entries=dataclasses.replace(entries, stats=pool.stats), beside=beside))
     return after

@@ -7,9 +7,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jaxkv.policies.allocator import Allocate
 from jaxkv.policies.evicted import Leaving
-from jaxkv.policies.policy import Policy
+from jaxkv.policies.policy import Phase, Policy
 from jaxkv.store.entries import Entries
+
+
+def leaving(
+    policy: Policy,
+    phase: Phase,
+    learned: Any,
+    positions: Int[Array, "B Hk S"],
+    now: Int[Array, "B"],
+    limits: Int[Array, "B"],
+    rotate: Any = None,
+    share: Allocate | None = None,
+) -> Leaving:
+    """What a rule may know of entries at `positions`, of which some leave."""
+    local = (share or policy.allocate).local(learned, positions.shape[1])
+    spared = phase.protects.protected(positions, now, limits)
+    return Leaving(local, spared, now, rotate if policy.rope == "text" else None)
 
 
 def absorbed(rule: Any, beside: dict[str, Any], entries: Entries, kept: jax.Array, facts: Leaving) -> Any:

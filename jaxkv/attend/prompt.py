@@ -14,11 +14,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv.attend.aim import aimed
 from jaxkv.attend.layer import LayerIn, LayerOut, Notes
-from jaxkv.attend.leave import absorbed, room_of
+from jaxkv.attend.leave import absorbed, leaving, room_of
 from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import rotate
 from jaxkv.policies.allocator import EACH_ITS_OWN, WORTH, Allocate, Choice, Contest
-from jaxkv.policies.evicted import Leaving
 from jaxkv.policies.needs import MASS, OUTPUT
 from jaxkv.policies.policy import Phase, Policy, priority
 from jaxkv.policies.score import Score, ScoreInputs
@@ -79,7 +78,8 @@ def prefill_layer(
         seen = store.beside[LOOKS].with_many(query[:, :, :own], positions[:, :own])
         store = dataclasses.replace(store, beside={**store.beside, LOOKS: seen})
         inputs = dataclasses.replace(inputs, looks=seen.queries)
-    block = Entries(key, value, at, {name: entered[name] for name in store.stats})
+    one = None if store.entries.weight is None else jnp.ones(at.shape, jnp.float32)
+    block = Entries(key, value, at, {name: entered[name] for name in store.stats}, one)
     joined = layout.by_head(appended(store.by_head(), block))
 
     read, places = joined.keys, joined.positions
@@ -91,6 +91,7 @@ def prefill_layer(
         inputs = dataclasses.replace(inputs, query_places=mine[:, 0, :own])
 
     softmax = {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap, "implementation": implementation}
+    softmax |= {} if joined.bias is None else {"bias": joined.bias}
     beside = [
         state.attend(query, positions, scale=spec.scale, softcap=spec.softcap)
         for state in store.beside.values()
@@ -184,8 +185,11 @@ def _cut(
 
     beside, moving = store.beside, joined
     if policy.prefill is not None and looked and window is None:
-        facts = Leaving(share.local(given.facts.learned, store.heads))
-        moving, beside = absorbed(policy.prefill.evicted, beside, joined, kept, facts)
+        phase, limits = policy.prefill, given.limits
+        facts = leaving(policy, phase, given.facts.learned, joined.positions, now, limits, inputs.rotate, share)
+        seen = dataclasses.replace(joined, stats=policy.observe(phase, joined.stats, mass, now))
+        moving, beside = absorbed(phase.evicted, beside, seen, kept, facts)
+        moving = dataclasses.replace(moving, stats=joined.stats)
     if mass is not None:
         moving = moving.with_stats(mass=mass)  # moves with its entries, then goes
     if share.divides:

@@ -38,7 +38,6 @@ from jaxkv.policies.curves import Curves as Curves
 from jaxkv.policies.evicted import Demote as Demote
 from jaxkv.policies.evicted import Drop as Drop
 from jaxkv.policies.evicted import Evicted as Evicted
-from jaxkv.policies.evicted import Merge as Merge
 from jaxkv.policies.evicted import Summarise as Summarise
 from jaxkv.policies.flow import Flow as Flow
 from jaxkv.policies.flow import Follow as Follow
@@ -50,6 +49,8 @@ from jaxkv.policies.layers import Pyramid as Pyramid
 from jaxkv.policies.layers import Uniform as Uniform
 from jaxkv.policies.measured import Divided as Divided
 from jaxkv.policies.measured import Proportional as Proportional
+from jaxkv.policies.merging import Merge as Merge
+from jaxkv.policies.merging import Spread as Spread
 from jaxkv.policies.needs import MASS as MASS
 from jaxkv.policies.needs import OUTPUT as OUTPUT
 from jaxkv.policies.needs import QUERIES as QUERIES
@@ -64,6 +65,7 @@ from jaxkv.policies.observe import PseudoQueries as PseudoQueries
 from jaxkv.policies.observe import Replay as Replay
 from jaxkv.policies.parts import load_parts as load_parts
 from jaxkv.policies.parts import register as register
+from jaxkv.policies.patterns import Chains as Chains
 from jaxkv.policies.patterns import Crush as Crush
 from jaxkv.policies.patterns import Ladder as Ladder
 from jaxkv.policies.patterns import Neighbours as Neighbours

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -11,6 +12,7 @@ from jaxkv.errors import BadValue
 from jaxkv.policies.needs import MASS
 from jaxkv.policies.order import BIG, best_first, in_time
 from jaxkv.policies.score import AccumulatedAttention, Score, ScoreInputs, Stats
+from jaxkv.store.entries import EMPTY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +135,56 @@ class Neighbours(AccumulatedAttention):
         at = at[..., None]
         gone = jnp.where(jnp.take_along_axis(loses, at, axis=-1), place == at, place == at + 1)
         return order.slots(jnp.where(gone, -BIG, line))
+
+
+@dataclasses.dataclass(frozen=True)
+class Chains(AccumulatedAttention):
+    """One pivot of every run of neighbours with alike keys, the one with the most attention so far.
+
+    A share `heavy` of the entries to keep goes to those with the most attention, which with what is protected stand
+    apart. The others, in time order, are cut into as many runs as there are entries left to keep, where the cosines of
+    adjacent keys are least. Source: KVMerger (arXiv 2407.08454), which cuts at a fixed cosine and so holds no budget.
+    """
+
+    heavy: float = 0.24
+    kind: ClassVar[str] = "chains"
+    linear: ClassVar[bool] = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 <= self.heavy < 1:
+            raise BadValue(f"heavy={self.heavy}: expected a share of the entries to keep, from 0 up to but not 1")
+
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        assert inputs.protected is not None
+        order, share = in_time(inputs.at), super().score(stats, inputs)
+        worth, filled = order.put(share), order.filled
+        rank = order.put(best_first(jnp.where(inputs.protected, -BIG, share), inputs.at))
+        spared = order.put(inputs.protected) & filled
+        heavy = jnp.floor(inputs.goal.astype(jnp.float32) * self.heavy).astype(jnp.int32)
+        apart = spared | (filled & (rank < heavy))
+        free, runs = filled & ~apart, inputs.goal - jnp.sum(apart, axis=-1, keepdims=True, dtype=jnp.int32)
+        link = adjacent(order.put(inputs.k))
+        forced = apart | jnp.roll(apart, 1, axis=-1)
+        link = jnp.where(forced, -BIG, link).at[..., 0].set(-BIG)
+        begins = free & (best_first(jnp.where(free, -link, -jnp.inf), jnp.where(free, 0, EMPTY)) < runs)
+        run = jnp.where(free, jnp.cumsum(begins, axis=-1), 0)
+        slots = run.shape[-1] + 1
+        most = jax.vmap(jax.vmap(lambda x, at: jax.ops.segment_max(x, at, slots)[at]))(worth, run)
+        best = free & (worth >= most)
+        place = jnp.arange(run.shape[-1])
+        first = jax.vmap(jax.vmap(lambda x, at: jax.ops.segment_min(x, at, slots)[at]))(
+            jnp.where(best, place, run.shape[-1]), run
+        )
+        pivot = best & (place == first) & (run > 0)
+        part = worth / (1 + jnp.maximum(worth, 0.0))  # below 1
+        return order.slots(part + jnp.where(apart, 4.0, 0.0) + jnp.where(pivot, 2.0, 0.0))
+
+
+def adjacent(keys: Float[Array, "B Hk S D"]) -> Float[Array, "B Hk S"]:
+    """The cosine of each key with the one before it (of the first with the last)."""
+    unit = keys / jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), 1e-30)
+    return jnp.sum(unit * jnp.roll(unit, 1, axis=2), axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -159,7 +159,7 @@ class Policy(Checked):
                 f"policy {self.name!r} looks with its last {self.looks} queries, which were turned to their places in "
                 "the text: expected rope='text'"
             )
-        for part in (self.allocate, self.flow, self.read):
+        for part in (self.allocate, self.flow, self.read, *(phase.evicted for phase in self.phases)):
             part.check(self)
         if self.budget is not None and self.budget < self.floor:
             raise BadValue(
@@ -228,6 +228,11 @@ class Policy(Checked):
         """What lies beside a layer's slots before anything has left them, by the name of the rule's state."""
         rules = {phase.evicted.state: phase.evicted for phase in self.phases if phase.evicted.state}
         return {name: rule.begin(batch, heads, head_dim, dtype) for name, rule in rules.items()}
+
+    @property
+    def weighs(self) -> bool:
+        """Whether entries may stand for several tokens."""
+        return any(phase.evicted.weighs for phase in self.phases)
 
     @property
     def looks(self) -> int:

@@ -118,8 +118,9 @@ class Pages(Read):
         some = store.plain(taken(store.entries, source, jnp.where(at < store.slots, positions, EMPTY)))
         seen = visible(token.position[:, None, None], some.positions, window)
         partial = attend_few(
-            token.query[:, :, None], some.keys, some.values, seen, scale=scale, softcap=softcap, group=judge.group
-        )
+            token.query[:, :, None], some.keys, some.values, seen, some.weight, scale=scale, softcap=softcap,
+            group=judge.group,
+        )  # fmt: skip
         rows, heads = jnp.arange(slot.shape[0])[:, None, None], jnp.arange(slot.shape[1])[None, :, None]
         assert partial.mass is not None
         mass = jnp.zeros(store.positions.shape, jnp.float32)

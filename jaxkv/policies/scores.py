@@ -15,7 +15,7 @@ from jaxkv.policies.by_queries import (
 from jaxkv.policies.combine import Maximum, Pooled, PromptFirst, Scaled, Then, Until, Weighted
 from jaxkv.policies.cover import Cover
 from jaxkv.policies.graph import Propagated
-from jaxkv.policies.patterns import Crush, Ladder, Neighbours, Place
+from jaxkv.policies.patterns import Chains, Crush, Ladder, Neighbours, Place
 from jaxkv.policies.recurrence import Recurrence
 from jaxkv.policies.score import (
     AccumulatedAttention,
@@ -45,7 +45,7 @@ KINDS: dict[str, type[Score]] = {
             WindowAttention,
             WorstAttention,
         ),
-        *(Recurrence, Ladder, Place, Neighbours, Crush, Cover),
+        *(Recurrence, Ladder, Place, Neighbours, Crush, Chains, Cover),
         *(Scaled, Weighted, Maximum, Then, Until, Pooled, PromptFirst, Propagated),
     )
 }

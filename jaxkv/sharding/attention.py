@@ -23,7 +23,7 @@ from pallas_kernels.arguments import Held, Judge, Segments, Token
 from pallas_kernels.decode_attend_score.reference import GROUP as REDUCE
 from pallas_kernels.decode_attend_score.reference import Attended, written
 from pallas_kernels.decode_attend_score.victim import aim
-from pallas_kernels.masking import filled, masked_softmax, soft_cap, visible
+from pallas_kernels.masking import biased, filled, masked_softmax, soft_cap, visible
 from pallas_kernels.partial import Partial, portion
 from pallas_kernels.ragged_decode import reference as ragged
 from pallas_kernels.ragged_decode.segments import over_slots
@@ -46,6 +46,7 @@ def prefill_attend(
     query_positions: Int[Array, "B T"],
     key_positions: Int[Array, "B Hk S"],
     *,
+    bias: Float[Array, "B Hk S"] | None = None,
     with_lse: bool = False,
     **options: Any,
 ) -> Partial:
@@ -53,11 +54,12 @@ def prefill_attend(
 
     The cache is bounded, so K and V of cache and block are gathered once per layer: a ring would move the same bytes,
     and the eviction behind it needs the rows anyway, to lay out what stays. `with_lse`: for a merge with other parts;
-    else the log-sum-exp is 0.
+    else the log-sum-exp is 0. `bias` is added to the logits of each key.
     """
     kernel = functools.partial(prefill_kernel.prefill_attend, own_keys_last=True, with_lse=with_lse, **options)
+    more = {} if bias is None else {"bias": bias}
     if layout.mesh is None:
-        out = kernel(query, keys, values, query_positions, key_positions)
+        out = kernel(query, keys, values, query_positions, key_positions, **more)
         return Partial(*out) if with_lse else Partial(out, jnp.zeros(out.shape[:-1], jnp.float32))
     if layout.size(SLOTS) > 1:  # a device's queries lie anywhere in the block
         kernel = functools.partial(kernel, own_keys_last=False)
@@ -65,13 +67,14 @@ def prefill_attend(
     q = layout.spec(grouped.shape, (ROWS, HEADS, GROUP, SLOTS, None))
     kv = layout.spec(keys.shape, layout.slot_axes(4, slots=None))
 
-    def local(query, keys, values, query_positions, key_positions):
-        out = kernel(_flat(query), keys, values, query_positions, key_positions)
+    def local(query, keys, values, query_positions, key_positions, more):
+        out = kernel(_flat(query), keys, values, query_positions, key_positions, **more)
         return jax.tree.map(lambda x: x.reshape(*query.shape[:4], *x.shape[3:]), out)
 
-    ins = (q, kv, kv, layout.spec(query_positions.shape, (ROWS, SLOTS)), _but_last(kv))
+    at = layout.spec(query_positions.shape, (ROWS, SLOTS))
+    ins = (q, kv, kv, at, _but_last(kv), dict.fromkeys(more, _but_last(kv)))
     outs: Any = (q, _but_last(q)) if with_lse else q
-    out = _mapped(layout, local, ins, outs)(grouped, keys, values, query_positions, key_positions)
+    out = _mapped(layout, local, ins, outs)(grouped, keys, values, query_positions, key_positions, more)
     if with_lse:
         return Partial(out[0].reshape(query.shape), out[1].reshape(query.shape[:3]))
     return Partial(out.reshape(query.shape), jnp.zeros(query.shape[:3], jnp.float32))
@@ -86,18 +89,22 @@ def prefill_attend_mass(
     *,
     reduce: str,
     weights: Float[Array, "B T"] | None = None,
+    bias: Float[Array, "B Hk S"] | None = None,
     **options: Any,
 ) -> Float[Array, "B Hq S"]:
     """`prefill_attend_mass`; queries that the devices along the text can share equally are shared, and summed up."""
     kernel = functools.partial(mass_kernel.prefill_attend_mass, **options)
+    more = {} if bias is None else {"bias": bias}
     if layout.mesh is None:
-        return kernel(query, keys, query_positions, key_positions, reduce=reduce, own_keys_last=True, weights=weights)
+        options = {"reduce": reduce, "own_keys_last": True, "weights": weights, **more}
+        return kernel(query, keys, query_positions, key_positions, **options)
     grouped = _grouped(query, keys.shape[1])
     q = layout.spec(grouped.shape, (ROWS, HEADS, GROUP, SLOTS, None))
     at = layout.spec(query_positions.shape, (ROWS, SLOTS))
     kv = layout.spec(keys.shape, layout.slot_axes(4, slots=None))
     over = at[1]  # context, spare, both or neither: what divides the queries without a rest
-    more = {} if weights is None else {"weights": weights}
+    more |= {} if weights is None else {"weights": weights}
+    of = {"bias": _but_last(kv), "weights": at}
 
     def local(query, keys, query_positions, key_positions, more):
         each = "sum" if over and reduce == "mean" else reduce
@@ -110,7 +117,7 @@ def prefill_attend_mass(
         return mass.reshape(*query.shape[:3], -1)
 
     out = layout.spec((*grouped.shape[:3], 1), (ROWS, HEADS, GROUP, None))
-    ins = (q, kv, at, _but_last(kv), dict.fromkeys(more, at))
+    ins = (q, kv, at, _but_last(kv), {name: of[name] for name in more})
     mass = _mapped(layout, local, ins, out)(grouped, keys, query_positions, key_positions, more)
     return mass.reshape(*query.shape[:2], -1)
 
@@ -162,7 +169,8 @@ def decode_attend_score(
         )
 
     new = Token._make((q, _and_whole(heads), _and_whole(heads), rows))
-    ins = (new, Held._make((kv, kv, flat)), heads, _judge_specs(judge, rows, flat))
+    lies = Held._make((kv, kv, flat, None if held.bias is None else flat))
+    ins = (new, lies, heads, _judge_specs(judge, rows, flat))
     outs = Attended._make((q, _but_last(q), flat, kv, kv, flat, heads))
     out = _mapped(layout, local, ins, outs)(token._replace(query=grouped), held, slot, judge)
     out = out._replace(output=out.output.reshape(query.shape), lse=out.lse.reshape(query.shape[:2]))
@@ -188,7 +196,7 @@ def _attend_part(
     The query is grouped, `[b, h, g, D]`.
     """
     query, slots = token.query, held.keys.shape[2]
-    keys, values, positions = written(token, held, _here(slot, slots, SLOTS))
+    keys, values, positions, bias = written(token, held, _here(slot, slots, SLOTS))
     read = keys
     if rotate is not None:
         places = rotate.places(lax.all_gather(positions, SLOTS, axis=2, tiled=True))
@@ -196,7 +204,8 @@ def _attend_part(
         query, read = rotate.by(query, keys, own, jnp.max(places, axis=-1))
     logits = jnp.einsum("bhgd,bhcd->bhgc", query, read, preferred_element_type=jnp.float32) * scale
     seen = visible(token.position[:, None, None], positions, window)
-    weights, lse = masked_softmax(soft_cap(logits, softcap), seen)
+    bias = None if bias is None else bias[:, :, None]
+    weights, lse = masked_softmax(biased(soft_cap(logits, softcap), bias), seen)
     output = jnp.einsum(
         "bhgc,bhcd->bhgd", weights.astype(values.dtype), filled(values, positions), preferred_element_type=jnp.float32
     )
@@ -243,7 +252,8 @@ def ragged_decode(
 
     held = held._replace(line=None)  # keys and values cut out of it are read
     new = Token._make((tokens, tokens, tokens, rows))
-    ins = (new, Segments._make((kv, kv, flat, few, None)), few, _judge_specs(judge, rows, flat))
+    lies = Segments._make((kv, kv, flat, few, None, None if held.bias is None else flat))
+    ins = (new, lies, few, _judge_specs(judge, rows, flat))
     outs = Attended._make((tokens, few, flat, kv, kv, flat, few))
     out = _mapped(layout, local, ins, outs)(token, held, slot, judge)
     if kv[1] is None:

@@ -22,7 +22,7 @@ from jaxkv.store import KVCache, Slots
 from jaxkv.store.entries import ranks
 from pallas_kernels.decode_attend_score.reference import GROUP
 from pallas_kernels.decode_attend_score.victim import alive, linear, over_heads, protected, victim
-from pallas_kernels.masking import filled, masked_softmax, soft_cap, visible
+from pallas_kernels.masking import biased, filled, masked_softmax, soft_cap, visible
 
 DEEPEST = 512  # more layers than a model has
 
@@ -51,12 +51,14 @@ def check(policy: Policy, cache: KVCache | None = None) -> None:
             f"policy {policy.name!r} with speculative=: its heads share a pool, which drafts do not know so far; leave "
             "speculative= out, or set allocate kind 'uniform'"
         )
-    rules = [phase.evicted.kind for phase in policy.phases if phase.evicted.state]
+    attended = any(phase.evicted.attended for phase in policy.phases)
+    rules = attended or (policy.decode is not None and policy.decode.evicted.acts)  # a prompt's may have merged
+    idle = set() if policy.prefill is None else {policy.prefill.evicted.state}
     whole = all(policy.read.everything(layer) for layer in range(DEEPEST))
-    if rules or not whole or not policy.store.plain or any(store.beside for store in stores):
+    if rules or not whole or not policy.store.plain or any(set(store.beside) - idle for store in stores):
         raise BadValue(
             f"policy {policy.name!r} with speculative=: a tree of drafts reads plain slots alone so far; expected "
-            "evicted kind 'drop', read kind 'all' and plain keys and values, or leave speculative= out"
+            "evicted kind 'drop' while decoding, read kind 'all' and plain keys and values, or leave speculative= out"
         )
     if policy.decode is not None and policy.decode.every > 1:
         raise BadValue(
@@ -115,7 +117,7 @@ def _at_once(
     batch, heads, nodes, dim = query.shape
     kv_heads, slots = layer.positions.shape[1:]
     rows = query.reshape(batch, kv_heads, -1, dim)
-    logits = jnp.concatenate([_logits(rows, layer.keys, spec), _logits(rows, key, spec)], axis=-1)
+    logits = jnp.concatenate([_held_logits(rows, layer, spec), _logits(rows, key, spec)], axis=-1)
     logits = logits.reshape(batch, kv_heads, -1, nodes, slots + nodes)
     own = tree.looks[:, None] & visible(positions[:, None], positions[:, None], spec.window)
     seen = visible(positions[:, None], layer.positions, spec.window)
@@ -177,7 +179,7 @@ def _by_depth(
 
     of_rows = jax.vmap(lambda x, index: x[:, index])  # along the nodes of every row
     if policy.rope == "text":
-        base = _logits(rows, layer.keys, spec).reshape(batch, kv_heads, group, nodes, slots)
+        base = _held_logits(rows, layer, spec).reshape(batch, kv_heads, group, nodes, slots)
         own = _logits(rows, key, spec).reshape(batch, kv_heads, group, nodes, nodes)
         own = jnp.take_along_axis(own, jnp.maximum(paths, 0)[:, None, None], axis=-1)
         turning = {"base": by_level(base), "own": by_level(own)}
@@ -279,7 +281,14 @@ def _turned(spec: AttentionSpec, layer: Slots, given: dict, held, homes, fold, s
     query = rotate(given["query"], newest[..., None], spec.rope)
     keys = rotate(jnp.broadcast_to(layer.keys[:, None], (*place.shape, layer.keys.shape[-1])), place, spec.rope)
     own = rotate(given["keys"], of_path, spec.rope)
-    return _logits(query, keys, spec), _logits(query, own, spec)
+    bias = None if layer.entries.bias is None else layer.entries.bias[:, None, :, None]
+    return biased(_logits(query, keys, spec), bias), _logits(query, own, spec)
+
+
+def _held_logits(rows: Float[Array, "B Hk Q D"], layer: Slots, spec: AttentionSpec) -> Float[Array, "B Hk Q C"]:
+    """Of the entries held, each with the logarithm of what it stands for."""
+    bias = layer.entries.bias
+    return biased(_logits(rows, layer.keys, spec), None if bias is None else bias[:, :, None])
 
 
 def _logits(query: Float[Array, "*B Q D"], keys: Float[Array, "*B S D"], spec: AttentionSpec):
@@ -330,4 +339,7 @@ def commit(
         positions=layer.positions.at[at].set(positions, mode="drop"),
         stats=stats,
     )
+    weight = layer.entries.weight
+    if weight is not None:
+        grown = grown.changed(weight=weight.at[at].set(1.0, mode="drop"))
     return grown.aimed(after, some)

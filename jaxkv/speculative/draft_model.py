@@ -47,13 +47,16 @@ class Overwritten:
     value: Float[Array, "*some B Hk D"]
     position: Int[Array, "*some B Hk"]
     stats: dict[str, Float[Array, "*some B Hk C"]]
+    weight: Float[Array, "*some B Hk"] | None = None
 
 
 def overwritten(layer: Slots) -> Overwritten:
     """What the layer's next token will overwrite."""
     batch, heads = layer.next_slot.shape
     at = (jnp.arange(batch)[:, None], jnp.arange(heads)[None, :], layer.next_slot)
-    return Overwritten(layer.next_slot, layer.keys[at], layer.values[at], layer.positions[at], layer.stats)
+    weight = layer.entries.weight
+    held = layer.next_slot, layer.keys[at], layer.values[at], layer.positions[at], layer.stats
+    return Overwritten(*held, None if weight is None else weight[at])
 
 
 def undone(layer: Slots, log: Overwritten, rejected: Array) -> Slots:
@@ -67,6 +70,9 @@ def undone(layer: Slots, log: Overwritten, rejected: Array) -> Slots:
         positions=layer.positions.at[at].set(log.position, mode="drop"),
         stats={name: jnp.where(rejected[:, None, None], log.stats[name], stat) for name, stat in layer.stats.items()},
     )
+    weight = layer.entries.weight
+    if weight is not None:
+        before = before.changed(weight=weight.at[at].set(log.weight, mode="drop"))
     return before.aimed(log.slot, rejected)
 
 

@@ -20,8 +20,10 @@ def empty(
     stats: tuple[str, ...],
     codecs: Codecs,
     beside: dict[str, Any],
+    weighs: bool = False,
 ) -> Slots | Pool:
-    """A store without a slot, where a prompt begins: "slots", "pool", or a "line"'s candidates, which are pools."""
+    """A store without a slot, where a prompt begins: "slots", "pool", or a "line"'s candidates, which are pools.
+    `weighs`: its entries may stand for several tokens."""
     if kind == "slots":
-        return slots.empty(batch, heads, 0, head_dim, dtype, stats, codecs, beside)
-    return pool.empty(batch, heads, head_dim, dtype, stats, codecs, beside)
+        return slots.empty(batch, heads, 0, head_dim, dtype, stats, codecs, beside, weighs)
+    return pool.empty(batch, heads, head_dim, dtype, stats, codecs, beside, weighs)

@@ -19,16 +19,23 @@ NEVER = -jnp.inf  # priority of an empty slot: below every entry
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Entries:
-    """Keys, values, text positions (-1: empty) and the policy's float32 statistics of all slots.
+    """Keys, values, text positions (-1: empty), the policy's float32 statistics of all slots, and perhaps a weight.
 
     `keys` and `values` are arrays `[*slots, D]`, or what a codec makes of them: arrays that begin with the slots'
-    dimensions as well, so gathers and appends need not know.
+    dimensions as well, so gathers and appends need not know. An entry of `weight` n stands for n tokens: log n is
+    added to its logit. None where every entry is one token.
     """
 
     keys: Any
     values: Any
     positions: Int[Array, "*slots"]
     stats: dict[str, Float[Array, "*slots"]]
+    weight: Float[Array, "*slots"] | None = None
+
+    @property
+    def bias(self) -> Float[Array, "*slots"] | None:
+        """What is added to each slot's logit: log n of an entry that stands for n tokens; None where none does."""
+        return None if self.weight is None else jnp.log(jnp.maximum(self.weight, 1.0))
 
     @property
     def filled(self) -> Bool[Array, "*slots"]:
@@ -48,9 +55,12 @@ class Entries:
         return dataclasses.replace(self, stats={name: self.stats[name] for name in names})
 
 
-def blank(shape: tuple[int, ...], keys: Any, values: Any, stats: tuple[str, ...]) -> Entries:
-    """Empty slots, with keys and values as they lie in empty ones and zeroed statistics of the given names."""
-    return Entries(keys, values, jnp.full(shape, EMPTY, jnp.int32), {n: jnp.zeros(shape, jnp.float32) for n in stats})
+def blank(shape: tuple[int, ...], keys: Any, values: Any, stats: tuple[str, ...], weighs: bool = False) -> Entries:
+    """Empty slots, with keys and values as they lie in empty ones and zeroed statistics of the given names; with
+    weights, where entries may stand for several tokens."""
+    zeros = {name: jnp.zeros(shape, jnp.float32) for name in stats}
+    weight = jnp.ones(shape, jnp.float32) if weighs else None
+    return Entries(keys, values, jnp.full(shape, EMPTY, jnp.int32), zeros, weight)
 
 
 def appended(before: Entries, after: Entries) -> Entries:
@@ -66,8 +76,9 @@ def taken(entries: Entries, source: Int[Array, "*slots"], positions: Int[Array, 
     def gathered(x: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, source.reshape(source.shape + (1,) * (x.ndim - source.ndim)), axis=axis)
 
-    keys, values, stats = jax.tree.map(gathered, (entries.keys, entries.values, entries.stats))
-    return Entries(keys, values, positions, stats)
+    moved = jax.tree.map(gathered, (entries.keys, entries.values, entries.stats, entries.weight))
+    keys, values, stats, weight = moved
+    return Entries(keys, values, positions, stats, weight)
 
 
 def chosen_at(entries: Entries, index: Int[Array, "*slots"]) -> Entries:

@@ -221,7 +221,8 @@ def written(layers: tuple[Any, ...], after: tuple[Any, ...], position: Int[Array
         put = lambda x, new: line.put(x, new, active)  # noqa: E731
         keys, values = jax.tree.map(put, (old_keys, old_values), new)
         positions = line.put(line.positions, jnp.broadcast_to(position[:, None], line.next_slot.shape), active)
-    entries = Entries(keys, values, positions, {name: whole(name) for name in line.stats})
+    stats, weight = {name: whole(name) for name in line.stats}, line.single(position >= 0).entries.weight
+    entries = Entries(keys, values, positions, stats, weight)
     next_slot = jnp.concatenate([slots + start for slots, start in zip(following, starts, strict=True)], axis=1)
     line = dataclasses.replace(line, entries=entries, next_slot=next_slot)
     return tuple(

@@ -189,7 +189,7 @@ class Pool(Store):
         weight, bias = (self.unscored(x) if isinstance(x, jax.Array) else x for x in (judge.weight, judge.bias))
         each = judge.rule and dataclasses.replace(judge.rule, heads="each")
         judge = judge._replace(weight=weight, bias=bias, rule=each)
-        held = Segments(self.keys, self.values, self.positions, self.offsets, line)
+        held = Segments(self.keys, self.values, self.positions, self.offsets, line, self.entries.bias)
         return ragged_decode(layout, token, held, self.next_slot, judge, whole=whole, **softmax)
 
     def laid(self, layout: Layout) -> "Pool":
@@ -313,10 +313,11 @@ def empty(
     stats: tuple[str, ...] = (),
     codecs: Codecs = PLAIN_BOTH,
     beside: dict[str, Any] | None = None,
+    weighs: bool = False,
 ) -> Pool:
-    """A pool without a slot, where a prompt begins."""
+    """A pool without a slot, where a prompt begins; see `blank`."""
     keys, values = (codec.empty((batch, 0), head_dim, dtype) for codec in (codecs.keys, codecs.values))
-    entries = blank((batch, 0), keys, values, stats)
+    entries = blank((batch, 0), keys, values, stats, weighs)
     few = jnp.zeros((batch, heads), jnp.int32)
     return Pool(entries, jnp.zeros((batch, heads + 1), jnp.int32), few, beside or {}, codecs)
 

@@ -115,7 +115,7 @@ class Slots(Store):
         self, layout: Layout, token: Token, judge: Judge, rotate: RotateAtRead | None, **softmax: Any
     ) -> tuple[Partial, "Slots"]:
         """Write the token into the next slots, attend over all slots, choose the slots after it."""
-        held = Held(self.keys, self.values, self.positions)
+        held = Held(self.keys, self.values, self.positions, self.entries.bias)
         result = decode_attend_score(layout, token, held, self.next_slot, judge, rotate=rotate, **softmax)
         return Partial(result.output, result.lse, result.mass), self.attended(result, token)
 
@@ -179,7 +179,8 @@ class Slots(Store):
         if slots <= held:
             return self
         dim, dtype = self.keys.shape[-1], self.keys.dtype
-        more = empty(batch, heads, slots - held, dim, dtype, tuple(self.stats), self.codecs)
+        weighs = self.entries.weight is not None
+        more = empty(batch, heads, slots - held, dim, dtype, tuple(self.stats), self.codecs, weighs=weighs)
         return dataclasses.replace(self, entries=appended(self.entries, more.entries))
 
     def grown(self, held: int, tokens: int, window: int | None, lacking: int = 0) -> "Slots":
@@ -207,8 +208,9 @@ def empty(
     stats: tuple[str, ...] = (),
     codecs: Codecs = PLAIN_BOTH,
     beside: dict[str, Any] | None = None,
+    weighs: bool = False,
 ) -> Slots:
-    """A layer with `slots` empty slots per KV head and zeroed statistics of the given names."""
+    """A layer with `slots` empty slots per KV head and zeroed statistics of the given names; see `blank`."""
     shape = (batch, heads, slots)
     keys, values = (codec.empty(shape, head_dim, dtype) for codec in (codecs.keys, codecs.values))
-    return Slots(blank(shape, keys, values, stats), jnp.zeros((batch, heads), jnp.int32), beside or {}, codecs)
+    return Slots(blank(shape, keys, values, stats, weighs), jnp.zeros((batch, heads), jnp.int32), beside or {}, codecs)

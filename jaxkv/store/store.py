@@ -109,8 +109,16 @@ class Store:
                 ("values", self.codecs.values, self.entries.values, token.value),
             )
         )
-        entries = Entries(keys, values, result.positions, self.entries.stats)
+        entries = dataclasses.replace(self.entries, keys=keys, values=values, positions=result.positions)
         return self.replaced(entries=entries, next_slot=result.next_slot)
+
+    def single(self, active: Bool[Array, "B"]) -> Any:
+        """The store whose next slots stand for one token, in rows that are active, where entries have weights."""
+        weight = self.entries.weight
+        if weight is None:
+            return self
+        one = jnp.ones(self.next_slot.shape, jnp.float32)
+        return self.replaced(entries=dataclasses.replace(self.entries, weight=self.put(weight, one, active)))
 
     def with_token(self, token: Token) -> Any:
         """The store with the token in every head's next slot, without attending; rows that have finished stay."""
@@ -119,7 +127,7 @@ class Store:
         new = self.codecs.keys.encode(token.key), self.codecs.values.encode(token.value)
         keys, values = jax.tree.map(put, (self.entries.keys, self.entries.values), new)
         at = jnp.broadcast_to(token.position[:, None], self.next_slot.shape)
-        entries = Entries(keys, values, put(self.positions, at), self.stats)
+        entries = dataclasses.replace(self.entries, keys=keys, values=values, positions=put(self.positions, at))
         return self.replaced(entries=entries)
 
     def put(self, x: Any, new: Any, active: Bool[Array, "B"]) -> Any:

@@ -51,14 +51,16 @@ def decode_attend_score(
 ) -> Attended:
     """`reference.decode_attend_score`, K and V read once.
 
-    Raises `NotImplementedError` on GPUs other than Hopper, for keys turned at read time (`rotate`), for dtypes other
-    than bfloat16 and float16, for D that is no multiple of 16 or above 256, for G above 16, and for B Hk C that is no
-    multiple of 8. Where C itself is none, positions and logits take a detour; K and V do not.
+    Raises `NotImplementedError` on GPUs other than Hopper, for keys turned at read time (`rotate`), for a bias, for
+    dtypes other than bfloat16 and float16, for D that is no multiple of 16 or above 256, for G above 16, and for
+    B Hk C that is no multiple of 8. Where C itself is none, positions and logits take a detour; K and V do not.
     """
     if rotate is not None:
         raise NotImplementedError("the GPU kernel reads keys as they lie in the cache: rotate= needs the reference")
     query, key, value, position = token
-    keys, values, positions = held
+    keys, values, positions, bias = held
+    if bias is not None:
+        raise NotImplementedError("slots whose logits have a bias need the reference")
     batch, kv_heads, slots, dim = keys.shape
     rows, heads = batch * kv_heads, query.shape[1] // kv_heads
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import Held, Judge, Token
 from pallas_kernels.decode_attend_score.victim import aim
-from pallas_kernels.masking import filled, masked_softmax, soft_cap, visible
+from pallas_kernels.masking import biased, filled, masked_softmax, soft_cap, visible
 
 GROUP = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}
 
@@ -38,14 +38,15 @@ def decode_attend_score(
 ) -> Attended:
     """Write the token into `slot`, then softmax(scale * q . k) over the filled slots.
 
-    `mass` is each slot's softmax weight, reduced over the G query heads of its KV head by the judge's `group`, float32.
+    What `held.bias` has is added to the logits. `mass` is each slot's softmax weight, reduced over the G query heads of
+    its KV head by the judge's `group`, float32.
     `next_slot` is the slot for the token after this one: an empty or expired slot while the row holds fewer than its
     limit, else the lowest weight * mass + bias under the rule; with no rule, the first empty or expired one. A row
     whose position is -1 changes nothing. `rotate(query, keys, positions)` turns query and keys at read time, for caches
     that hold keys before RoPE.
     """
     query, position = token.query, token.position
-    keys, values, positions = written(token, held, slot)
+    keys, values, positions, bias = written(token, held, slot)
     batch, kv_heads, _, dim = keys.shape
     heads = query.shape[1]
 
@@ -53,7 +54,8 @@ def decode_attend_score(
     queries, read = (queries, keys) if rotate is None else rotate(queries, keys, positions)
     logits = jnp.einsum("bhgd,bhcd->bhgc", queries, read, preferred_element_type=jnp.float32) * scale
     seen = visible(position[:, None, None], positions, window)
-    weights, lse = masked_softmax(soft_cap(logits, softcap), seen)
+    bias = None if bias is None else bias[:, :, None]
+    weights, lse = masked_softmax(biased(soft_cap(logits, softcap), bias), seen)
     output = jnp.einsum(
         "bhgc,bhcd->bhgd", weights.astype(values.dtype), filled(values, positions), preferred_element_type=jnp.float32
     )
@@ -79,4 +81,5 @@ def written(token: Token, held: Held, slot: Int[Array, "B Hk"]) -> Held:
         held.keys.at[at].set(token.key, mode="drop"),
         held.values.at[at].set(token.value, mode="drop"),
         held.positions.at[at].set(jnp.broadcast_to(position, slot.shape), mode="drop"),
+        held.bias,
     )

@@ -58,13 +58,15 @@ def decode_attend_score(
 ) -> Attended:
     """`reference.decode_attend_score`, K and V read once.
 
-    Raises `NotImplementedError` for keys turned at read time (`rotate`), for 4 slots or fewer, and where a row's
-    logits, masses and positions do not fit in on-chip memory.
+    Raises `NotImplementedError` for keys turned at read time (`rotate`), for a bias, for 4 slots or fewer, and
+    where a row's logits, masses and positions do not fit in on-chip memory.
     """
     if rotate is not None:
         raise NotImplementedError("the TPU kernel reads keys as they lie in the cache: rotate= needs the reference")
     query, key, value, position = token
-    keys, values, positions = held
+    keys, values, positions, bias = held
+    if bias is not None:
+        raise NotImplementedError("slots whose logits have a bias need the reference")
     batch, kv_heads, slots, dim = keys.shape
     heads = query.shape[1]
     if slots <= blocks_of.SUBLANES // 2:

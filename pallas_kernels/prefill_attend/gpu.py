@@ -49,6 +49,7 @@ def prefill_attend(
     softcap: float | None = None,
     own_keys_last: bool = False,
     with_lse: bool = False,
+    bias: Float[Array, "B Hk S"] | None = None,
     interpret: bool | plgpu.InterpretGPUParams = False,
 ) -> Float[Array, "B Hq T D"]:
     """`reference.prefill_attend` without an array of queries by keys.
@@ -56,6 +57,8 @@ def prefill_attend(
     Raises `NotImplementedError` on GPUs other than Hopper, for dtypes other than bfloat16 and float16, for D that is no
     multiple of 16 or above 256, and for the log-sum-exp.
     """
+    if bias is not None:
+        raise NotImplementedError("keys whose logits have a bias need the reference")
     if with_lse:
         raise NotImplementedError("prefill_attend for GPUs gives no log-sum-exp")
     batch, heads, length, dim = queries.shape

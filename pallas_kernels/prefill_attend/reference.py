@@ -19,17 +19,20 @@ def prefill_attend(
     softcap: float | None = None,
     own_keys_last: bool = False,
     with_lse: bool = False,
+    bias: Float[Array, "B Hk S"] | None = None,
 ) -> Float[Array, "B Hq T D"] | tuple[Float[Array, "B Hq T D"], Float[Array, "B Hq T"]]:
     """softmax(scale * q . k) v over the keys at or before each query's position; position -1 is an empty slot.
 
     `own_keys_last` says that the last T keys are the queries' own, in order, so that none need look further. `with_lse`
-    gives the log-sum-exp of each query's logits too, for a merge with attention to other keys.
+    gives the log-sum-exp of each query's logits too, for a merge with attention to other keys. `bias` is added to the
+    logits of each key, after the soft cap.
     """
     batch, heads, length, dim = queries.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
     values = filled(values, key_positions)
     softmax = {"scale": scale, "window": window, "softcap": softcap, "own_keys_last": own_keys_last}
+    softmax |= {} if bias is None else {"bias": bias}
     outs, lses = [], []
     for start, end, weights, lse in tiles(queries, keys, query_positions, key_positions, **softmax):
         far = weights.shape[-1]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.masking import masked_softmax, soft_cap, visible
+from pallas_kernels.masking import biased, masked_softmax, soft_cap, visible
 
 TILE = 128  # queries at a time, at least: bounds the [queries, keys] array and skips keys that come later
 TILES = 8  # at most: each is unrolled
@@ -24,6 +24,7 @@ def tiles(
     window: int | None,
     softcap: float | None,
     own_keys_last: bool,
+    bias: Float[Array, "B Hk S"] | None = None,
 ) -> Iterator[tuple[int, int, Float[Array, "B Hk G N F"], Float[Array, "B Hk G N"]]]:
     """First and last of some queries, their weights on the first F keys (those behind are seen by none), and their
     log-sum-exps.
@@ -40,4 +41,5 @@ def tiles(
         logits = jnp.einsum("bhqd,bhsd->bhqs", q, keys[:, :, :far], preferred_element_type=jnp.float32) * scale
         seen = visible(query_positions[:, None, start:end], key_positions[:, :, :far], window)[:, :, None]
         logits = soft_cap(logits, softcap).reshape(batch, kv_heads, group, end - start, far)
+        logits = biased(logits, None if bias is None else bias[:, :, None, None, :far])
         yield start, end, *masked_softmax(logits, seen)

@@ -33,12 +33,15 @@ def prefill_attend(
     softcap: float | None = None,
     own_keys_last: bool = False,
     with_lse: bool = False,
+    bias: Float[Array, "B Hk S"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B Hq T D"]:
     """`reference.prefill_attend`, without a queries x keys array. Blocks that no query sees are not computed, and with
     `own_keys_last` those behind a block of queries are not even fetched. Raises `NotImplementedError` for
     the log-sum-exp.
     """
+    if bias is not None:
+        raise NotImplementedError("keys whose logits have a bias need the reference")
     if with_lse:
         raise NotImplementedError("prefill_attend for TPU gives no log-sum-exp")
     batch, heads, length, dim = queries.shape

@@ -54,6 +54,7 @@ def prefill_attend_mass(
     reduce: str = "sum",
     own_keys_last: bool = False,
     weights: Float[Array, "B T"] | None = None,
+    bias: Float[Array, "B Hk S"] | None = None,
     interpret: bool | plgpu.InterpretGPUParams = False,
 ) -> Float[Array, "B Hq S"]:
     """`reference.prefill_attend_mass` without an array of queries by keys.
@@ -61,6 +62,8 @@ def prefill_attend_mass(
     Raises `NotImplementedError` on GPUs other than Hopper, for dtypes other than bfloat16 and float16, and for D that
     is no multiple of 16 or above 256.
     """
+    if bias is not None:
+        raise NotImplementedError("keys whose logits have a bias need the reference")
     del own_keys_last  # a hint, which the blocks here do not need: they look at positions
     batch, heads, length, dim = queries.shape
     kv_heads, slots = keys.shape[1:3]

@@ -18,16 +18,18 @@ def prefill_attend_mass(
     reduce: str = "sum",
     own_keys_last: bool = False,
     weights: Float[Array, "B T"] | None = None,
+    bias: Float[Array, "B Hk S"] | None = None,
 ) -> Float[Array, "B Hq S"]:
     """Each key's softmax weight, summed over the queries ("sum"), averaged ("mean") or their maximum ("max"), float32.
 
     Queries at position -1 are padding: they give nothing and the mean does not count them. `own_keys_last` says that
     the last T keys are the queries' own, in order, so that none need look further. `weights` (positive) multiply what
-    each query gives, before the sum or the maximum.
+    each query gives, before the sum or the maximum. `bias` is added to the logits of each key, after the soft cap.
     """
     batch, heads, slots = queries.shape[0], queries.shape[1], keys.shape[2]
     combine = jnp.maximum if reduce == "max" else jnp.add
     softmax = {"scale": scale, "window": window, "softcap": softcap, "own_keys_last": own_keys_last}
+    softmax |= {} if bias is None else {"bias": bias}
     total = jnp.zeros((batch, heads, slots), jnp.float32)
     for start, end, given, _ in tiles(queries, keys, query_positions, key_positions, **softmax):
         given = given if weights is None else given * weights[:, None, None, start:end, None]

@@ -29,9 +29,12 @@ def prefill_attend_mass(
     reduce: str = "sum",
     own_keys_last: bool = False,
     weights: Float[Array, "B T"] | None = None,
+    bias: Float[Array, "B Hk S"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B Hq S"]:
     """`reference.prefill_attend_mass`, without a queries x keys array."""
+    if bias is not None:
+        raise NotImplementedError("keys whose logits have a bias need the reference")
     del own_keys_last  # a hint, which the blocks here do not need: they look at positions
     batch, heads, length, dim = queries.shape
     kv_heads, slots = keys.shape[1:3]

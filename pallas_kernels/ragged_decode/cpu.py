@@ -40,14 +40,17 @@ def ragged_decode(
 ) -> Attended:
     """`reference.ragged_decode`, K and V read once; of a layer that shares a line, where they lie in it.
 
-    Raises `NotImplementedError` for dtypes other than float32, and where XLA cannot call what numba compiles.
+    Raises `NotImplementedError` for a bias, for dtypes other than float32, and where XLA cannot call what numba
+    compiles.
     """
     query, key, value, position = token
+    if held.bias is not None:
+        raise NotImplementedError("slots whose logits have a bias need the reference")
     if {query.dtype, held.keys.dtype} != {jnp.dtype(jnp.float32)}:
         raise NotImplementedError(f"{query.dtype} and {held.keys.dtype}: float32")
     batch, kv_heads, dim = key.shape
     target = jnp.where(position[:, None] < 0, -1, slot)
-    keys, values, positions, offsets, line = written(held, key, value, position, slot)
+    keys, values, positions, offsets, line, _ = written(held, key, value, position, slot)
     line = line or Line(keys, values, jnp.zeros_like(position))
     queries = query.reshape(batch, kv_heads, -1, dim)
     floating = queries.shape, queries.shape[:3], positions.shape

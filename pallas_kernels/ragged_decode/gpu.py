@@ -43,11 +43,13 @@ def ragged_decode(
 ) -> Attended:
     """`reference.ragged_decode`, K and V read once. Every head's `slot` lies in its own segment.
 
-    Raises `NotImplementedError` on GPUs other than Hopper, for dtypes other than bfloat16 and float16, for D that is no
-    multiple of 16 or above 256, for G above 16, and for P that is no multiple of 8.
+    Raises `NotImplementedError` on GPUs other than Hopper, for a bias, for dtypes other than bfloat16 and float16,
+    for D that is no multiple of 16 or above 256, for G above 16, and for P that is no multiple of 8.
     """
     query, key, value, position = token
-    keys, values, positions, offsets, _ = held
+    keys, values, positions, offsets, _, bias = held
+    if bias is not None:
+        raise NotImplementedError("slots whose logits have a bias need the reference")
     batch, slots, dim = keys.shape
     kv_heads, heads = key.shape[1], query.shape[1] // key.shape[1]
     if slots % 8:

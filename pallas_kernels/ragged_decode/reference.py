@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.arguments import Judge, Segments, Token
 from pallas_kernels.decode_attend_score.reference import GROUP, Attended
 from pallas_kernels.decode_attend_score.victim import linear, protected
-from pallas_kernels.masking import filled, masked_softmax, soft_cap
+from pallas_kernels.masking import biased, filled, masked_softmax, soft_cap
 from pallas_kernels.ragged_decode.segments import mine, over_slots, per_slot, segments
 
 LAST = jnp.iinfo(jnp.int32).max
@@ -58,8 +58,9 @@ def weights(
     owner = segments(held.offsets, keys.shape[1])
     queries = query.reshape(query.shape[0], kv_heads, -1, query.shape[-1])
     logits = jnp.einsum("bhgd,bpd->bhgp", queries, keys, preferred_element_type=jnp.float32) * scale
+    bias = None if held.bias is None else held.bias[:, None, None]
     seen = mine(owner, kv_heads) & ((positions >= 0) & (positions <= token.position[:, None]))[:, None]
-    return *masked_softmax(soft_cap(logits, softcap), seen[:, :, None]), owner
+    return *masked_softmax(biased(soft_cap(logits, softcap), bias), seen[:, :, None]), owner
 
 
 def read(

@@ -51,10 +51,13 @@ def ragged_decode(
 ) -> Attended:
     """`reference.ragged_decode`, K and V read once. Every head's `slot` lies in its own segment.
 
-    Raises `NotImplementedError` for 4 slots or fewer, and where a row's logits do not fit in on-chip memory.
+    Raises `NotImplementedError` for a bias, for 4 slots or fewer, and where a row's logits do not fit in on-chip
+    memory.
     """
     query, key, value, position = token
-    keys, values, positions, offsets, _ = held
+    keys, values, positions, offsets, _, bias = held
+    if bias is not None:
+        raise NotImplementedError("slots whose logits have a bias need the reference")
     batch, slots, dim = keys.shape
     heads, kv_heads = query.shape[1], key.shape[1]
     if slots <= blocks_of.SUBLANES // 2:

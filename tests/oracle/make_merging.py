@@ -1,0 +1,215 @@
+"""How releases merge what leaves: one cut, or one step, of each, with what stayed and what left given to the tests.
+
+    python tests/oracle/make_merging.py FOLDER
+
+FOLDER holds checkouts, each under its repository's name, of https://github.com/SUSTechBruce/LOOK-M (ecf0f51),
+kkvcache/KeepKV (a25a2b5), SusCom-Lab/ZSMerge (4bab127), zyxxmu/cam (fc80e64) and liuzuyan/ElasticCache (3138e03). Their
+functions and classes run unchanged, on random keys and values; kvpress 0.5.5 gives `MergingPress.merge`.
+
+Elastic Cache runs without sinks: with them it shifts what it throws away by as many tokens. KeepKV computes cosines
+and what it leaves in float16, so its cases are those where no cosine is near its threshold.
+"""
+
+import ast
+import math
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from common import GOLDENS, save
+from released import function
+
+TOKENS, HEADS, KEPT = 24, 2, 10
+
+
+def class_of(file: Path, name: str, **given):
+    """One class of a file whose other statements do not run; `given` are the names that it uses."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tree.body = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    exec(compile(tree, str(file), "exec"), given)
+    return given[name]
+
+
+def drawn(seed: int, dim: int, tokens: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys with much in common, so that cosines are large, and values [1, H, S, D]."""
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, 1, HEADS, tokens, dim, generator=generator)
+    few = torch.randn(1, HEADS, 4, dim, generator=generator)
+    return keys * 0.45 + few[:, :, torch.arange(tokens) % 4], values
+
+
+def attention(seed: int, rows: int, tokens: int = TOKENS) -> torch.Tensor:
+    """Causal weights [1, H, rows, S] of the last rows."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    logits = torch.randn(1, HEADS, rows, tokens, generator=generator)
+    later = torch.arange(tokens) > torch.arange(tokens)[-rows:, None]
+    return logits.masked_fill(later, -math.inf).softmax(-1)
+
+
+def case(name, keys, values, stays, new_keys, new_values, **more) -> dict[str, np.ndarray]:
+    """A cut as the tests read it: float32 inputs, which stay, and the survivors in time order after it."""
+    arrays = {"keys": keys, "values": values, "stays": stays, "new_keys": new_keys, "new_values": new_values, **more}
+    out = {}
+    for key, x in arrays.items():
+        x = x.detach().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
+        out[f"{name}/{key}"] = x.astype(np.float32) if x.dtype.kind == "f" else x
+    return out
+
+
+def stay(index: torch.Tensor, tokens: int = TOKENS) -> torch.Tensor:
+    return torch.zeros(index.shape[0], tokens, dtype=torch.bool).scatter(-1, index, True)
+
+
+def look_m(folder: Path) -> dict[str, np.ndarray]:
+    """`PivotKVCache_LayerWise`; its width of 128 channels is written in it."""
+    file = folder / "LOOK-M/LLaVA-mix_merge_v1/llava/model/kv_token_merge/modify_llama.py"
+    cache = class_of(file, "PivotKVCache_LayerWise", torch=torch, nn=torch.nn)
+    keys, values = drawn(0, 128)
+    weights = attention(0, TOKENS)
+    running = cache(hh_size=6, recent_size=4)
+    new_keys, new_values = running((keys.clone(), values.clone()), weights.clone())
+    scores = weights.sum(0).sum(1)[:, : TOKENS - 4].clone()
+    scores[:, :4] = math.inf
+    best = scores.argsort(dim=-1, descending=True)[:, :6]
+    recent = torch.arange(TOKENS - 4, TOKENS).repeat(HEADS, 1)
+    return case("look-m", keys[0], values[0], stay(torch.cat([best, recent], -1)), new_keys[0], new_values[0])
+
+
+def keepkv(folder: Path) -> dict[str, np.ndarray]:
+    """`KV_update`, a prompt's cut and a step's, with the weights W = n s that it merges by."""
+    file = folder / "KeepKV/utils_hh/modify_llama_oursk.py"
+    given = {"torch": torch, "nn": torch.nn, "math": math, "F": F, "Optional": object, "Tuple": object, "np": np}
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    (owner,) = [n for n in tree.body if isinstance(n, ast.ClassDef)]
+    (update,) = [n for n in owner.body if isinstance(n, ast.FunctionDef) and n.name == "KV_update"]
+    update.args = ast.parse("def f(self, past_key_value=None, attn_weights=None): pass").body[0].args
+    update.returns = None
+    exec(compile(ast.Module([update], []), str(file), "exec"), given)
+    heavy, recent = 7, 3
+    state = types.SimpleNamespace(
+        epsilon=1e-7, sink_len=2, num_heads=HEADS,
+        heavy_budget=heavy, recent_budget=recent, cache_budget=heavy + recent,
+        distance_weight=1.2, similarity_threshold=0.8, prefill_similarity_threshold=0.8,
+        previous_recent_scores=None, cluster_cnt=None,
+    )  # fmt: skip
+    found, (keys, values) = {}, drawn(3, 32, TOKENS + 2)
+    held, at = (keys[:, :, :TOKENS], values[:, :, :TOKENS]), torch.arange(TOKENS).repeat(HEADS, 1)
+    for number in range(3):
+        length = held[0].shape[2]
+        rows = length if number == 0 else 1
+        generator = torch.Generator().manual_seed(50 + number)
+        logits = torch.randn(1, HEADS, rows, length, generator=generator)
+        later = torch.arange(length) > torch.arange(length)[-rows:, None]
+        raised = torch.exp(logits.masked_fill(later, -math.inf))
+        kept_before = None if state.previous_recent_scores is None else state.previous_recent_scores.clone()
+        count = torch.ones(HEADS, length)
+        if number:
+            count[:, :-1] = state.cluster_cnt
+            scores = torch.cat([F.pad(kept_before, (0, 1)), raised[0]], -2)[:, -recent:]
+        else:
+            scores = raised[0][:, -recent:].clone()
+        chosen = (scores * torch.linspace(1.0, 1.2, scores.shape[-2])[None, :, None]).sum(1)[:, 2:-recent]
+        best = chosen.topk(heavy - 2, dim=-1).indices + 2
+        ends = torch.cat([torch.arange(2), torch.arange(length - recent, length)]).repeat(HEADS, 1)
+        stays = stay(torch.cat([best, ends], -1), length)
+        mean = scores.mean(1)
+        seen = mean.clone()
+        seen[:, -recent:] *= recent / torch.arange(recent, 0, -1)
+        new_keys, new_values = given["KV_update"](state, held, raised)
+        found |= case(
+            f"keepkv/{number}", held[0][0], held[1][0], stays, new_keys[0], new_values[0],
+            count=count, weight=count * (seen + 1e-7), new_count=state.cluster_cnt, at=at,
+        )  # fmt: skip
+        at = torch.cat([at[stays].view(HEADS, -1), torch.full((HEADS, 1), TOKENS + number)], -1)
+        behind = lambda old, new, n=number: torch.cat([old.float(), new[:, :, TOKENS + n : TOKENS + n + 1]], 2)  # noqa: E731
+        held = behind(new_keys, keys), behind(new_values, values)
+    return found
+
+
+def zsmerge(folder: Path) -> dict[str, np.ndarray]:
+    """`cache_merge`, a step with 3 residual slots in front: into which of them the lowest of the others goes."""
+    merge = function(folder / "ZSMerge/mergekv/mergekv.py", "cache_merge", torch=torch)
+    keys, values = drawn(5, 16, 12)
+    generator = torch.Generator().manual_seed(6)
+    count = torch.ones(1, HEADS, 12)
+    count[..., :3] = torch.tensor([4.0, 3.0, 6.0])
+    scores = torch.rand(1, HEADS, 12, generator=generator)
+    lost = scores[..., 3:].argmin(-1) + 3
+    after = merge(
+        torch.zeros(1, HEADS, 1, 16), torch.zeros(1, HEADS, 1, 16), torch.ones(1, HEADS, 1), torch.zeros(1, HEADS, 1),
+        keys.clone(), values.clone(), count.clone(), scores.clone(), metric="dot_product", score_update="max",
+        cache_dense=3,
+    )  # fmt: skip
+    stays = ~stay(lost[0][:, None], 12)
+    rest = lambda x: x[0][stays].view(HEADS, 11, *x.shape[3:])  # noqa: E731
+    return case(
+        "zsmerge", keys[0], values[0], stays, rest(after[0]), rest(after[1]), count=count[0], new_count=rest(after[2])
+    )
+
+
+def elastic(folder: Path) -> dict[str, np.ndarray]:
+    """`ElasticCache` without sinks, one layer."""
+    torch.Tensor.cuda = lambda self, *_: self  # it names the device
+    cache = class_of(folder / "ElasticCache/kv_cache.py", "ElasticCache", torch=torch, DIM_TO_SLICE={1: 0, 2: 0, 3: 0})
+    keys, values = drawn(7, 16)
+    weights = attention(7, TOKENS)
+    running = cache(start_size=0, recent_size=64, ratio=0.6, layer_num=1)
+    ((new_keys, new_values),) = running([(keys.clone(), values.clone())], TOKENS, [weights])
+    score = weights.mean(1)[0].sum(0)
+    forget = int(TOKENS - TOKENS * (1 - 0.6))
+    stays = torch.ones(TOKENS, dtype=torch.bool)
+    stays[:-1] = score[:-1].argsort() > forget  # its mistake: no rank
+    return case("elastic-cache", keys[0], values[0], stays.repeat(HEADS, 1), new_keys[0], new_values[0])
+
+
+def cam(folder: Path) -> dict[str, np.ndarray]:
+    """`slicev` at a step: the value before the window of 20 is spread over its first 16; the draws are written down."""
+    generator = torch.Generator().manual_seed(9)
+    found = {}
+    for number, (low, high) in enumerate(((0.2, 0.99), (0.0, 0.3))):
+        draws = torch.tensor([low, high])[None, :, None]  # of the two heads
+
+        def bernoulli(chance, draws=draws):
+            return (draws < chance).to(chance.dtype)
+
+        patched = types.SimpleNamespace(**{n: getattr(torch, n) for n in ("cat", "mean", "isnan")}, bernoulli=bernoulli)
+        slicev = function(folder / "cam/generate_task/streaming_llm/kv_cache_cam.py", "slicev", torch=patched)
+        keys, values = drawn(10 + number, 16)
+        weights = torch.rand(1, HEADS, 1, TOKENS, generator=generator)
+        new, _ = slicev(values.clone(), TOKENS - 20, TOKENS, pos="recent", attn_weights=weights, merge=True)
+        stays = torch.ones(HEADS, TOKENS, dtype=torch.bool)
+        stays[:, TOKENS - 21] = False
+        new_values = torch.cat([values[:, :, : TOKENS - 21], new], 2)
+        new_keys = keys[0][stays].view(HEADS, -1, 16)
+        found |= case(
+            f"cam/{number}", keys[0], values[0], stays, new_keys, new_values[0], weight=weights[0, :, 0],
+            draws=draws[0, :, 0],
+        )  # fmt: skip
+    return found
+
+
+def kvpress() -> dict[str, np.ndarray]:
+    """`MergingPress.merge` of kvpress."""
+    from kvpress import KnormPress, MergingPress
+
+    keys, values = drawn(11, 16)
+    index = torch.rand(1, HEADS, TOKENS, generator=torch.Generator().manual_seed(12)).topk(KEPT, -1).indices
+    _, after = MergingPress(KnormPress(0.5)).merge(keys, values, index)
+    stays = stay(index[0])
+    rest = lambda x: x[0][stays].view(HEADS, KEPT, -1)  # noqa: E731
+    return case("value-merging", keys[0], values[0], stays, rest(keys), rest(after))
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    arrays = {}
+    for method in (look_m, keepkv, zsmerge, elastic, cam):
+        arrays |= method(folder)
+    save(GOLDENS / "policies" / "merging.npz", arrays | kvpress())
+
+
+if __name__ == "__main__":
+    main()
