@@ -6,6 +6,7 @@ A module's public names are what its `HOMES` lists, or what it imports `as` the 
 """
 
 import ast
+import functools
 import importlib
 import inspect
 import sys
@@ -40,6 +41,7 @@ PARTS = {  # what a part extends -> its heading
 OTHERS = "Functions and constants"
 
 
+@functools.cache
 def public(module: str) -> list[str]:
     """The public names of a module, in alphabetical order."""
     found = importlib.import_module(module)
@@ -77,6 +79,9 @@ def heading(thing: Any) -> str:
 def entry(module: str, name: str) -> str:
     """The autodoc directive of one name."""
     thing = getattr(importlib.import_module(module), name)
+    home = home_of(module, name)
+    if home != module:
+        return f".. py:data:: {module}.{name}\n   :no-index-entry:\n\n   The same as :doc:`{home}`'s.\n"
     if isinstance(thing, ModuleType):
         return f".. py:module:: {module}.{name}\n\n   {inspect.getdoc(thing)}".replace("\n\n   ", "\n\n", 1)
     if inspect.isclass(thing):
@@ -84,6 +89,14 @@ def entry(module: str, name: str) -> str:
     if callable(thing):
         return f".. autofunction:: {module}.{name}\n"
     return f".. py:data:: {module}.{name}\n\n   {described(thing)}\n"
+
+
+def home_of(module: str, name: str) -> str:
+    """The first of the modules that has the same object under this name: there it is described."""
+    thing = getattr(importlib.import_module(module), name)
+    return next(
+        each for each in MODULES if name in public(each) and getattr(importlib.import_module(each), name) is thing
+    )
 
 
 def described(thing: Any) -> str:

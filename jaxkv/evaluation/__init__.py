@@ -9,7 +9,9 @@ from jaxkv.evaluation.forced import follow as follow
 from jaxkv.evaluation.retention import Retention as Retention
 from jaxkv.evaluation.retention import retained as retained
 from jaxkv.evaluation.runner import evaluate as evaluate
+from jaxkv.evaluation.scorers import SCORERS as SCORERS
 from jaxkv.evaluation.scorers import score as score
 from jaxkv.evaluation.settings import Settings as Settings
+from jaxkv.evaluation.settings import Tasks as Tasks
 from jaxkv.evaluation.settings import load as load
 from jaxkv.evaluation.tasks import TASKS as TASKS
