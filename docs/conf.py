@@ -35,7 +35,7 @@ myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
-autodoc_typehints = "none"  # the signature shows them as they are written
+autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 90
 add_module_names = False
 default_role = "code"

@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import checks
 
 from jaxkv.configs import config_files
-from jaxkv.policies import Aggregate, Policy, Select, catalogue
+from jaxkv.policies import Policy, catalogue
 from jaxkv.policies.parts import PARTS
 from jaxkv.policies.policy import to_dict
 
@@ -51,6 +51,16 @@ FIDELITIES = {
 PHASES = {
     "prefill": ("The prompt", "All of the prompt is kept."),
     "decode": ("New tokens", "New tokens are added to what the prompt left, and nothing is evicted."),
+}
+
+PLAIN = {
+    "aggregate": "How queries, neighbours and heads are summed up.",
+    "select": "What stays whatever its score, and whether tokens or chunks stay.",
+    "reserve": "Slots left free for new tokens.",
+    "every": "New tokens between two cuts.",
+    "rope": "Where keys are turned: to their places in the text, or in the cache.",
+    "block": "Tokens of the prompt that run at a time.",
+    "store": "How keys and values lie in a slot.",
 }
 
 
@@ -98,7 +108,11 @@ def phrase(value: Any) -> str:
     """A part's table in words: its kind, then its fields."""
     if not isinstance(value, dict):
         return f"`{value}`"
-    fields = [f"`{key}` {phrase(inner)}" for key, inner in value.items() if key != "kind"]
+    fields = [
+        f"{key}: {phrase(inner)}" if isinstance(inner, dict) else f"`{key}={inner}`"
+        for key, inner in value.items()
+        if key != "kind"
+    ]
     kind = f"`{value['kind']}`" if "kind" in value else ""
     inner = ", ".join(fields)
     return f"{kind} ({inner})" if kind and inner else kind or inner
@@ -107,9 +121,17 @@ def phrase(value: Any) -> str:
 def does(part: str, table: Any) -> str:
     """The first line of the docstring of the part's class."""
     kind = table.get("kind") if isinstance(table, dict) else None
-    one = {"aggregate": Aggregate, "select": Select}.get(part)
-    found = one or (PARTS[part].parts.get(kind) if part in PARTS else None)
-    return "" if found is None else (inspect.getdoc(found) or "").partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+    if part in PLAIN:
+        return PLAIN[part]
+    found = PARTS[part].parts.get(kind) if part in PARTS else None
+    first = "" if found is None else (inspect.getdoc(found) or "").partition("\n\n")[0]
+    return first.replace("\n", " ").replace("|", "\\|")
+
+
+def of_a_phase(phase: Any, table: dict[str, Any]) -> dict[str, Any]:
+    """The table of a phase, who looks and the score in front, also where they are the defaults."""
+    always = {part: {"kind": getattr(phase, part).kind} for part in ("observe", "score")}
+    return {**always, **table}
 
 
 def parts_table(tables: dict[str, Any]) -> str:
@@ -189,12 +211,14 @@ def page(name: str, policy: Policy, toml: str) -> str:
     text += ["## How faithful it is", fidelity, *notes().get(name, [])]
     text.append("## What it is made of")
     for phase, (words, without) in PHASES.items():
-        text += [f"### {words}", parts_table(tables[phase]) if phase in tables else without]
+        there = getattr(policy, phase)
+        text += [f"### {words}", without if there is None else parts_table(of_a_phase(there, tables[phase]))]
     whole = {part: tables[part] for part in ("allocate", "read", "flow", "store", "rope", "block") if part in tables}
     if whole:
         text += ["### The whole policy", parts_table(whole)]
+    smallest = f"- The smallest budget is {policy.floor} token{'s' if policy.floor > 1 else ''}."
     facts = [
-        f"- The smallest budget is {policy.floor} tokens." if policy.evicts else "- It takes no budget.",
+        smallest if policy.evicts else "- It takes no budget.",
         f"- A question at the end of the prompt {'steers' if policy.query_aware else 'does not steer'} what is kept.",
     ]
     if policy.calibrated:
@@ -202,16 +226,16 @@ def page(name: str, policy: Policy, toml: str) -> str:
     if policy.evicts and policy.decode is None:
         facts.append("- The cache grows by one entry for each new token.")
     text.append("\n".join(facts))
+    text += ["## What checks it", checked(name), "## What was measured", measured(name)]
     if found := {key: values for key, values in options(policy).items() if policy.evicts}:
         rows = [f"| `{key}` | {', '.join(f'`{value!r}`' for value in values)} |" for key, values in found.items()]
         text += [
-            "### Options",
+            "## Options",
             f'`jaxkv.policy("{name}", budget=256, option=value)` sets one in every part that has it; `prefill_` or '
             "`decode_` in front sets it in that phase alone.",
             "\n".join(["| option | value here |", "|---|---|", *rows]),
         ]
-    text += ["### Its file", f"`configs/policies/{name}.toml`:", f"```toml\n{toml.strip()}\n```"]
-    text += ["## What checks it", checked(name), "## What was measured", measured(name)]
+    text += ["## Its file", f"`configs/policies/{name}.toml`:", f"```toml\n{toml.strip()}\n```"]
     return "\n\n".join(text) + "\n"
 
 

@@ -2,7 +2,7 @@
 
     python tests/checks.py
 
-prints the table of docs/policies.md, which stands there between two markers; `test_checks.py` keeps it true.
+prints the table; each policy's page of the site's catalogue has its line. `test_checks.py` keeps it true.
 """
 
 from typing import NamedTuple

@@ -1,12 +1,11 @@
-"""The table of what each policy is checked against: complete, about tests that there are, and in the docs."""
+"""The table of what each policy is checked against: complete, and about tests that there are."""
 
 import ast
 import functools
-import re
 from pathlib import Path
 
 import pytest
-from checks import CHECKS, KINDS, checks, table
+from checks import CHECKS, KINDS, checks
 
 from jaxkv.policies import catalogue
 
@@ -50,10 +49,3 @@ def test_the_test_is_there_and_about_the_policy(name):
         assert isinstance(found, ast.FunctionDef) and function[:5] == Path(file).name[:5] == "test_"
         everyone = any("catalogue" in ast.dump(each) for each in found.decorator_list)
         assert everyone or name in words(file, function, set()), f"{check.test} says nothing of {name}"
-
-
-def test_the_docs_have_the_table():
-    """Else: python tests/checks.py prints it."""
-    text = (TESTS.parent / "docs" / "policies.md").read_text(encoding="utf-8")
-    between = re.search(r"<!-- checks: python tests/checks.py -->\n(.*?)\n<!-- end of checks -->", text, re.S)
-    assert between is not None and between[1] == table()

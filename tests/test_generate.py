@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,6 +90,19 @@ def test_layers_in_a_loop_are_compiled_once(tiny):
             program = lower(config, jaxkv.policy("snapkv", budget=70), batch=1, tokens=96, scan_layers=scan).prefill
             count[layers, scan] = program.compile().as_text().count(" dot(")
     assert count[4, True] == count[8, True] < count[4, False] < count[8, False]
+
+
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "adakv-h2o"])
+def test_layers_that_are_alike_are_traced_once(tiny, name, monkeypatch):
+    """Prefill and decode meet a kind of layer once, however many of it there are."""
+    kinds = len(set(tiny(FAMILY).config.specs))
+    chex.clear_trace_counter()
+    for function in ("prefill_layer", "decode_layer"):
+        counted = chex.assert_max_traces(getattr(run, function), n=kinds + (function == "prefill_layer"))
+        monkeypatch.setattr(run, function, counted)
+    policy = jaxkv.policy(name, budget=27, **({"window": 9} if name == "snapkv" else {}))
+    out = jaxkv.generate(tiny(FAMILY), ids(45), policy=policy, max_new_tokens=3, stop_tokens=())
+    assert out.lengths.tolist() == [3]
 
 
 def test_shapes_of_the_result(lettered):

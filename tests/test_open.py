@@ -59,10 +59,9 @@ PROMPT, NEW = 40, 4
 
 @pytest.fixture(scope="module")
 def mine(tmp_path_factory):
-    """A folder with the files of docs/policies.md and an observer, all registered while the tests here run."""
+    """A folder with the files of docs/add-a-method.md and an observer, all registered while the tests here run."""
     folder = tmp_path_factory.mktemp("mine")
-    text = (Path(__file__).parent.parent / "docs" / "policies.md").read_text(encoding="utf-8")
-    text = text[text.index("## Parts of your own") :]
+    text = (Path(__file__).parent.parent / "docs" / "add-a-method.md").read_text(encoding="utf-8")
     for name, language in (("mine.py", "python"), ("mine.toml", "toml")):
         found = re.search(rf"```{language}\n(.*?)```", text, re.S)
         assert found is not None

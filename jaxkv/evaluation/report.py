@@ -81,7 +81,6 @@ def _title(record: Record) -> str:
 
 def _page(records: Any, about: list[Record], images: dict[str, str], rows: Any, found: Any) -> str:
     import jinja2
-    from markupsafe import Markup
 
     source = (files("jaxkv.evaluation") / "data" / "report.html").read_text(encoding="utf-8")
     page = jinja2.Environment(autoescape=True, undefined=jinja2.ChainableUndefined).from_string(source)
@@ -108,5 +107,5 @@ def _page(records: Any, about: list[Record], images: dict[str, str], rows: Any, 
         percent=lambda share: f"{100 * share:.0f}",
         about="\n\n".join(json.dumps(each, indent=1) for each in about),
         # In a script element only "</" would end the element, so that is what must not occur.
-        pictures=Markup(json.dumps(pictures).replace("</", "<\\/")),
+        pictures=json.dumps(pictures).replace("</", "<\\/"),
     )
