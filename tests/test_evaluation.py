@@ -296,7 +296,7 @@ RUN = {
         {"name": "long-output", "lengths": [500], "max_new_tokens": 6},
     ],
     "fidelity": {"texts": 2, "prompt": 96, "continuation": 4},
-    "retention": {"policies": ["dapq-longflow"], "budget": 48, "prompt": 64, "steps": 8, "every": 4},
+    "retention": {"policies": ["dapq-longflow"], "budget": 48, "prompt": 200, "steps": 8, "every": 4},
 }
 
 

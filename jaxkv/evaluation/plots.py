@@ -1,6 +1,7 @@
 """The pictures of a report, as matplotlib figures. Needs matplotlib (`pip install 'jaxkv[eval]'`)."""
 
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from jaxkv.evaluation.summary import Record, answers, grouped, name_of, quality,
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#8C6D31", "#B2182B", "#4D4D4D")
 MARKERS = "osD^vPX*<>"
 SHADES = "viridis"
+MANY = len(COLOURS)  # more policies than this are no lines that one can tell apart
 INK = {False: ("black", "white"), True: ("#B34700", "#FFC08A")}  # of a prompt's and of a new word, on light and on dark
 
 
@@ -75,13 +77,66 @@ def _lines(axes: Any, rows: Sequence[Record], value: Any, styles: dict[str, Any]
         axes.spines[side].set_visible(False)
 
 
+def _crowded(rows: Sequence[Record]) -> bool:
+    """Whether lines against the budget would say nothing: one budget only, or too many policies."""
+    evicting = [row for row in rows if row["budget"] is not None]
+    return len({row["budget"] for row in evicting}) < 2 or len({row["policy"] for row in evicting}) > MANY
+
+
+def _name(policy: str) -> str:
+    """A policy's label on lines of some forty letters."""
+    return "\n".join(textwrap.wrap(policy, 40)) or policy
+
+
+def _dot_panels(panels: Sequence[tuple[str, Sequence[Record], Any]], width: float = 3.4, best: str = "high") -> Any:
+    """A line per policy, the best of the first panel on top, and a point in each panel (title, rows, `value(row)`)."""
+    first = {row["policy"]: _plain(panels[0][2](row)) for row in panels[0][1]}
+    known = {row["policy"]: None for _, rows, _ in panels for row in rows}
+    worst = -math.inf if best == "high" else math.inf
+    sign = 1 if best == "high" else -1
+    names = sorted(known, key=lambda name: sign * (worst if first.get(name) is None else first[name]))
+    lines = sum(_name(name).count("\n") + 1 for name in names)
+    figure = _figure(2.2 + width * len(panels), max(1.8, 0.9 + 0.19 * lines))
+    for axes, (title, rows, value) in zip(
+        np.atleast_1d(figure.subplots(1, len(panels), sharey=True)), panels, strict=True
+    ):
+        for row in rows:
+            found = value(row)
+            if found is None:
+                continue
+            mean, at = _plain(found), names.index(row["policy"])
+            look = {"color": "black" if row["budget"] is None else COLOURS[0], "fmt": "o", "markersize": 4}
+            error = None if found is mean else np.maximum([[mean - found.low], [found.high - mean]], 0)
+            axes.errorbar([mean], [at], xerr=error, elinewidth=0.8, capsize=2, **look)
+        axes.set_title(title, fontsize=9)
+        axes.set_yticks(range(len(names)), [_name(name) for name in names], fontsize=7)
+        axes.set_ylim(-0.7, len(names) - 0.3)
+        axes.grid(alpha=0.25)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    return figure
+
+
+def _plain(found: Any) -> Any:
+    """The mean of a `Mean`, or the number itself."""
+    return getattr(found, "value", found)
+
+
+def _by_budget(rows: Sequence[Record], value: Any, title: str) -> list[tuple[str, list[Record], Any]]:
+    """A panel for each budget; policies without one stand in all."""
+    sizes = sorted({row["budget"] for row in rows if row["budget"] is not None})
+    of = lambda size: [row for row in rows if row["budget"] in (size, None)]  # noqa: E731
+    return [(f"{title}, {size:g} kept", of(size), value) for size in sizes] or [(title, list(rows), value)]
+
+
 def _legend(figure: Any, axes: Any) -> None:
     handles, labels = axes.get_legend_handles_labels()
+    longest = max([len(line) for label in labels for line in _name(label).split("\n")], default=1)
     figure.legend(
         handles,
-        labels,
+        [_name(label) for label in labels],
         loc="outside lower center",
-        ncols=max(2, int(figure.get_figwidth() / 1.75)),
+        ncols=max(1, int(figure.get_figwidth() / (0.75 + 0.068 * longest))),
         frameon=False,
         fontsize=8,
         handlelength=3.2,
@@ -89,9 +144,23 @@ def _legend(figure: Any, axes: Any) -> None:
 
 
 def quality_figure(records: Sequence[Record]) -> Any:
-    """Mean score against budget per policy with 95 % intervals, a panel per mode."""
+    """Mean score against budget per policy with 95 % intervals, a panel per mode.
+
+    With one budget, or with many policies: a line for each policy and a panel for each budget.
+    """
     rows = quality(records)
     modes = list(dict.fromkeys(row["mode"] for row in rows))
+    if _crowded(rows):
+        panels = []
+        for mode in modes:
+            some = [row for row in rows if row["mode"] == mode]
+            panels += _by_budget(some, lambda row: row["score"], "score" if len(modes) < 2 else f"score, {mode}")
+        figure = _dot_panels(panels)
+        for axes in figure.axes:
+            axes.set_xlim(-0.03, 1.03)
+        count = max(row["score"].count for row in rows)
+        figure.supxlabel(f"mean score of {count} questions, 95 % interval", fontsize=9)
+        return figure
     figure = _figure(7.2 * len(modes), 4.6)
     for axes, mode in zip(np.atleast_1d(figure.subplots(1, len(modes), sharey=True)), modes, strict=True):
         _lines(axes, [row for row in rows if row["mode"] == mode], lambda row: row["score"], _styles(rows), bars=True)
@@ -105,9 +174,11 @@ def quality_figure(records: Sequence[Record]) -> Any:
 
 
 def tasks_figure(records: Sequence[Record]) -> Any:
-    """Score against budget per policy, a panel per task and mode."""
+    """Score against budget per policy, a panel per task and mode; with one budget or many policies a heat map."""
     rows = quality(records)
     panels = list(dict.fromkeys((row["mode"], task) for row in rows for task in row["tasks"]))
+    if _crowded(rows):
+        return _task_map(rows, panels)
     columns = min(3, len(panels))
     lines = math.ceil(len(panels) / columns)
     figure = _figure(3.9 * columns, 2.9 * lines + 0.6)
@@ -124,12 +195,72 @@ def tasks_figure(records: Sequence[Record]) -> Any:
     return figure
 
 
+def _task_map(rows: Sequence[Record], panels: Sequence[tuple[str, str]]) -> Any:
+    """Scores as numbers on colours: a line per policy, best on top, a column per task and budget."""
+    sizes = sorted({row["budget"] for row in rows if row["budget"] is not None}) or [None]
+    columns = [(mode, task, size) for mode, task in panels for size in sizes]
+    modes = {mode for mode, _ in panels}
+    found: dict[str, list[Any]] = {row["policy"]: [None] * len(columns) for row in rows}
+    for row in rows:
+        for at, (mode, task, size) in enumerate(columns):
+            if row["mode"] == mode and row["budget"] in (size, None) and task in row["tasks"]:
+                found[row["policy"]][at] = row["tasks"][task].value
+    said = [
+        "\n".join([task, *([mode] if len(modes) > 1 else []), *([f"{size:g} kept"] if size is not None else [])])
+        for mode, task, size in columns
+    ]
+    return _score_map(found, said)
+
+
+def _score_map(found: dict[str, list[Any]], columns: Sequence[str]) -> Any:
+    """Numbers on colours: a line per policy, best on top, a column each; None where nothing was asked."""
+    cells = np.array([[np.nan if value is None else value for value in line] for line in found.values()], float)
+    order = np.argsort(-np.nan_to_num(cells).mean(axis=1), kind="stable")
+    names, cells = [list(found)[at] for at in order], cells[order]
+    lines = sum(_name(name).count("\n") + 1 for name in names)
+    figure = _figure(2.4 + 0.95 * len(columns), max(1.8, 1.1 + 0.2 * lines))
+    axes = figure.subplots()
+    axes.set_facecolor("#dddddd")
+    axes.imshow(cells, cmap=SHADES, vmin=0, vmax=1, aspect="auto")
+    for (line, at), value in np.ndenumerate(cells):
+        if not np.isnan(value):
+            colour = "black" if value > 0.55 else "white"
+            axes.text(at, line, f"{100 * value:.0f}", ha="center", va="center", fontsize=7, color=colour)
+    axes.set_yticks(range(len(names)), [_name(name) for name in names], fontsize=7)
+    axes.set_xticks(range(len(columns)), columns, fontsize=7)
+    axes.xaxis.tick_top()
+    figure.supxlabel("right answers, per cent", fontsize=9)
+    return figure
+
+
 def needle_figure(records: Sequence[Record]) -> Any:
-    """Depth x length heat maps of the mean score of tasks with a depth: a row per policy, a column per budget."""
+    """Depth x length heat maps of the mean score of tasks with a depth: a row per policy, a column per budget.
+
+    Where all prompts have one length: a line per policy, a column per depth and budget.
+    """
     found = [r for r in answers(records) if r.get("depth") is not None and r.get("length") is not None]
     sizes = sorted({size for record in found if (size := _size(record)) is not None})
     names = list(dict.fromkeys(name_of(record) for record in found))
     depths, lengths = sorted({r["depth"] for r in found}), sorted({r["length"] for r in found})
+    if len(lengths) == 1:
+        columns = [(depth, size) for size in sizes or [None] for depth in depths]
+        shares = {
+            name: [
+                wilson(some).value
+                if (
+                    some := [
+                        r["score"]
+                        for r in found
+                        if name_of(r) == name and r["depth"] == depth and _size(r) in (size, None)
+                    ]
+                )
+                else None
+                for depth, size in columns
+            ]
+            for name in names
+        }
+        said = [f"depth {depth:g}" + (f"\n{size:g} kept" if size is not None else "") for depth, size in columns]
+        return _score_map(shares, said)
     wide = max(1.1, 0.42 * len(lengths) + 0.5)
     figure = _figure(max(5.8, 1.6 + wide * max(1, len(sizes))), 0.8 + (0.17 * len(depths) + 0.45) * len(names))
     grid = figure.subplots(len(names), max(1, len(sizes)), squeeze=False)
@@ -148,7 +279,7 @@ def needle_figure(records: Sequence[Record]) -> Any:
             axes.set_yticks(range(len(depths)), [f"{d:g}" for d in depths] if not column else [], fontsize=5)
             if not line and sizes:
                 axes.set_title(f"{sizes[column]:g}", fontsize=8)
-        grid[line, 0].set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
+        grid[line, 0].set_ylabel(_name(name), rotation=0, ha="right", va="center", fontsize=8)
     figure.suptitle("Score by depth of the answer (down) and length of the prompt, by budget", fontsize=9)
     figure.colorbar(image, ax=grid, shrink=0.5, aspect=30)
     return figure
@@ -158,6 +289,13 @@ def cost_figure(records: Sequence[Record]) -> Any:
     """Bytes of the cache per row, and, where more than one batch was decoded, tokens per second, against budget."""
     rows = [row for row in quality(records) if row["mode"] == quality(records)[0]["mode"]]
     timed = any(row["tokens_per_second"] for row in rows)
+    if _crowded(rows):
+        cost = _by_budget(rows, lambda row: row["cache_bytes"] / 2**20, "MiB of cache per sequence")
+        speed = _by_budget(rows, lambda row: row["tokens_per_second"], "tokens/s, all rows") if timed else []
+        figure = _dot_panels([*cost, *speed], best="low")
+        for axes in figure.axes:
+            axes.set_xlim(left=0)
+        return figure
     figure = _figure(9.6 if timed else 4.8, 4.0)
     left, *right = np.atleast_1d(figure.subplots(1, 1 + timed))
     _lines(left, rows, lambda row: row["cache_bytes"] / 2**20, _styles(rows))
@@ -175,8 +313,17 @@ def cost_figure(records: Sequence[Record]) -> Any:
 
 def fidelity_figure(rows: Sequence[Record]) -> Any:
     """KL, top-1 agreement and attention mass kept against budget (`rows` from `summary.fidelities`)."""
-    figure = _figure(12.6, 4.0)
     evicting = [row for row in rows if row["budget"] is not None]
+    if _crowded(rows):
+        panels = []
+        for field, title in (("kl", "KL (nats)"), ("top1", "same likeliest token"), ("mass", "attention mass kept")):
+            panels += _by_budget(evicting, lambda row, field=field: row[field], title)
+        figure = _dot_panels(panels, 2.8 if len(panels) < 4 else 2.2, best="low")
+        for axes, (title, some, _) in zip(figure.axes, panels, strict=True):
+            if title.startswith("KL") and all(row["kl"] > 0 for row in some):
+                axes.set_xscale("log")
+        return figure
+    figure = _figure(12.6, 4.0)
     for axes, (field, title) in zip(
         figure.subplots(1, 3),
         (
@@ -202,17 +349,22 @@ def heads_figure(rows: Sequence[Record]) -> Any:
     sizes = sorted({row["budget"] for row in rows if row["budget"] is not None})
     some = [row for row in rows if row["budget"] == sizes[len(sizes) // 2]]
     layers, heads = np.array(some[0]["by_head"]).shape
-    figure = _figure(max(5.0, 1.1 * len(some) + 1.2), max(2.4, 0.09 * layers + 1.2))
-    grid = figure.subplots(1, len(some), squeeze=False, sharey=True)[0]
+    columns = min(len(some), 10)
+    lines = math.ceil(len(some) / columns)
+    figure = _figure(max(5.0, 1.25 * columns + 1.2), max(2.4, 0.07 * layers + 1.0) * lines + 0.4)
+    grid = figure.subplots(lines, columns, squeeze=False, sharey=True)
     image = None
-    for axes, row in zip(grid, some, strict=True):
+    for axes, row in zip(grid.ravel(), some, strict=False):
         image = axes.imshow(np.array(row["by_head"]), cmap=SHADES, vmin=0, vmax=1, aspect="auto")
-        axes.set_title(row["policy"], fontsize=7, rotation=20, ha="left")
+        axes.set_title("\n".join(textwrap.wrap(row["policy"], 16)), fontsize=7)
         axes.set_xticks(range(heads), [str(head) for head in range(heads)], fontsize=6)
-        axes.set_xlabel("KV head", fontsize=7)
-    grid[0].set_ylabel("layer", fontsize=8)
+    for axes in grid.ravel()[len(some) :]:
+        axes.set_visible(False)
+    for line in grid:
+        line[0].set_ylabel("layer", fontsize=8)
+    figure.supxlabel("KV head", fontsize=8)
     figure.suptitle(f"Attention mass of the prompt kept at {sizes[len(sizes) // 2]:g} tokens", fontsize=9)
-    figure.colorbar(image, ax=grid, shrink=0.8)
+    figure.colorbar(image, ax=grid, shrink=0.8 / lines, aspect=20, fraction=0.05)
     return figure
 
 
@@ -269,7 +421,7 @@ def text_figure(picture: Retention, title: str, limit: int = 420) -> Any:
         axes.set_xlim(0, columns)
         axes.set_ylim(height, 0)
         axes.axis("off")
-        when = f"after {picture.steps[moment]} new tokens"
+        when = f"after {picture.steps[moment]} new tokens" if moment else "as the prompt left it"
         axes.set_title(f"{title}, {when} (dark: held by all heads; orange: written by the model)", fontsize=9)
     return figure
 

@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 
 from jaxkv.errors import BadValue
+from jaxkv.evaluation.asking import asked
+from jaxkv.evaluation.example import Example, Question, fitted
+from jaxkv.evaluation.texts import hide
 from jaxkv.generate import generate
 from jaxkv.policies.policy import Policy
 from jaxkv.store import KVCache
@@ -41,10 +44,32 @@ class Retention:
         return cls(bits.astype(bool).reshape(shape), tuple(table["steps"]), tuple(table["tokens"]), table["prompt"])
 
 
+FACT = "The name of the lighthouse keeper is Margaret Holm."
+QUESTION = "What is the name of the lighthouse keeper?"
+
+
+def story(tokenizer: Any, tokens: int) -> np.ndarray:
+    """The ids of a prompt of about so many tokens: prose with a fact in its middle, and a question about it.
+
+    Raises `BadValue` for a length in which the fact and its question do not fit.
+    """
+    asking_ids = lambda example: np.concatenate(asked(tokenizer, example, example.questions[0]))  # noqa: E731
+
+    def build(words: int) -> Example:
+        context = hide("prose", words, 0, [(0.5, FACT)])
+        return Example("retention", context, (Question(QUESTION, ("Margaret Holm",)),), "any", 1)
+
+    example = fitted(build, lambda example: len(asking_ids(example)), tokens)
+    if example is None:
+        raise BadValue(f"retention prompt={tokens}: not even the question fits; make it longer")
+    return asking_ids(example)
+
+
 def retained(params: Params, prompt: Any, policy: Policy, *, steps: int = 64, every: int = 16) -> Retention:
     """Continue the prompt (text or token ids) greedily by `steps` tokens, looking at the cache after every `every`.
 
-    Snapshot 0 is the cache as prefill left it. Raises `BadValue` for several prompts and counts below 1.
+    Ends sooner where the model does. Snapshot 0 is the cache as prefill left it. Raises `BadValue` for several prompts
+    and counts below 1.
     """
     if steps < 1 or every < 1:
         raise BadValue(f"steps={steps}, every={every}: expected at least 1 of each")
@@ -54,9 +79,12 @@ def retained(params: Params, prompt: Any, policy: Policy, *, steps: int = 64, ev
     length, new = int(out.cache.lengths[0]), out.tokens[0].tolist()  # the first token is not in the cache yet
     pictures, at = [out.cache], [0]
     while at[-1] < steps:
+        if new[-1] in params.config.stop_tokens:
+            break
         count = min(every, steps - at[-1])
-        out = generate(params, None, cache=out.cache, max_new_tokens=count, stop_tokens=())
-        new += out.tokens[0].tolist()
+        out = generate(params, None, cache=out.cache, max_new_tokens=count)
+        count = int(out.lengths[0])
+        new += out.tokens[0, :count].tolist()
         pictures.append(out.cache)
         at.append(at[-1] + count)
     kept = np.stack([_held(picture, length + len(new)) for picture in pictures])

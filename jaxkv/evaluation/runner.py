@@ -20,7 +20,7 @@ from jaxkv.evaluation.example import Example
 from jaxkv.evaluation.fidelity import fidelity, reference
 from jaxkv.evaluation.forced import follow
 from jaxkv.evaluation.results import Record, Store
-from jaxkv.evaluation.retention import retained
+from jaxkv.evaluation.retention import retained, story
 from jaxkv.evaluation.scorers import score
 from jaxkv.evaluation.settings import Cell, Settings, to_dict
 from jaxkv.generate import Generation, generate, prefill
@@ -343,16 +343,16 @@ def _retention_steps(params: Params, settings: Settings) -> list[Step]:
     wanted, out = settings.retention, []
     if wanted is None:
         return out
-    rows = prose_rows(settings, params.tokenizer, 1, wanted.prompt)
+    prompt = story(params.tokenizer, wanted.prompt)
 
     def step(cell: Cell, key: str) -> list[Record]:
         assert cell.policy is not None
-        picture = retained(params, rows[0], cell.policy, steps=wanted.steps, every=wanted.every)
+        picture = retained(params, prompt, cell.policy, steps=wanted.steps, every=wanted.every)
         return [{"kind": "retention", "key": key, "source": "jaxkv", **_cell(cell), **picture.to_dict()}]
 
     chosen = dataclasses.replace(settings, policies=wanted.policies, budgets=(wanted.budget,), ratios=())
     for cell in chosen.cells():
-        key = key_of(cell, "retention", repr(wanted))
+        key = key_of(cell, "retention", f"story, {wanted!r}")
         title = f"{cell.label} at {wanted.budget}: retention"
         out.append(Step(cell, title, (key,), lambda cell=cell, key=key: step(cell, key)))
     return out

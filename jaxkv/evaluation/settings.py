@@ -81,7 +81,8 @@ class Fidelity(Checked):
 
 @dataclasses.dataclass(frozen=True)
 class Retention(Checked):
-    """The [retention] table: one text of `prompt` tokens and `steps` decode steps, looked at every `every` steps."""
+    """The [retention] table: a story of about `prompt` tokens with a question, and the answer, looked at every `every`
+    steps, of `steps` at most."""
 
     policies: tuple[Any, ...] = ()
     budget: int = 128
