@@ -14,6 +14,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import api_pages
 import policy_pages
+from docutils import nodes
 from docutils.utils import new_document
 from myst_parser.mdit_to_docutils.sphinx_ import SphinxRenderer
 from myst_parser.parsers.mdit import create_md_parser
@@ -26,6 +27,8 @@ author = "the jaxkv authors"
 release = version = jaxkv.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
 exclude_patterns = ["_build", "notes.md"]
+LINKED = ("calibration", "choosing", "from-kvpress", "results")  # pages where each policy's name leads to its page
+POLICIES = set(policy_pages.catalogue())
 OPTIONAL = ("merging", "serving")  # pages that stand in index.md's table of contents as soon as their files are there
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", ".*")]  # types in signatures are code; docstrings name things in backticks
@@ -46,6 +49,7 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
 templates_path: list[str] = []
 copybutton_exclude = ".linenos, .gp"
 
@@ -76,9 +80,23 @@ def only_there(app, name: str, source: list[str]) -> None:
         source[0] = "\n".join(line for line in source[0].splitlines() if line not in gone)
 
 
+def link_policies(app, doctree, name: str) -> None:
+    """On pages that speak of policies their names lead to their pages."""
+    if name not in LINKED:
+        return
+    for literal in list(doctree.findall(nodes.literal)):
+        policy = literal.astext()
+        if policy in POLICIES and not isinstance(literal.parent, nodes.reference):
+            target = app.builder.get_relative_uri(name, f"catalogue/{policy}")
+            link = nodes.reference("", "", internal=True, refuri=target)
+            literal.replace_self(link)
+            link += literal
+
+
 def setup(app) -> None:
     policy_pages.write(HERE / "catalogue")
     api_pages.write(HERE / "api")
     app.add_directive("docstring", Docstring)
     app.connect("source-read", only_there)
+    app.connect("doctree-resolved", link_policies)
     app.connect("autodoc-process-docstring", as_markdown)
