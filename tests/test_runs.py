@@ -197,7 +197,7 @@ def test_one_batch_has_no_speed_to_draw():
     record = {"kind": "answer", "source": "jaxkv", "policy": "tova", "budget": 64, "ratio": None, "mode": "aware"}
     record |= {"task": "lookup", "score": 1.0, "kept": 64.0, "cache_bytes": 2**20, "tokens_per_second": 9.0}
     (left,) = plots.cost_figure([record, record]).axes
-    assert left.get_xlim() == pytest.approx((64 / 1.5, 64 * 1.5))
+    assert left.get_title() == "MiB of cache per sequence, 64 kept" and left.get_xlim()[0] == 0
     assert len(plots.cost_figure([record, {**record, "tokens_per_second": 12.0}]).axes) == 2
 
 
