@@ -7,7 +7,7 @@ A module's public names are what its `HOMES` lists, or what it imports `as` the 
 
 import ast
 import functools
-import importlib
+import importlib.util
 import inspect
 import sys
 from pathlib import Path
@@ -24,8 +24,10 @@ MODULES = {  # module -> what it is for
     "jaxkv.models": "Shapes and facts of models",
     "jaxkv.weights": "Weights from files",
     "jaxkv.errors": "What is raised",
+    "jaxkv.serving": "Many requests in one running batch",
     "pallas_kernels": "The attention operations, for any cache",
 }
+MODULES = {name: what for name, what in MODULES.items() if importlib.util.find_spec(name)}
 PARTS = {  # what a part extends -> its heading
     "Policy": "Policies and phases",
     "Observer": "Whose queries look: `observe`",

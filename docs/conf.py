@@ -33,7 +33,7 @@ OPTIONAL = ("merging", "serving")  # pages that stand in index.md's table of con
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", ".*")]  # types in signatures are code; docstrings name things in backticks
 
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["alert"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"

@@ -92,6 +92,7 @@ def test_layers_in_a_loop_are_compiled_once(tiny):
     assert count[4, True] == count[8, True] < count[4, False] < count[8, False]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "adakv-h2o"])
 def test_layers_that_are_alike_are_traced_once(tiny, name, monkeypatch):
     """Prefill and decode meet a kind of layer once, however many of it there are."""

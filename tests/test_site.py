@@ -28,9 +28,11 @@ UNIMPORTED = {  # extra -> what is used in another way than by an import
         "ruff": "ruff check", "pyright": "pyright", "libtpu": "jax loads it",
     },
 }  # fmt: skip
+OF_JAX = {"cuda", "tpu"}  # jax's own extras
+LIBRARY = ("", *(set(PROJECT["optional-dependencies"]) - {"bench", "docs", "dev"} - OF_JAX))
 PLACES = {  # what may be imported where: the extras whose dependencies are there
-    "jaxkv": ("", "cpu", "eval"), "pallas_kernels": ("", "cpu"), "docs": ("", "docs"),
-    "tests": ("", "cpu", "eval", "docs", "dev"), "colab": ("", "eval", "dev"), "benchmarks": ("", "eval", "bench"),
+    "jaxkv": LIBRARY, "pallas_kernels": LIBRARY, "docs": ("", "docs"), "tests": (*LIBRARY, "docs", "dev"),
+    "colab": (*LIBRARY, "dev"), "benchmarks": (*LIBRARY, "bench"),
 }  # fmt: skip
 OTHER_ENVIRONMENTS = ("tests/oracle/", "tests/models/large/", "benchmarks/peer")  # tests/oracle/README.md
 
@@ -123,11 +125,11 @@ def module_of(dependency: str) -> str:
     return MODULES_OF.get(dependency, dependency)
 
 
-@pytest.mark.parametrize("extra", ["", *(set(PROJECT["optional-dependencies"]) - {"cuda", "tpu"})])  # jax's own
+@pytest.mark.parametrize("extra", [*LIBRARY, "bench", "docs", "dev"])
 def test_declared_is_used(extra):
     """Each dependency is imported in a place that its extra is for, or stands where it is used without an import."""
     places = [place for place, extras in PLACES.items() if extra in extras]
-    if extra == "":  # what everyone has to install serves the library itself
+    if extra in LIBRARY:  # what one installs for the library serves the library itself
         places = ["jaxkv", "pallas_kernels"]
     seen = set().union(*(imported(place) for place in places))
     unused = {each for each in declared(extra) if module_of(each) not in seen}
@@ -147,4 +149,4 @@ def test_used_is_declared(place):
 
 def test_everything_that_is_installed_for_tests_is_pinned():
     pins = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().split()}
-    assert declared("") | declared("cpu") | declared("eval") | declared("docs") | declared("dev") <= pins
+    assert set().union(*(declared(extra) for extra in (*LIBRARY, "docs", "dev"))) <= pins
