@@ -224,7 +224,9 @@ def page(name: str, policy: Policy, toml: str) -> str:
     if policy.calibrated:
         facts.append("- It needs `jaxkv calibrate MODEL` once for each model (SmolLM2's comes with jaxkv).")
     if policy.evicts and policy.decode is None:
-        facts.append("- The cache grows by one entry for each new token.")
+        facts.append('- The cache grows by one entry for each new token; `decode="h2o"` bounds it.')
+    elif policy.evicts and not policy.bounded:
+        facts.append("- Some of its layers hold the whole text, so the cache as a whole is not bounded.")
     text.append("\n".join(facts))
     text += ["## What checks it", checked(name), "## What was measured", measured(name)]
     if found := {key: values for key, values in options(policy).items() if policy.evicts}:
@@ -248,7 +250,9 @@ def index(found: dict[str, Policy]) -> str:
         figures = [f"{of['right']:.0f}{star}", f"{of['kl']:.3f}{star}"] if of else ["-", "-"]
         against = [check.against for check in checks.checks(name)] if name in checks.CHECKS else ["contract"]
         short = policy.title.partition(":")[0] or name
-        decodes = "evicts" if policy.decode else "adds" if policy.evicts else "keeps all"
+        decodes = (
+            "evicts" if policy.bounded else "partly" if policy.decode else "adds" if policy.evicts else "keeps all"
+        )
         cells = [f"[`{name}`]({name}.md)", short, decodes, policy.fidelity, ", ".join(dict.fromkeys(against)), *figures]
         rows.append("| " + " | ".join(cells) + " |")
     return "\n\n".join(
@@ -256,7 +260,8 @@ def index(found: dict[str, Policy]) -> str:
             "# Catalogue",
             "Every method by name: click one to see its paper, its parts, how faithful it is, what checks it and what "
             "was measured. [Choosing a policy](../choosing.md) says which to take when.",
-            "*Decode*: whether it evicts for each new token, or adds new tokens to what the prompt left. *Checked "
+            "*Decode*: whether new tokens push others out (`evicts`), in some layers alone (`partly`), or are added to "
+            'what the prompt left (`adds`; `decode="h2o"` bounds such a policy). *Checked '
             "against*: `released code` is a golden from the authors' own program, `kvpress` one from kvpress 0.5.5, "
             "`independent form` the rule written a second time. *Right*, *KL*: per cent of right answers and the "
             f"divergence from the full cache ({SETTING}). An asterisk: measured in an earlier form.",
