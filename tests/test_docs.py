@@ -12,7 +12,7 @@ import outside_parts
 import pytest
 import tyro
 from sybil import Sybil
-from sybil.parsers.markdown import PythonCodeBlockParser
+from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
 import jaxkv
 from benchmarks.family_cost import first_layers
@@ -27,7 +27,7 @@ PAGES = {
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 }
 SHORT = {"README.md", "docs/index.md", "docs/add-a-method.md", "docs/policies.md", "docs/pools.md"}  # few programs
-CODE = Sybil(parsers=[PythonCodeBlockParser()])
+CODE = Sybil(parsers=[PythonCodeBlockParser(), SkipParser()])  # <!--- skip: next -->: what needs a server, say
 
 
 def blocks(language: str, pages: dict[str, Path] = PAGES) -> list[tuple[str, str]]:
