@@ -63,7 +63,7 @@ def alone(monkeypatch):
 
 
 @pytest.mark.parametrize("name", with_code())
-def test_the_code_of_a_page_runs(name, alone, smollm2, monkeypatch, tmp_path):
+def test_the_code_of_a_page_runs(name, alone, unchecked, smollm2, monkeypatch, tmp_path):
     """From top to bottom in one namespace, on the first two layers of the model: the code is the same, sooner done."""
     monkeypatch.chdir(tmp_path)
     load, short = jaxkv.load, first_layers(smollm2, 2)

@@ -18,8 +18,7 @@ import api_pages  # noqa: E402
 import policy_pages  # noqa: E402
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-MODULES_OF = {"jinja2": "jinja2", "orbax-checkpoint": "orbax", "myst-parser": "myst_parser", "ml-dtypes": "ml_dtypes",
-              "huggingface-hub": "huggingface_hub", "pytest-xdist": "xdist"}  # fmt: skip
+MODULES_OF = {"orbax-checkpoint": "orbax", "pytest-xdist": "xdist"}  # the others are called as their modules
 UNIMPORTED = {  # extra -> what is used in another way than by an import
     "": {"filelock": "jax imports it where a bounded folder of programs is asked for"},
     "docs": {"furo": 'html_theme = "furo"', "sphinx-copybutton": '"sphinx_copybutton"'},
@@ -122,7 +121,7 @@ def imported(folder: str) -> dict[str, set[str]]:
 
 
 def module_of(dependency: str) -> str:
-    return MODULES_OF.get(dependency, dependency)
+    return MODULES_OF.get(dependency, dependency.replace("-", "_"))
 
 
 @pytest.mark.parametrize("extra", [*LIBRARY, "bench", "docs", "dev"])
