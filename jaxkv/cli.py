@@ -187,6 +187,7 @@ class Serve:
 
     model: str = DEFAULT_MODEL
     dtype: str | None = None
+    weights: Literal["floats", "int8", "int4", "file"] | None = None
     cut: Cut = Cut()
     rows: int = 8
     """Requests that run at a time."""
@@ -372,7 +373,7 @@ def _generate(command: Generate) -> int:
     return 0
 
 
-def _loaded(command: Generate | Chat | Warmup, mesh: Any = None) -> Any:
+def _loaded(command: Generate | Chat | Warmup | Serve, mesh: Any = None) -> Any:
     """The model. On one CPU a GGUF file stays in its own blocks: loaded sooner, smaller, and faster to decode from."""
     import jax
 
@@ -426,7 +427,7 @@ def _serve(command: Serve) -> int:
     from jaxkv.serving.serve import serve
 
     chosen = dataclasses.replace(command.cut.build(), block=command.block)
-    params = jaxkv.load(command.model, dtype=command.dtype)
+    params = _loaded(command)
     engine = Engine(
         params, chosen, rows=command.rows, longest=command.longest, max_new_tokens=command.max_new_tokens,
         queue=command.queue, scan_layers=True,

@@ -133,15 +133,11 @@ def _overwritten(
     stay = store.put(jnp.ones(store.positions.shape, bool), jnp.zeros(store.next_slot.shape, bool), active)
     survivors = store.by_head().masked(store.compared(stay))
     facts = leaving(policy, policy.decode, learned, survivors.positions, position, limits, rotation, share)
-
-    def taken_up(store: Any) -> Any:
-        moved, state = rule.absorb(beside, survivors, gone, facts)
-        assert moved is not None
-        moved = dataclasses.replace(moved, positions=store.positions)
-        after = store.beside if not rule.state else {**store.beside, rule.state: state}
-        return dataclasses.replace(store, entries=store.encoded(moved), beside=after)
-
-    return taken_up(store)
+    moved, state = rule.absorb(beside, survivors, gone, facts)
+    assert moved is not None
+    moved = dataclasses.replace(moved, positions=store.positions)
+    after = store.beside if not rule.state else {**store.beside, rule.state: state}
+    return dataclasses.replace(store, entries=store.encoded(moved), beside=after)
 
 
 def _judge(
