@@ -30,9 +30,9 @@ from jaxkv.policies.policy import to_dict
 RESULTS = ROOT / "benchmarks" / "results"
 # `eval-all.csv` was measured on 2026-11-21 and 22. These were other forms then (CHANGELOG): measure again, take out.
 OTHER_FORMS = {
-    "a2sf", "ada-pyramidkv", "adakv", "cake", "critical-adakv", "criticalkv", "defensivekv", "elastic-cache",
-    "epicache", "fastkv", "graphkv", "headkv", "knorm", "kvcrush", "lacache", "laq", "laq-longflow",
-    "layer-defensivekv", "mpcache", "prefixkv", "pyramidkv", "r-kv", "snapkv",
+    "a2sf", "ada-pyramidkv", "adakv", "cake", "critical-adakv", "criticalkv", "d2o", "defensivekv", "elastic-cache",
+    "ems", "epicache", "fastkv", "graphkv", "headkv", "knorm", "kvcrush", "lacache", "laq", "laq-longflow",
+    "layer-defensivekv", "mpcache", "prefixkv", "pyramidkv", "r-kv", "scope", "snapkv",
 }  # fmt: skip
 OLD_NAMES = {"dapq": "spans", "dapq-longflow": "spans-longflow"}  # name in the file -> today's
 SETTING = (
