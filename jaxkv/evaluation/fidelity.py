@@ -125,8 +125,12 @@ def _compare(
     full: Float[Array, "B N V"], mine: Float[Array, "B N V"], continuation: Int[Array, "B N"]
 ) -> tuple[Float[Array, "B"], Float[Array, "B"], Float[Array, "B"], Float[Array, "B"]]:
     """Mean KL, mean top-1 agreement, and both mean losses on the continuation's second to last tokens."""
-    kl = jnp.sum(jnp.exp(full) * (full - mine), axis=-1)
+    from optax import losses
+
+    kl = losses.kl_divergence_with_log_targets(mine, full)
     top1 = (jnp.argmax(full, axis=-1) == jnp.argmax(mine, axis=-1)).astype(jnp.float32)
-    target = continuation[:, 1:, None]
-    loss = lambda log: -jnp.take_along_axis(log[:, :-1], target, axis=-1)[..., 0].mean(axis=-1)  # noqa: E731
-    return kl.mean(axis=-1), top1.mean(axis=-1), loss(mine), loss(full)
+    loss, of_full = (
+        losses.softmax_cross_entropy_with_integer_labels(log[:, :-1], continuation[:, 1:]).mean(axis=-1)
+        for log in (mine, full)
+    )
+    return kl.mean(axis=-1), top1.mean(axis=-1), loss, of_full
