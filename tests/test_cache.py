@@ -5,6 +5,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import jaxkv
 from jaxkv.store import entries as of_slots
 from jaxkv.store import slots as stores
 from jaxkv.store.slots import Slots
@@ -140,3 +141,8 @@ def test_resize_only_adds_empty_slots():
     layer = layer_with(positions).resized(5)
     assert layer.positions.tolist() == [[[3, -1, 1, -1, -1]]]
     assert layer.resized(2) is layer
+
+
+def test_a_cache_is_shown_in_one_line(tiny):
+    cache = jaxkv.prefill(tiny("llama3"), [3, 4, 5], policy=jaxkv.policy("h2o", budget=16))
+    assert repr(cache) == f"KVCache(h2o, {len(cache.layers)} layers, lengths of shape (1,))"

@@ -38,6 +38,11 @@ class KVCache:
     model: str = dataclasses.field(default="", metadata={"static": True})
     tokens: Int[np.ndarray, "B N"] | None = None
 
+    def __repr__(self) -> str:
+        """One line, and no array."""
+        name = "no policy" if self.policy is None else self.policy.name
+        return f"KVCache({name}, {len(self.layers)} layers, lengths of shape {jnp.shape(self.lengths)})"
+
     @property
     def batch(self) -> int:
         """B, the number of rows."""
