@@ -1,7 +1,8 @@
 """Merging against dropping at equal bytes: the same policy with its rule, and with what leaves dropped.
 
-The methods of the catalogue that merge, and three rules put under other policies' prompts: `values` (kvpress'
-MergingPress), `counted` (nearest key from a cosine of 0.8, log n added to the logit) and `d2o`. By default: KL from the
+The methods of the catalogue that merge, and four rules put under other policies' prompts: `values` (kvpress'
+MergingPress), `counted` (nearest key from a cosine of 0.8, log n added to the logit; also with keys turned back before
+they are averaged) and `d2o`. By default: KL from the
 full cache on prose, teacher-forced, and passkeys. With `--cost`: prefill and decode step over dropping's, in turns.
 Rows that are there already stay in the JSON file.
 
@@ -12,6 +13,7 @@ Rows that are there already stay in the JSON file.
 import argparse
 import dataclasses
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from jaxkv.policies.evicted import Drop
 RULES = {
     "values": Merge(into="nearest", alike=0.0, by="norm", divide="sum", what="values"),
     "counted": Merge(into="nearest", alike=0.8, by="equal", divide="sum", counts=True),
+    "counted, turned back": Merge(into="nearest", alike=0.8, by="equal", divide="sum", counts=True, turned=False),
     "d2o": Merge(),
 }
 UNDER = ("snapkv", "h2o", "dapq", "longflow")
@@ -55,9 +58,9 @@ def dropping(policy: jaxkv.Policy) -> jaxkv.Policy:
     return dataclasses.replace(policy, **gone)
 
 
-def costs(params: Any, names: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+def costs(params: Any, names: list[str], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Prefill and decode step of each pair, merging over dropping."""
-    params, results = first_layers(params, options.layers), []
+    params = first_layers(params, options.layers)
     rows = prose_rows(params.tokenizer, 1, options.tokens)
     for name, (merging, drops) in pairs(options.budget).items():
         if name not in names:
@@ -70,17 +73,16 @@ def costs(params: Any, names: list[str], options: argparse.Namespace) -> list[di
             both = {label: run(params, each, rows, *more) for label, each in (("merge", merging), ("drop", drops))}
             took = in_turns(both, options.rounds)
             row |= {what: ratios(took["merge"], took["drop"])[TURNS], f"{what}_times": took}
-        results.append(row)
         print(name, *(f"{key} {value:.3f}" for key, value in row.items() if isinstance(value, float)), flush=True)
-    return results
+        yield row
 
 
-def quality(params: Any, names: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+def quality(params: Any, names: list[str], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """KL and right passkeys of each pair."""
     whole = np.asarray(prose_rows(params.tokenizer, options.texts, options.tokens + options.new_tokens), np.int32)
     against = reference(params, whole[:, : options.tokens], whole[:, options.tokens :])
     asked = examples(params.tokenizer, options.tokens, [0.1, 0.3, 0.5, 0.7, 0.9], 0) if options.passkeys else []
-    results, known = [], {}
+    known: dict[Any, tuple[float, list[bool]]] = {}
     for name, both in pairs(options.budget).items():
         if name not in names:
             continue
@@ -92,10 +94,9 @@ def quality(params: Any, names: list[str], options: argparse.Namespace) -> list[
                 right = hits(params, policy, asked, 10).tolist() if asked else []
                 known[parts] = kl, right
             row[f"{label} KL"], row[f"{label} right"] = known[parts]
-        results.append(row)
         shown = f"KL {row['merge KL']:.3f} against {row['drop KL']:.3f}"
         print(name, shown, f"right {sum(row['merge right'])} against {sum(row['drop right'])}", flush=True)
-    return results
+        yield row
 
 
 def main() -> None:
@@ -115,12 +116,14 @@ def main() -> None:
     options = parser.parse_args()
     params = jaxkv.load(options.model)
     names = options.policies or list(pairs(options.budget))
-    new = (costs if options.cost else quality)(params, names, options)
     title = options.name or ("merging-cost" if options.cost else "merging")
     path = RESULTS / f"{title}.json"
     before = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else []
-    rows = {row["policy"]: row for row in [*before, *new]}
-    results = [rows[name] for name in pairs(options.budget) if name in rows]
+    rows = {row["policy"]: row for row in before}
+    for row in (costs if options.cost else quality)(params, names, options):
+        rows[row["policy"]] = row
+        results = [rows[name] for name in pairs(options.budget) if name in rows]
+        write(title, {**vars(options), "results": results})
     if options.cost:
         shown = [(row["policy"], row["prefill"], row.get("step", "-")) for row in results]
         print(table("merging over dropping (median of the rounds)", ("policy", "prefill", "step"), shown))
@@ -131,7 +134,7 @@ def main() -> None:
         ]
         header = ("policy", "KL, merge", "KL, drop", "passkeys, merge", "drop")
         print(table(f"budget {options.budget} of {options.tokens} tokens", header, shown))
-    print("written to", write(title, {**vars(options), "results": results}))
+    print("written to", path)
 
 
 if __name__ == "__main__":

@@ -97,7 +97,8 @@ def test_every_choice_equals_its_form(part, seed, one):
             ),
             lost,
         )
-    facts = Leaving(None, jnp.asarray(protected)[None], jnp.array([now]), lambda x, by: rotate(x, by, ROPE))
+    most = int(stays.sum(axis=1).max()) + seed % 2  # survivors of a head
+    facts = Leaving(None, jnp.asarray(protected)[None], jnp.array([now]), lambda x, by: rotate(x, by, ROPE), most)
     new, state = part.absorb(part.begin(1, 2, 8, jnp.float32), entries.masked(jnp.asarray(stays)[None]), lost, facts)
     assert_same(new, want, stays, part.counts)
     if part.alike == "average" and tau is not None:

@@ -187,6 +187,7 @@ def _cut(
     if policy.prefill is not None and looked and window is None:
         phase, limits = policy.prefill, given.limits
         facts = leaving(policy, phase, given.facts.learned, joined.positions, now, limits, inputs.rotate, share)
+        facts = dataclasses.replace(facts, most=given.ask.slots if store.equal else 0)
         seen = dataclasses.replace(joined, stats=policy.observe(phase, joined.stats, mass, now))
         moving, beside = absorbed(phase.evicted, beside, seen, kept, facts)
         moving = dataclasses.replace(moving, stats=joined.stats)

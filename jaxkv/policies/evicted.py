@@ -22,14 +22,15 @@ from jaxkv.store.entries import Entries
 @dataclasses.dataclass(frozen=True)
 class Leaving:
     """What a rule may know besides the entries: which heads let their oldest go first (None: no head does so), which
-    slots of survivors the phase protects, the position of the next token, and how RoPE turns keys by so many positions
-    (None: keys lie as the model makes them).
+    slots of survivors the phase protects, the position of the next token, how RoPE turns keys by so many positions
+    (None: keys lie as the model makes them), and how many survivors a head has at most (0: as many as there are slots).
     """
 
     local: Bool[Array, "Hk"] | None = None
     spared: Bool[Array, "B Hk C"] | None = None
     now: Int[Array, "B"] | None = None
     rotate: Callable[[Any, Any], Any] | None = None
+    most: int = 0
 
 
 class Evicted(Checked):

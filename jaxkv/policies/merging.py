@@ -17,7 +17,7 @@ from jaxkv.errors import BadValue
 from jaxkv.policies.evicted import Evicted, Leaving
 from jaxkv.policies.order import in_time
 from jaxkv.policies.score import drawn
-from jaxkv.store.entries import Entries
+from jaxkv.store.entries import Entries, packed
 from jaxkv.store.threshold import Threshold
 
 SEARCHED = 256  # leaving entries whose nearest survivors are looked for together
@@ -109,7 +109,7 @@ class Merge(Evicted):
     def absorb(self, beside, kept, lost, facts):
         assert kept is not None
         takers = kept if not self.spares or facts.spared is None else kept.masked(~facts.spared)
-        target, near = self._targets(lost, kept, takers)
+        target, near = self._targets(lost, kept, takers, facts.most)
         gone = lost.filled & jnp.any(takers.filled, axis=-1, keepdims=True)
         if isinstance(self.alike, str):
             joins, beside = self._alike_together(beside, gone, near)
@@ -118,11 +118,11 @@ class Merge(Evicted):
         return self._merged(kept, lost, joins, jnp.where(joins, target, kept.positions.shape[-1]), near, facts), beside
 
     def _targets(
-        self, lost: Entries, kept: Entries, takers: Entries
+        self, lost: Entries, kept: Entries, takers: Entries, most: int
     ) -> tuple[Int[Array, "B Hk E"], Float[Array, "B Hk E"]]:
         """The slot of each leaving entry's survivor, and the cosine of the two keys."""
         if self.into in ("nearest", "product"):
-            near, target = nearest(lost, takers, cosine=self.into == "nearest")
+            near, target = nearest(lost, takers, self.into == "nearest", most)
             if self.into == "nearest":
                 return target, near
         elif lost.positions.shape[-1] == kept.positions.shape[-1]:
@@ -326,15 +326,22 @@ def cosine(x: Float[Array, "*lead D"], y: Float[Array, "*lead D"]) -> Float[Arra
     return jnp.sum(unit(x) * unit(y), axis=-1)
 
 
-def nearest(lost: Entries, kept: Entries, cosine: bool = True) -> tuple[Float[Array, "B Hk E"], Int[Array, "B Hk E"]]:
+def nearest(
+    lost: Entries, kept: Entries, cosine: bool = True, most: int = 0
+) -> tuple[Float[Array, "B Hk E"], Int[Array, "B Hk E"]]:
     """The largest cosine (or product) of each leaving key with a survivor's of its head, and the first survivor that
     has it.
 
-    Some leaving entries at a time, so that there is no array of all by all. What is no survivor comes last.
+    Some leaving entries at a time, so that there is no array of all by all. What is no survivor comes last. `most`
+    survivors a head has (0: nobody knows).
     """
     size = unit if cosine else (lambda x: x.astype(jnp.float32))
-    there = kept.filled
-    keys = size(jnp.where(there[..., None], kept.keys, jnp.zeros((), kept.keys.dtype)))
+    there, keys, index = kept.filled, kept.keys, None
+    if 0 < most < there.shape[-1]:  # side by side, in their order
+        index = packed(there, most)
+        there, index = index >= 0, jnp.maximum(index, 0)
+        keys = _at(keys, index)
+    keys = size(jnp.where(there[..., None], keys, jnp.zeros((), keys.dtype)))
     rows = size(jnp.where(lost.filled[..., None], lost.keys, jnp.zeros((), lost.keys.dtype)))
 
     def some(rows: Float[Array, "B Hk N D"]) -> tuple[jax.Array, jax.Array]:
@@ -347,7 +354,8 @@ def nearest(lost: Entries, kept: Entries, cosine: bool = True) -> tuple[Float[Ar
     parts = jnp.pad(rows, ((0, 0), (0, 0), (0, -count % step), (0, 0)))
     parts = jnp.moveaxis(parts.reshape(*rows.shape[:2], -1, step, rows.shape[-1]), 2, 0)
     found = lax.map(some, parts)
-    return tuple(jnp.moveaxis(x, 0, 2).reshape(*rows.shape[:2], -1)[..., :count] for x in found)  # type: ignore
+    near, target = (jnp.moveaxis(x, 0, 2).reshape(*rows.shape[:2], -1)[..., :count] for x in found)
+    return near, target if index is None else jnp.take_along_axis(index, target, axis=-1)
 
 
 def _at(x: Float[Array, "B Hk C D"], target: Int[Array, "B Hk E"]) -> Float[Array, "B Hk E D"]:
