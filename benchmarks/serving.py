@@ -109,9 +109,9 @@ def told(work: list[Work], done: list[Done], seconds: float) -> dict[str, float]
     firsts = [each.first - asked.at for asked, each in zip(work, done, strict=True)]
     steps = [(each.last - each.first) / (asked.new - 1) for asked, each in zip(work, done, strict=True)]
     return {
-        "tokens_per_second": sum(each.new for each in work) / (max(each.last for each in done) - work[0].at),
-        "first_median": statistics.median(firsts),
-        "first_most": max(firsts),
+        "tokens_per_second": sum(each.new for each in work) / float(max(each.last for each in done) - work[0].at),
+        "first_median": float(statistics.median(firsts)),
+        "first_most": float(max(firsts)),
         "token_median": statistics.median(steps),
         "seconds": seconds,
         "most_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,

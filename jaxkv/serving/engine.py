@@ -67,8 +67,8 @@ class Engine:
     `longest` tokens and `max_new_tokens` new ones: its budget, where it evicts while decoding, and then longer texts
     fit as well. Prompts run in the policy's blocks, at most `blocks` of them between chunks of `steps` decode steps;
     `sizes` of a first block per doubling are compiled. It takes every policy but those that divide a budget over
-    layers or draft before they read, and meshes of one host that leave rows whole; no speculative decoding. What it does
-    not take is a `BadValue` before compilation.
+    layers or draft before they read, and meshes of one host that leave rows whole; no speculative decoding. What it
+    does not take is a `BadValue` before compilation.
     """
 
     def __init__(
