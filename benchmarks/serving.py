@@ -215,6 +215,7 @@ def main() -> None:
     if options.oracle_python:
         module = "benchmarks.peer_transformers"
         peer = Peer(options.oracle_python, module, "--gguf", str(gguf), "--threads", str(cores()))
+        peer.ask(ids=[[1] * 64] * 2, new_tokens=4, cache="dynamic")  # warms up
         sides["transformers, static batches"] = lambda: in_batches(peer, options.rows, work)
     results = {}
     for name, side in sides.items():
