@@ -109,9 +109,9 @@ def told(work: list[Work], done: list[Done], seconds: float) -> dict[str, float]
     firsts = [each.first - asked.at for asked, each in zip(work, done, strict=True)]
     steps = [(each.last - each.first) / (asked.new - 1) for asked, each in zip(work, done, strict=True)]
     return {
-        "tokens_per_second": sum(each.new for each in work) / (max(each.last for each in done) - work[0].at),
-        "first_median": statistics.median(firsts),
-        "first_most": max(firsts),
+        "tokens_per_second": sum(each.new for each in work) / float(max(each.last for each in done) - work[0].at),
+        "first_median": float(statistics.median(firsts)),
+        "first_most": float(max(firsts)),
         "token_median": statistics.median(steps),
         "seconds": seconds,
         "most_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
@@ -215,6 +215,7 @@ def main() -> None:
     if options.oracle_python:
         module = "benchmarks.peer_transformers"
         peer = Peer(options.oracle_python, module, "--gguf", str(gguf), "--threads", str(cores()))
+        peer.ask(ids=[[1] * 64] * 2, new_tokens=4, cache="dynamic")  # warms up
         sides["transformers, static batches"] = lambda: in_batches(peer, options.rows, work)
     results = {}
     for name, side in sides.items():

@@ -103,9 +103,13 @@ class Answer:
         self._wake()
 
     def watch(self, heard: Callable[[], None]) -> None:
-        """`heard` is called, by the engine's thread, after each change from now on; it must be quick."""
+        """`heard` is called after each change from now on, or at once where nothing more comes: by the engine's thread,
+        so it must be quick and raise nothing."""
         with self._changed:
             self._watchers.append(heard)
+            ended = self.ended
+        if ended:
+            heard()
 
     @property
     def ended(self) -> bool:

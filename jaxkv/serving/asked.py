@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxkv.checks import shown
@@ -16,6 +17,7 @@ from jaxkv.request import Request
 from jaxkv.run import Layers
 from jaxkv.sampling import RowSampler
 from jaxkv.serving.answer import Answer
+from jaxkv.sharding.layout import ROWS
 from jaxkv.store import KVCache
 from jaxkv.weights.params import Params
 
@@ -92,8 +94,12 @@ class Asked:
 def shapes_of(params: Params, policy: Policy, learned: Learned, longest: int, room: int, sizes: int) -> Shapes:
     """The shapes for prompts of up to `longest` tokens with up to `room` new ones. Raises `BadValue` for a policy whose
     rows cannot come and go, and for a mesh."""
-    if params.layout.mesh is not None:
-        raise BadValue("an engine on a mesh: its rows live on one device so far; load the model without mesh=")
+    layout = params.layout
+    if layout.size(ROWS) > 1 or jax.process_count() > 1:
+        raise BadValue(
+            f"an engine on a mesh that divides rows by {layout.size(ROWS)}, on {jax.process_count()} hosts: its rows "
+            "come and go one at a time, so expected one host, and a mesh of the axes model and context alone"
+        )
     if policy.allocate.divides:
         raise BadValue(
             f"policy {policy.name!r} divides one budget over all layers, by a border of each row's own that programs "
@@ -107,7 +113,16 @@ def shapes_of(params: Params, policy: Policy, learned: Learned, longest: int, ro
 
     def at(tokens: int) -> tuple[Plan, PromptBlocks, np.ndarray]:
         nothing = np.zeros(params.config.num_layers, np.int64)
-        return planned(policy, params.config, np.zeros(1, int), nothing, np.array([tokens]), room, learned=learned)
+        return planned(
+            policy,
+            params.config,
+            np.zeros(1, int),
+            nothing,
+            np.array([tokens]),
+            room,
+            parts=layout.parts,
+            learned=learned,
+        )
 
     lengths = {
         1,
@@ -160,8 +175,8 @@ def asked(
             rows = [np.append(np.int32(prefix.pending), rows[0]).astype(np.int32)]
     lengths = np.array([seen], np.int32)
     plan, blocks, limits = planned(
-        policy, params.config, lengths, filled, np.array([len(rows[0])]), request.max_new_tokens, learned=learned,
-        sizes=sizes,
+        policy, params.config, lengths, filled, np.array([len(rows[0])]), request.max_new_tokens,
+        parts=params.layout.parts, learned=learned, sizes=sizes,
     )  # fmt: skip
     _check_fit(policy, shapes, plan, blocks, len(rows[0]) + seen, request.max_new_tokens)
     tokens, positions = left_padded(rows, blocks.length, lengths)

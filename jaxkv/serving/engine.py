@@ -67,7 +67,8 @@ class Engine:
     `longest` tokens and `max_new_tokens` new ones: its budget, where it evicts while decoding, and then longer texts
     fit as well. Prompts run in the policy's blocks, at most `blocks` of them between chunks of `steps` decode steps;
     `sizes` of a first block per doubling are compiled. It takes every policy but those that divide a budget over
-    layers or draft before they read, and neither meshes nor speculative decoding: `BadValue` before compilation.
+    layers or draft before they read, and meshes of one host that leave rows whole; no speculative decoding. What it
+    does not take is a `BadValue` before compilation.
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class Engine:
             return
         if finish:
             self._thread.join(timeout)
-        for answer in tuple(self._open):
+        for answer in self._going():
             answer.cancel()
         self._thread.join()
 
@@ -225,7 +226,7 @@ class Engine:
             self._drop()
             self._read()
             before, self._flying = self._flying, None
-            if self._reading is not None:
+            if self._reading is not None and self._reading.rows:
                 self._take(before)
                 before = None
             self._seat()
@@ -240,7 +241,7 @@ class Engine:
 
     def _drop(self) -> None:
         """Requests that nobody waits for any more end."""
-        for answer in tuple(self._open):
+        for answer in self._going():
             if answer.cancelled:
                 answer.close(CANCELLED)
         with self._work:
@@ -316,7 +317,7 @@ class Engine:
         for at, answer in enumerate(self._seats):
             if answer is not None and answer.ended:
                 self._seats[at], self._ended[at] = None, True
-        for answer in [answer for answer in tuple(self._open) if answer.ended]:
+        for answer in (answer for answer in self._going() if answer.ended):
             with self._work:
                 self._open.discard(answer)
             load, finish = self._load, str(answer.finish)
@@ -347,9 +348,14 @@ class Engine:
         """Nobody waits for an engine that cannot go on."""
         with self._work:
             self._closed, self.failure = True, error
-        for answer in tuple(self._open):
+        for answer in self._going():
             answer.close(FAILED, error)
         self._settle()
+
+    def _going(self) -> tuple[Answer, ...]:
+        """The answers that have not been counted as ended."""
+        with self._work:
+            return tuple(self._open)
 
     def _wake(self) -> None:
         with self._work:

@@ -20,6 +20,7 @@ from jaxkv.run import Layers
 from jaxkv.serving import rows as device
 from jaxkv.serving.asked import Asked, Prefix, Shapes, pseudo_width
 from jaxkv.serving.rows import Rows, Told
+from jaxkv.sharding.layout import Layout
 from jaxkv.store import KVCache
 from jaxkv.store.cache import repeated
 from jaxkv.weights.params import Params
@@ -53,10 +54,12 @@ class Programs:
         self.seconds: dict[str, float] = {}
         self._static, self._made = static, {}
         self._common = {
-            "config": params.config, "policy": policy, "implementation": static.implementation,
+            "config": params.config, "policy": policy, "layout": params.layout,
+            "implementation": static.implementation,
         }  # fmt: skip
-        self._empty = run.empty_layers(params.config, policy, 1, params.dtype)
-        self._unseen = jnp.zeros((1, params.config.vocab_size), bool)
+        self._put = params.layout.put
+        self._empty = params.layout.layers(run.empty_layers(params.config, policy, 1, params.dtype))
+        self._unseen = self._put(np.zeros((1, params.config.vocab_size), bool))
 
     def make(self, short: Asked) -> Rows:
         """Compile everything; the rows, none of which is taken. `short` is any prompt of one block."""
@@ -68,18 +71,18 @@ class Programs:
             given = self._prompt_arrays(shapes.block, look)
             lowered["next", look] = self._lowered(run.next_block, layers, given, look)
         given = self._row_arrays(short, logits, 0)
-        lowered["begin"] = jax.jit(device.begin, static_argnames="count").lower(*given, count=TOP)
-        lowered["kept"] = jax.jit(device.kept).lower(layers)
+        laid = {"layout": static.params.layout}
+        lowered["begin"] = jax.jit(device.begin, static_argnames=("count", "layout")).lower(*given, count=TOP, **laid)
+        lowered["kept"] = jax.jit(device.kept, static_argnames="layout").lower(layers, **laid)
         self._compile(lowered)
         row, _ = self.begin(short, layers, logits, 0)
-        rows = _many(row, static.rows)
-        chunk = jax.jit(
-            device.chunk, donate_argnums=1, static_argnames=("room", "count", "config", "policy", "implementation")
-        )
-        steps = np.int32(0), np.zeros(static.rows, bool)
+        rows = _many(row, static.rows, static.params.layout)
+        chunk = jax.jit(device.chunk, donate_argnums=1, static_argnames=("room", "count", *self._common))
+        insert = jax.jit(device.insert, donate_argnums=0, static_argnames="layout")
+        steps = self._put(np.int32(0)), self._put(np.zeros(static.rows, bool))
         self._compile(
             {
-                "insert": jax.jit(device.insert, donate_argnums=0).lower(rows, row, np.int32(0)),
+                "insert": insert.lower(rows, row, steps[0], **laid),
                 "chunk": chunk.lower(
                     static.params.weights, rows, *steps, room=static.steps, count=TOP, learned=static.learned,
                     **self._common,
@@ -104,7 +107,11 @@ class Programs:
         part = list(asked.blocks)[number]
         arrays = asked.tokens[:, part], asked.positions[:, part], asked.pseudo, asked.lengths, asked.ends, asked.limits
         after, logits, _ = self._made[key](
-            self._static.params.weights, layers, *arrays, np.bool_(False), learned=self._static.learned
+            self._static.params.weights,
+            layers,
+            *map(self._put, arrays),
+            self._put(np.bool_(False)),
+            learned=self._static.learned,
         )
         return after, logits
 
@@ -116,13 +123,14 @@ class Programs:
 
     def insert(self, rows: Rows, row: Rows, at: int) -> Rows:
         """The rows, which are donated, with another one at place `at`."""
-        return self._made["insert"](rows, row, np.int32(at))
+        return self._made["insert"](rows, row, self._put(np.int32(at)))
 
     def chunk(self, rows: Rows, ended: np.ndarray) -> tuple[Rows, Told, Float[Array, "B"]]:
         """A chunk of decode steps of all rows, which are donated; what was told, and what each row's cache holds."""
         static = self._static
+        steps = self._put(np.int32(static.steps))
         return self._made["chunk"](
-            static.params.weights, rows, np.int32(static.steps), ended, learned=static.learned
+            static.params.weights, rows, steps, self._put(ended), learned=static.learned
         )  # fmt: skip
 
     def kept(self, layers: Layers) -> Float[Array, "1"]:
@@ -151,18 +159,19 @@ class Programs:
 
     def _row_arrays(self, asked: Asked, logits: Any, number: int) -> tuple[Any, ...]:
         static = self._static
-        row = map(jnp.asarray, (asked.ends, asked.limits, np.full(1, -1, np.int32)))
+        row = map(self._put, (asked.ends, asked.limits, np.full(1, -1, np.int32)))
         cache = KVCache((), *row, policy=static.policy, model=static.params.fingerprint)
-        return (
-            logits, cache, np.array([asked.left], np.int32), self._unseen if asked.seen is None else asked.seen,
+        given = (
+            np.array([asked.left], np.int32), self._unseen if asked.seen is None else asked.seen,
             np.int64(asked.seed), np.int32(number), asked.sampler, asked.stop, np.array([asked.told]),
         )  # fmt: skip
+        return logits, cache, *jax.tree.map(self._put, given)
 
     def _lowered(self, program: Any, layers: Layers, arrays: list[np.ndarray], look: bool) -> Any:
         static = self._static
         return program.lower(
-            static.params.weights, layers, *arrays, np.bool_(False), plan=static.shapes.plan(look),
-            scan_layers=static.scan_layers, learned=static.learned, **self._common,
+            static.params.weights, layers, *map(self._put, arrays), self._put(np.bool_(False)),
+            plan=static.shapes.plan(look), scan_layers=static.scan_layers, learned=static.learned, **self._common,
         )  # fmt: skip
 
     def _compile(self, lowered: Mapping[Any, Any]) -> None:
@@ -176,13 +185,17 @@ class Programs:
                 self.seconds[_name(key)] = took
 
 
-def _many(row: Rows, count: int) -> Rows:
+def _many(row: Rows, count: int, layout: Layout) -> Rows:
     """So many copies of the row, none of which goes on."""
     cache = repeated(row.state.cache, count)
     state = dataclasses.replace(row.state, cache=None)
     rest = jax.tree.map(lambda leaf: jnp.repeat(leaf, count, axis=0), dataclasses.replace(row, state=state))
-    state = dataclasses.replace(rest.state, cache=cache, done=jnp.ones(count, bool))
-    return jax.tree.map(jnp.copy, dataclasses.replace(rest, state=state))
+    state = dataclasses.replace(rest.state, cache=layout.cache(cache), done=jnp.ones(count, bool))
+    many = jax.tree.map(jnp.copy, dataclasses.replace(rest, state=state))
+    if layout.mesh is None:
+        return many
+    laid = jax.tree.map(layout.put, dataclasses.replace(many, state=dataclasses.replace(many.state, cache=None)))
+    return dataclasses.replace(laid, state=dataclasses.replace(laid.state, cache=layout.cache(many.state.cache)))
 
 
 def _shape(layers: Layers) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from jaxkv.models import ModelConfig
 from jaxkv.policies.policy import NOTHING, Learned, Policy
 from jaxkv.run import DecodeState, Layers, decode_logits, emit
 from jaxkv.sampling import RowSampler
+from jaxkv.sharding.layout import ONE_DEVICE, Layout
 from jaxkv.store import EMPTY, KVCache
 from jaxkv.store.line import held_by
 
@@ -71,6 +72,7 @@ def begin(
     wanted: Bool[Array, "1"],
     *,
     count: int,
+    layout: Layout = ONE_DEVICE,
 ) -> tuple[Rows, Told]:
     """A row behind its prompt, whose first token has been drawn; `cache` comes and goes without its layers.
 
@@ -78,10 +80,11 @@ def begin(
     """
     keys = jax.random.fold_in(jax.random.key(seed), number)[None]
     state, token = emit(sampler, stop, DecodeState(cache, left <= 0, left, seen, keys), logits)
-    return Rows(state, sampler, stop, wanted), told(logits, token, wanted, count)
+    row = Rows(state, sampler, stop, wanted), told(logits, token, wanted, count)
+    return jax.tree.map(layout.constrain, row)
 
 
-def insert(rows: Rows, row: Rows, at: Int[Array, ""]) -> Rows:
+def insert(rows: Rows, row: Rows, at: Int[Array, ""], *, layout: Layout = ONE_DEVICE) -> Rows:
     """The rows, which are donated, with one row, a batch of its own, at place `at`; no other row is touched."""
 
     def put(every: jax.Array, one: jax.Array, axis: int = 0) -> jax.Array:
@@ -93,7 +96,13 @@ def insert(rows: Rows, row: Rows, at: Int[Array, ""]) -> Rows:
 
     limits = put(rows.state.cache.limits, row.state.cache.limits, 1)  # [L, B], where all else begins with the row
     whole = jax.tree.map(put, *(with_limits(each, each.state.left) for each in (rows, row)))
-    return with_limits(whole, limits)
+    return laid(with_limits(whole, limits), layout)
+
+
+def laid(rows: Rows, layout: Layout) -> Rows:
+    """The rows with their caches divided over the layout's devices, and all else everywhere, inside a program."""
+    rest = jax.tree.map(layout.constrain, dataclasses.replace(rows, state=None))
+    return dataclasses.replace(rest, state=layout.state(rows.state))
 
 
 def chunk(
@@ -106,6 +115,7 @@ def chunk(
     count: int,
     config: ModelConfig,
     policy: Policy,
+    layout: Layout = ONE_DEVICE,
     implementation: str | None = None,
     learned: Learned = NOTHING,
 ) -> tuple[Rows, Told, Float[Array, "B"]]:
@@ -122,12 +132,12 @@ def chunk(
     def body(carry: Any) -> Any:
         step, state, every = carry
         cache, logits = decode_logits(
-            weights, state.cache, state.going, config, policy, implementation=implementation, learned=learned
+            weights, state.cache, state.going, config, policy, layout, implementation, learned
         )
         state, token = emit(rows.sampler, rows.stop, dataclasses.replace(state, cache=cache), logits)
         one = told(logits, token, rows.told, count)
         every = jax.tree.map(lambda all, new: lax.dynamic_update_index_in_dim(all, new, step, 0), every, one)
-        return step + 1, state, every
+        return step + 1, layout.state(state), jax.tree.map(layout.constrain, every)
 
     state = dataclasses.replace(rows.state, done=rows.state.done | ended)
     dtype = jnp.float32
@@ -136,9 +146,10 @@ def chunk(
         jnp.zeros((room, batch, count), jnp.int32), jnp.zeros((room, batch, count), dtype),
     )  # fmt: skip
     _, state, every = lax.while_loop(going, body, (jnp.int32(0), state, nothing))
-    return dataclasses.replace(rows, state=state), every, kept(state.cache.layers)
+    rows = laid(dataclasses.replace(rows, state=state), layout)
+    return rows, jax.tree.map(layout.constrain, every), kept(state.cache.layers, layout=layout)
 
 
-def kept(layers: Layers) -> Float[Array, "B"]:
+def kept(layers: Layers, *, layout: Layout = ONE_DEVICE) -> Float[Array, "B"]:
     """Tokens that each row holds, on average over layers and KV heads."""
-    return jnp.mean(held_by(layers).astype(jnp.float32), axis=(0, 2))
+    return layout.constrain(jnp.mean(held_by(layers).astype(jnp.float32), axis=(0, 2)))

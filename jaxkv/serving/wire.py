@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jaxkv.errors import BadValue
-from jaxkv.serving.answer import Answer, Chance
+from jaxkv.serving.answer import STOP, Answer, Chance
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.programs import TOP
 
@@ -220,7 +220,7 @@ class Reader:
         text = self.answer.text() if self._tokenizer is not None else ""
         new, self._shown = text[self._shown :], max(self._shown, len(text))
         chances, self._told = self.answer.chances[self._told : count], count
-        if finish is not None and chances and chances[-1].token in self._stop_tokens:
+        if finish == STOP and chances and chances[-1].token in self._stop_tokens:
             chances = chances[:-1]  # the token that ends a text is no part of it
         return Piece(new, chances, finish)
 

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import math
 import threading
+from pathlib import Path
 
 import jax
 import jax.monitoring
@@ -21,6 +23,7 @@ from jaxkv.request import Execution
 from jaxkv.serving import Engine
 
 FAMILY = "llama3"
+GOLDENS = Path(__file__).parents[1] / "goldens"
 LENGTHS = (5, 40, 17, 90, 33, 64, 1, 130)
 DRAWS = (
     {},
@@ -43,7 +46,10 @@ def requests(count):
     """So many different requests: prompt and settings."""
     stops = (), tuple(range(0, 256, 6))[:16]
     return [
-        (ids(LENGTHS[n % len(LENGTHS)], n), {**DRAWS[n % 3], "max_new_tokens": 3 + n % 11, "stop_tokens": stops[n % 2]})
+        (
+            ids(LENGTHS[n % len(LENGTHS)], n),
+            {**DRAWS[n % 3], "max_new_tokens": 3 + n % 11, "stop_tokens": stops[n % 3 != 1]},
+        )
         for n in range(count)
     ]
 
@@ -343,7 +349,7 @@ TAKEN = [
 ]
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(TAKEN))
 def test_policies(params, name):
     """Each policy that an engine takes, with rows of every length beside one another."""
@@ -373,3 +379,31 @@ def test_64_requests_at_random_times(tiny, family):
     assert seen == [] and idle(engine)
     for (prompt, asked), answer in zip(work, answers, strict=True):
         assert answer.tokens == alone(params, policy, prompt, **asked), (len(prompt), asked)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("axes", [{"model": 2}, {"context": 2}, {"model": 4, "context": 2}], ids=str)
+@pytest.mark.parametrize("name", ["dapq-longflow", "snapkv", "adakv-h2o"])
+def test_on_a_mesh(params, name, axes):
+    """Heads and slots divided over devices, rows whole: the tokens of one device, and nothing compiled."""
+    on = type(params)
+    divided = jaxkv.load(
+        GOLDENS / "tiny" / FAMILY, mesh=jaxkv.mesh(**axes, devices=jax.devices()[: math.prod(axes.values())])
+    )
+    divided = on(divided.weights, divided.config, params.tokenizer, divided.layout, params.learned)
+    engine = Engine(divided, sized(name), rows=3, longest=140, max_new_tokens=12, steps=4)
+    engine.warm()
+    work = [
+        (ids(length, length), {**DRAWS[length % 3], "max_new_tokens": 9, "stop_tokens": ()}) for length in LENGTHS[:5]
+    ]
+    with compilations() as seen:
+        answers = [engine.submit(prompt, **asked) for prompt, asked in work]
+        finish(engine)
+    assert seen == []
+    assert [answer.tokens for answer in answers] == [alone(params, engine.policy, p, **asked) for p, asked in work]
+
+
+def test_a_mesh_that_divides_rows_is_refused(params):
+    divided = jaxkv.load(GOLDENS / "tiny" / FAMILY, mesh=jaxkv.mesh(data=2, devices=jax.devices()[:2]))
+    with pytest.raises(BadValue, match="divides rows by 2"):
+        Engine(divided, sized("h2o"))

@@ -8,6 +8,7 @@ from jaxkv.stop_strings import Growing, StopStrings, decoded
 TEXT = "Grüße aus 東京 👩‍👩‍👧 and the train leaves at seven; naïve café — \n\n  12345 🚂🚃 the end. " * 6
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("step", [1, 3, 8, 50])
 def test_the_text_is_that_of_all_tokens(smollm2, step):
     tokenizer = smollm2.tokenizer

@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -395,6 +396,36 @@ def test_the_stop_finishes_what_runs(params):
         pieces += list(stream)
         assert pieces[-1].choices[0].finish_reason == "length"
         until(lambda: engine.closed)
+
+
+@pytest.mark.long
+def test_the_command_runs_until_it_is_told_to_stop(tmp_path):
+    """In a process of its own: it answers, finishes what runs, and ends with 0."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    (tmp_path / "manual.txt").write_text("Press the red button.", encoding="utf-8")
+    words = ["serve", "--policy", "tova", "--budget", "32", "--block", "64", "--rows", "2", "--port", str(port),
+             "--prefix", f"manual={tmp_path / 'manual.txt'}", "--token", "secret", "--name", "small",
+             "--max-new-tokens", "100"]  # fmt: skip
+    process = subprocess.Popen([sys.executable, "-m", "jaxkv.cli", *words], stderr=subprocess.PIPE, text=True)
+    try:
+        address = f"http://127.0.0.1:{port}"
+        until(lambda: process.poll() is not None or (_listens(port) and got(address, "/health")[0] == 200), 550)
+        asked = {"model": "small", "prompt": " What colour?", "max_tokens": 60, "temperature": 0, "stream": True}
+        more = {"ignore_eos": True, "prefix": "manual"}
+        stream = client(address, "secret").completions.create(
+            **asked, stream_options={"include_usage": True}, extra_body=more
+        )
+        first = next(iter(stream))
+        process.terminate()
+        last = list(stream)[-1]
+        assert first.choices[0].text and last.usage.completion_tokens == 60
+        assert last.usage.prompt_tokens_details.cached_tokens > 0
+        assert process.wait(60) == 0, process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
 
 
 @pytest.mark.slow
