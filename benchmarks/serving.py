@@ -127,6 +127,9 @@ def step_cost(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
     answers = [engine.submit(prompt, max_new_tokens=new, stop_tokens=()) for prompt in prompts]
     while not all(answer.tokens for answer in answers):
         engine.turn()
+    engine.turn()
+    assert engine._flying is not None
+    jax.block_until_ready(engine._flying.told)
     cache = jaxkv.generate(params, prompts, policy=policy, max_new_tokens=2, stop_tokens=()).cache
     state = run.DecodeState(
         jax.tree.map(jnp.copy, cache), jnp.zeros(rows, bool), jnp.full(rows, 2**30, jnp.int32), None,
@@ -136,7 +139,8 @@ def step_cost(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
     def of_engine() -> None:
         for _ in range(chunks):
             engine.turn()
-        jax.block_until_ready(engine._flying)  # the chunk that has been started: it has paid for the one before
+        assert engine._flying is not None
+        jax.block_until_ready(engine._flying.told)  # the chunk that was started last, for the one that was ready first
 
     def bare() -> None:
         nonlocal state

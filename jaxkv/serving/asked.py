@@ -112,23 +112,11 @@ def shapes_of(params: Params, policy: Policy, learned: Learned, longest: int, ro
         )
 
     def at(tokens: int) -> tuple[Plan, PromptBlocks, np.ndarray]:
-        nothing = np.zeros(params.config.num_layers, np.int64)
-        return planned(
-            policy,
-            params.config,
-            np.zeros(1, int),
-            nothing,
-            np.array([tokens]),
-            room,
-            parts=layout.parts,
-            learned=learned,
-        )
+        shape = np.zeros(1, int), np.zeros(params.config.num_layers, np.int64), np.array([tokens])
+        return planned(policy, params.config, *shape, room, parts=layout.parts, learned=learned)
 
-    lengths = {
-        1,
-        longest,
-        *range(ROUND, longest, max(ROUND, longest // 256)),
-    }  # some budgets depend on the text's length
+    # some budgets depend on the text's length, and slots are rounded up behind multiples of 16
+    lengths = {1, longest, min(policy.budget or 1, longest), *range(1, longest, max(ROUND, longest // 256))}
     slots = np.max([at(tokens)[0].slots for tokens in lengths], axis=0)
     block = at(longest)[1].size
     firsts = sorted({min(rounded(count, sizes), block) for count in range(1, block + 1)})

@@ -376,6 +376,7 @@ def test_64_requests_at_random_times(tiny, family):
                     prompt, asked = work[len(answers)]
                     answers.append(engine.submit(prompt, **asked))
             engine.turn()
+        finish(engine)
     assert seen == [] and idle(engine)
     for (prompt, asked), answer in zip(work, answers, strict=True):
         assert answer.tokens == alone(params, policy, prompt, **asked), (len(prompt), asked)
