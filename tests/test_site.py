@@ -28,7 +28,7 @@ UNIMPORTED = {  # extra -> what is used in another way than by an import
     },
 }  # fmt: skip
 OF_JAX = {"cuda", "tpu"}  # jax's own extras
-LIBRARY = ("", *(set(PROJECT["optional-dependencies"]) - {"bench", "docs", "dev"} - OF_JAX))
+LIBRARY = ("", *sorted(set(PROJECT["optional-dependencies"]) - {"bench", "docs", "dev"} - OF_JAX))
 PLACES = {  # what may be imported where: the extras whose dependencies are there
     "jaxkv": LIBRARY, "pallas_kernels": LIBRARY, "docs": ("", "docs"), "tests": (*LIBRARY, "docs", "dev"),
     "colab": (*LIBRARY, "dev"), "benchmarks": (*LIBRARY, "bench"),
