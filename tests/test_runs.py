@@ -3,6 +3,7 @@
 # pyright: reportArgumentType=false
 import io
 import json
+import re
 import sys
 
 import numpy as np
@@ -11,6 +12,7 @@ from letters import Letters
 
 import jaxkv
 from jaxkv import cli
+from jaxkv.configs import config_files
 from jaxkv.errors import BadValue, UnknownName
 from jaxkv.evaluation import datasets, plots, runner, settings
 from jaxkv.evaluation.fidelity import Fidelity
@@ -219,3 +221,10 @@ def test_stopping_says_how_to_go_on(lettered, quick, tmp_path, monkeypatch, caps
     assert cli.main(args) == 130
     assert "1 records are kept" in (said := capsys.readouterr().err) and "the same command goes on" in said
     assert len(list(Store(tmp_path / "out").records())) == 1
+
+
+def test_the_help_names_every_shipped_run(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["eval", "--help"])
+    said = capsys.readouterr().out
+    assert all(re.search(rf"\b{name}\b", said) for name in config_files("evals"))
