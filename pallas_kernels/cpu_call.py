@@ -154,7 +154,7 @@ def _own_word(builder: Any) -> Any:
     place = module.globals.get(OWN)
     if place is None:
         place = ir.GlobalVariable(module, WORD, OWN)
-        place.linkage = "common"  # so that nobody takes its value for known
+        place.linkage = "internal"  # each handler has a word of its own
         setattr(place, "initializer", ir.Constant(WORD, None))  # noqa: B010
     return place
 

@@ -125,3 +125,27 @@ def test_a_later_process_does_not_compile(tmp_path):
     kept[0].write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     assert "compiled again" in process("again")
     assert process("first") == process("again") == "2048.0"
+
+
+@compiled
+def _twice(ins, outs, unit):
+    rows = size(word(ins, 0), 0)
+    floats(word(outs, 0), (rows,))[unit] = 2 * floats(word(ins, 0), (rows,))[unit]
+
+
+@compiled
+def _thrice(ins, outs, unit):
+    rows = size(word(ins, 0), 0)
+    floats(word(outs, 0), (rows,))[unit] = 3 * floats(word(ins, 0), (rows,))[unit]
+
+
+def test_two_functions_have_helpers_of_their_own():
+    """Other threads help with many units: each with the function that was called."""
+    twice, thrice = registered("jaxkv_test_twice", _rows, _twice), registered("jaxkv_test_thrice", _rows, _thrice)
+    x = jnp.arange(4000.0)
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    both = jax.jit(lambda x: [jax.ffi.ffi_call(name, shape)(x) for name in (twice, thrice)])
+    for _ in range(100):
+        two, three = both(x)
+        np.testing.assert_array_equal(two, 2 * x)
+        np.testing.assert_array_equal(three, 3 * x)
