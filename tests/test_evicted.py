@@ -98,7 +98,7 @@ def cuts(goldens, case):
                 before = cache(behind(after.keys, k), behind(after.values, v), at, after.tau)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("case", ["two", "two-again", "four", "grouped"])
 def test_merging_equals_the_release(goldens, case):
     """Cut after cut: merged keys and values, and the threshold. Which entries leave is given, as the release chose."""
@@ -156,7 +156,7 @@ def test_a_search_in_parts_is_the_whole_search(monkeypatch):
     assert (np.asarray(whole[1])[gone] == alike.argmax(-1)[gone]).all()
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("every", [1, 4], ids=["overwritten", "cut"])
 def test_merging_while_decoding_moves_what_stays(tiny, every):
     """With room for everything nothing merges; under a budget the entries held are those of dropping, changed."""

@@ -150,7 +150,7 @@ def _check_twin(goldens, tiny, scored, monkeypatch, family, method, ratio):
             np.testing.assert_array_equal(ours, theirs, err_msg=where)
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_kvpress_twins(goldens, tiny, scored, monkeypatch, method):
     """Scores and kept positions of every layer."""

@@ -19,10 +19,11 @@ PROCESSES = multiprocessing.get_context("forkserver")
 
 @pytest.fixture(scope="module")
 def killed(goldens):
-    """`killed(work, folder, after)`: what the work said until it was killed so many seconds after it was ready."""
+    """`killed(work, folder, after)`: what the work said until it was killed so many seconds after it was ready; with
+    None, until it ended."""
     PROCESSES.set_forkserver_preload(["interrupted"])
 
-    def run(work, folder, after: float) -> list:
+    def run(work, folder, after: float | None) -> list:
         here, there = PROCESSES.Pipe(duplex=False)
         process = PROCESSES.Process(target=work, args=(there.send, folder, goldens))
         process.start()
@@ -31,7 +32,10 @@ def killed(goldens):
         with here:
             assert here.poll(120), "it never began"
             assert here.recv() == "ready"
-            time.sleep(after)
+            if after is None:
+                process.join(120)
+            else:
+                time.sleep(after)
             process.kill()
             process.join()
             while here.poll():
@@ -104,7 +108,7 @@ def evaluations(killed, tmp_path, kills):
         assert all(record["answer"] == interrupted.LONG for record in records.values())
         resumed += len(records) > len(before) > 0
         before = records
-    assert killed(interrupted.evaluating, tmp_path, 20)[-1] == "done"
+    assert killed(interrupted.evaluating, tmp_path, None)[-1] == "done"
     lines = (tmp_path / "out" / "results.jsonl").read_bytes().splitlines()
     assert len({json.loads(line)["key"] for line in lines}) == len(lines) == interrupted.ROWS
     return resumed

@@ -180,6 +180,7 @@ def normal(rng, *shape):
     return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
 
+@pytest.mark.long
 @given(counts=st.lists(st.integers(1, 5), min_size=3, max_size=6), seed=st.integers(0, 99), cap=st.booleans())
 @settings(max_examples=6, deadline=None)
 def test_a_bias_is_as_many_entries(counts, seed, cap):

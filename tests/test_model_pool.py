@@ -318,6 +318,7 @@ def forced(params, policy, tokens):
         yield kept
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("size", [16, 28])
 def test_cake_as_released(released, size):
     """Sizes of the layers under its cascade, and what they keep of the prompt and of 8 new tokens."""

@@ -67,7 +67,7 @@ def _same_scores(method, ours, theirs):
     np.testing.assert_allclose(ours[~protected], theirs[~protected], rtol=RTOL, atol=0)
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("method", TINY_METHODS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kvpress_on_tiny_models(goldens, tiny, scored, family, method):

@@ -290,7 +290,7 @@ CASES = [
 TAKES = {"cpu": ("float32",)}
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "how, shape, group, rule, dtype",
     [(how, *case) for how in DECODES for case in CASES if case[-1] in TAKES.get(how, case)],

@@ -35,7 +35,7 @@ def masks(layer, length):
     return out
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("ratio", ["0.5", "0.75"])
 @pytest.mark.parametrize("name", ["defensivekv", "layer-defensivekv"])
 def test_defensivekv_as_released(goldens, sharpened, scored, name, ratio):
