@@ -350,8 +350,13 @@ TAKEN = [
 ]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", sorted(TAKEN))
+OF_EACH_KIND = ("streaming-llm", "snapkv", "spans-longflow", "adakv-h2o", "razorattention", "quest", "keepkv", "full")
+EACH = [
+    pytest.param(name, marks=pytest.mark.long if name in OF_EACH_KIND else pytest.mark.slow) for name in sorted(TAKEN)
+]
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_policies(params, name):
     """Each policy that an engine takes, with rows of every length beside one another."""
     policy = sized(name)
