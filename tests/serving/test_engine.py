@@ -241,6 +241,7 @@ def test_a_request_may_have_a_smaller_budget(engine, params, length):
 
 @pytest.mark.long
 def test_requests_branch_from_a_stored_prefix(engine, params):
+    engine.warm()
     cache = jaxkv.prefill(params, ids(77, 5), policy=engine.policy)
     spoken = jaxkv.generate(params, cache=cache, prompt=ids(5), max_new_tokens=4, stop_tokens=()).cache
     engine.store("manual", cache)
