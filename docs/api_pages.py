@@ -14,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from generated import put
+
 MODULES = {  # module -> what it is for
     "jaxkv": "Load a model, choose a policy, generate, keep and restore caches",
     "jaxkv.policies": "The parts of a policy, to make one of your own",
@@ -149,16 +151,8 @@ def index() -> str:
 
 
 def write(folder: Path) -> None:
-    """All pages, in a folder that holds nothing else; files that would be the same are left alone."""
-    pages = {f"{module}.md": page(module) for module in MODULES} | {"index.md": index()}
-    folder.mkdir(exist_ok=True)
-    for file in folder.glob("*.md"):
-        if file.name not in pages:
-            file.unlink()
-    for name, text in pages.items():
-        file = folder / name
-        if not file.exists() or file.read_text(encoding="utf-8") != text:
-            file.write_text(text, encoding="utf-8")
+    """All pages of the reference."""
+    put(folder, {f"{module}.md": page(module) for module in MODULES} | {"index.md": index()})
 
 
 if __name__ == "__main__":

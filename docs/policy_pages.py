@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import checks
+from generated import put
 
 from jaxkv.configs import config_files
 from jaxkv.policies import Policy, catalogue
@@ -285,16 +286,8 @@ def pages() -> dict[str, str]:
 
 
 def write(folder: Path) -> None:
-    """All pages, in a folder that holds nothing else; files that would be the same are left alone."""
-    made = pages()
-    folder.mkdir(exist_ok=True)
-    for file in folder.glob("*.md"):
-        if file.name not in made:
-            file.unlink()
-    for name, text in made.items():
-        file = folder / name
-        if not file.exists() or file.read_text(encoding="utf-8") != text:
-            file.write_text(text, encoding="utf-8")
+    """All pages of the catalogue."""
+    put(folder, pages())
 
 
 if __name__ == "__main__":
