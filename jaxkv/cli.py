@@ -380,10 +380,10 @@ def _loaded(command: Generate | Chat | Warmup | Serve, mesh: Any = None) -> Any:
     import jaxkv
     from jaxkv.weights.source import locate
 
-    weights = command.weights
+    path, weights = locate(command.model), command.weights
     if weights is None and command.dtype is None and mesh is None and jax.default_backend() == "cpu":
-        weights = "file" if locate(command.model).suffix == ".gguf" else None
-    return jaxkv.load(command.model, dtype=command.dtype, weights=None if weights == "floats" else weights, mesh=mesh)
+        weights = "file" if path.suffix == ".gguf" else None
+    return jaxkv.load(path, dtype=command.dtype, weights=None if weights == "floats" else weights, mesh=mesh)
 
 
 def _piped() -> str:
