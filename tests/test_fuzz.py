@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import gguf
 import numpy as np
 import pytest
+from gguf_models import writing
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis
 from hypothesis import strategies as st
@@ -283,25 +283,11 @@ def gguf_bytes(path) -> tuple[bytes, int]:
     config = ModelConfig.from_hf(
         {**CONFIGS[FAMILIES.index(FAMILY)], "rope_parameters": {}, "tie_word_embeddings": True}
     )
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_layers)
-    writer.add_context_length(config.max_position)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_eos_token_id(2)
-    writer.add_custom_alignment(32)
-    for target, layer in wanted(config):
-        writer.add_tensor(GGUF["llama"].name_of(target, layer), np.zeros(shapes(config)[target], np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with writing(path, config) as writer:
+        writer.add_custom_alignment(32)
+        for target, layer in wanted(config):
+            name = GGUF["llama"].name_of(target, layer)
+            writer.add_tensor(name, np.zeros(shapes(config)[target], np.float32))
     read = read_gguf(path)
     return path.read_bytes(), min(tensor.offset for tensor in read.tensors.values())
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import merging_numpy as form
 import numpy as np
@@ -21,7 +20,7 @@ from jaxkv.policies.evicted import Leaving
 from jaxkv.policies.merging import ATTENTION, BY, INTO
 from jaxkv.policies.score import drawn
 from jaxkv.speculative import PromptLookup
-from jaxkv.store.entries import Entries
+from jaxkv.store.entries import Entries, chosen_at
 from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
 from pallas_kernels.decode_attend_score.reference import decode_attend_score
 from pallas_kernels.prefill_attend.reference import prefill_attend
@@ -91,12 +90,7 @@ def test_every_choice_equals_its_form(part, seed, one):
     entries = entries_of(layer, part.counts)
     lost = entries.masked(jnp.asarray(held & ~stays)[None])
     if one:
-        lost = jax.tree.map(
-            lambda x: jnp.take_along_axis(
-                x, jnp.asarray(gone)[None, :, None].reshape(1, -1, 1, *(1,) * (x.ndim - 3)), axis=2
-            ),
-            lost,
-        )
+        lost = chosen_at(lost, jnp.asarray(gone, jnp.int32)[None, :, None])
     most = int(stays.sum(axis=1).max()) + seed % 2  # survivors of a head
     facts = Leaving(None, jnp.asarray(protected)[None], jnp.array([now]), lambda x, by: rotate(x, by, ROPE), most)
     new, state = part.absorb(part.begin(1, 2, 8, jnp.float32), entries.masked(jnp.asarray(stays)[None]), lost, facts)
@@ -120,12 +114,7 @@ def test_spreading_equals_its_form(seed, over, one):
     entries = entries_of(layer, False)
     lost = entries.masked(jnp.asarray(held & ~stays)[None])
     if one:
-        lost = jax.tree.map(
-            lambda x: jnp.take_along_axis(
-                x, jnp.asarray(gone)[None, :, None].reshape(1, -1, 1, *(1,) * (x.ndim - 3)), axis=2
-            ),
-            lost,
-        )
+        lost = chosen_at(lost, jnp.asarray(gone, jnp.int32)[None, :, None])
     new, _ = Spread(over, seed=3).absorb(None, entries.masked(jnp.asarray(stays)[None]), lost, Leaving())
     np.testing.assert_allclose(np.asarray(new.values)[0][stays], want[stays], atol=1e-5)
     assert np.array_equal(np.asarray(new.keys)[0][stays], layer.keys[stays])

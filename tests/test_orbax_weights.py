@@ -1,13 +1,13 @@
 """Weights saved with orbax and read back: on one device, over a mesh, in another dtype; damaged, or there already."""
 
 import json
-import random
 import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from damage import flips
 from flax import nnx
 
 import jaxkv
@@ -87,19 +87,9 @@ def test_damage_is_named(tiny, tmp_path):
 
 def test_a_flipped_bit_is_found(saved, tmp_path):
     """In every file of the weights, before it is read; the tokenizer's files beside them may be edited."""
-    inside = saved["llama3"] / INSIDE
-    files = sorted(file.relative_to(inside) for file in inside.rglob("*") if file.is_file() and file.stat().st_size)
-    draw = random.Random(0)
-    for file in files:
-        copy = tmp_path / "copy"
-        shutil.copytree(saved["llama3"], copy)
-        data = bytearray((copy / INSIDE / file).read_bytes())
-        at = draw.randrange(8 * len(data))
-        data[at // 8] ^= 1 << at % 8
-        (copy / INSIDE / file).write_bytes(data)
+    for copy in flips(saved["llama3"], tmp_path, inside=INSIDE):
         with pytest.raises(BadWeights, match="not a readable checkpoint"):
             jaxkv.load(copy)
-        shutil.rmtree(copy)
 
 
 def test_hosts_divide_the_files(saved, tmp_path):

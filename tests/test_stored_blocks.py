@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from gguf_models import writing
 
 import jaxkv
 from jaxkv.errors import BadValue, BadWeights
@@ -68,27 +69,15 @@ def file(tmp_path_factory):
     """A model whose matrices are in blocks of many kinds."""
     path = tmp_path_factory.mktemp("gguf") / "mixed.gguf"
     config = ModelConfig.from_hf(CONFIG)
-    writer = gguf.GGUFWriter(path, "llama")
-    for name, value in (
-        ("block_count", config.num_layers), ("context_length", config.max_position),
-        ("embedding_length", config.hidden_size), ("feed_forward_length", config.intermediate_size),
-        ("head_count", config.num_heads), ("head_count_kv", config.num_kv_heads), ("key_length", config.head_dim),
-        ("value_length", config.head_dim), ("layer_norm_rms_eps", 1e-5), ("vocab_size", config.vocab_size),
-        ("eos_token_id", 2),
-    ):  # fmt: skip
-        getattr(writer, f"add_{name}")(value)
-    for seed, (target, layer) in enumerate(wanted(config)):
-        name, shape = GGUF["llama"].name_of(target, layer), shapes(config)[target]
-        if len(shape) == 1:
-            writer.add_tensor(name, np.ones(shape, np.float32))
-            continue
-        kinds = KINDS.get(target, ("Q4_K",))
-        kind = kinds[(layer or 0) % len(kinds)]
-        writer.add_tensor(name, blocks(kind, *shape, seed), raw_dtype=gguf.GGMLQuantizationType[kind])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with writing(path, config) as writer:
+        for seed, (target, layer) in enumerate(wanted(config)):
+            name, shape = GGUF["llama"].name_of(target, layer), shapes(config)[target]
+            if len(shape) == 1:
+                writer.add_tensor(name, np.ones(shape, np.float32))
+                continue
+            kinds = KINDS.get(target, ("Q4_K",))
+            kind = kinds[(layer or 0) % len(kinds)]
+            writer.add_tensor(name, blocks(kind, *shape, seed), raw_dtype=gguf.GGMLQuantizationType[kind])
     return path
 
 

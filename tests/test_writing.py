@@ -1,7 +1,6 @@
 """What is written stands there whole or not at all, and what was damaged afterwards is not read."""
 
 import contextlib
-import random
 import resource
 import shutil
 import types
@@ -10,6 +9,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from damage import flips
 
 import jaxkv
 from jaxkv import checkpoint, digests
@@ -46,22 +46,6 @@ def full_disk(left: int):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def flips(saved, tmp_path, count: int):
-    """`count` copies with one bit flipped, in every file in turn."""
-    files = sorted(file.relative_to(saved) for file in saved.rglob("*") if file.is_file() and file.stat().st_size)
-    draw = random.Random(0)
-    for number in range(count):
-        copy = tmp_path / "copy"
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(saved, copy)
-        file = copy / files[number % len(files)]
-        data = bytearray(file.read_bytes())
-        at = draw.randrange(8 * len(data))
-        data[at // 8] ^= 1 << at % 8
-        file.write_bytes(data)
-        yield copy
 
 
 def test_a_flipped_bit_is_found(saved, caches, tmp_path):

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from gguf_models import writing
 from jax.sharding import AxisType
 from safetensors.numpy import load_file, save_file
 
@@ -62,22 +63,6 @@ def interleaved(weight, heads):
 def write_gguf(path, config: ModelConfig, tensors, kind=None, edit=None):
     """The tiny model as GGUF."""
     name = config.family
-    writer = gguf.GGUFWriter(path, name)
-    writer.add_block_count(config.num_layers)
-    writer.add_context_length(config.max_position)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    writer.add_rope_freq_base(config.rope.theta)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_eos_token_id(2)
-    writer.add_bos_token_id(1)
-    if config.sliding_window:
-        writer.add_sliding_window(config.sliding_window)
     found = {}
     for target, layer in wanted(config):
         value = tensors[HF[name].name_of(target, layer)]
@@ -91,15 +76,12 @@ def write_gguf(path, config: ModelConfig, tensors, kind=None, edit=None):
         found["rope_freqs.weight"] = (plain / frequencies(config.rope, config.head_dim)).astype(np.float32)
     if edit is not None:
         edit(found)
-    for key, value in found.items():
-        if kind is not None and value.ndim == 2:
-            writer.add_tensor(key, gguf.quantize(value, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(key, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with writing(path, config) as writer:
+        for key, value in found.items():
+            if kind is not None and value.ndim == 2:
+                writer.add_tensor(key, gguf.quantize(value, kind), raw_dtype=kind)
+            else:
+                writer.add_tensor(key, value)
     return path
 
 
