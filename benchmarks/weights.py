@@ -18,7 +18,7 @@ from benchmarks.flat_cost import TURNS, in_turns, ratios
 from benchmarks.report import prose_rows, table, write
 from jaxkv.evaluation.forced import follow
 
-KINDS = (None, "int8", "int4", "file")
+KINDS = (None, "int8", "int8-g16", "int4", "file")
 
 
 def logits(params: Any, ids: np.ndarray, begun: int) -> jax.Array:

@@ -127,7 +127,7 @@ class Generate:
     """A known name, a Hugging Face folder, a .gguf file, or a hub name."""
     dtype: str | None = None
     """float32 or bfloat16 (by default float32 on CPU, bfloat16 elsewhere)."""
-    weights: Literal["floats", "int8", "int4", "file"] | None = None
+    weights: Literal["floats", "int8", "int8-g16", "int4", "file"] | None = None
     """How matrices are held; file: in a GGUF file's own blocks, the default on one CPU (elsewhere floats)."""
     cut: Cut = Cut()
     draw: Draw = Draw()
@@ -145,7 +145,7 @@ class Chat:
 
     model: str = DEFAULT_MODEL
     dtype: str | None = None
-    weights: Literal["floats", "int8", "int4", "file"] | None = None
+    weights: Literal["floats", "int8", "int8-g16", "int4", "file"] | None = None
     cut: Cut = Cut()
     draw: Draw = Draw(max_new_tokens=256)
     drafting: Drafting = Drafting()
@@ -165,7 +165,7 @@ class Warmup:
     """Prompt lengths in tokens; near ones share programs."""
     model: str = DEFAULT_MODEL
     dtype: str | None = None
-    weights: Literal["floats", "int8", "int4", "file"] | None = None
+    weights: Literal["floats", "int8", "int8-g16", "int4", "file"] | None = None
     batch: int = 1
     cut: Cut = Cut()
     draw: Draw = Draw()
@@ -187,7 +187,7 @@ class Serve:
 
     model: str = DEFAULT_MODEL
     dtype: str | None = None
-    weights: Literal["floats", "int8", "int4", "file"] | None = None
+    weights: Literal["floats", "int8", "int8-g16", "int4", "file"] | None = None
     cut: Cut = Cut()
     rows: int = 8
     """Requests that run at a time."""
@@ -374,7 +374,9 @@ def _generate(command: Generate) -> int:
 
 
 def _loaded(command: Generate | Chat | Warmup | Serve, mesh: Any = None) -> Any:
-    """The model. On one CPU a GGUF file stays in its own blocks: loaded sooner, smaller, and faster to decode from."""
+    """The model. On one CPU a GGUF file stays in its own blocks: loaded sooner, smaller, and faster to decode from; not
+    where many rows decode together, for which floats are faster.
+    """
     import jax
 
     import jaxkv
@@ -382,7 +384,7 @@ def _loaded(command: Generate | Chat | Warmup | Serve, mesh: Any = None) -> Any:
 
     path, weights = locate(command.model), command.weights
     if weights is None and command.dtype is None and mesh is None and jax.default_backend() == "cpu":
-        weights = "file" if path.suffix == ".gguf" else None
+        weights = "file" if path.suffix == ".gguf" and not isinstance(command, Serve) else None
     return jaxkv.load(path, dtype=command.dtype, weights=None if weights == "floats" else weights, mesh=mesh)
 
 

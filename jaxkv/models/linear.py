@@ -58,7 +58,7 @@ class Form(NamedTuple):
     offset: bool
 
 
-FORMS = {"int8": Form(8, None, False), "int4": Form(4, GROUP, True)}
+FORMS = {"int8": Form(8, None, False), "int8-g16": Form(8, 16, False), "int4": Form(4, GROUP, True)}
 
 
 def in_blocks(leaf: Any, form: Form, axis: int) -> Blocks:
@@ -81,14 +81,15 @@ def in_blocks(leaf: Any, form: Form, axis: int) -> Blocks:
 def quantised(weight: np.ndarray, kind: str) -> dict[str, np.ndarray]:
     """The arrays of `Blocks` for a matrix `[out, in]`, by name, each `[out, ...]`.
 
-    "int8": an output's largest magnitude becomes 127. "int4": of 32 inputs the least becomes 0 and the largest 15.
+    "int8": an output's largest magnitude becomes 127; "int8-g16": that of each 16 inputs of it. "int4": of 32 inputs the
+    least becomes 0 and the largest 15.
     """
-    weight, tiny = weight.astype(np.float32, copy=False), np.finfo(np.float16).smallest_subnormal
-    if kind == "int8":
-        scale = np.maximum((np.abs(weight).max(axis=1, keepdims=True) / 127).astype(np.float16), tiny)
-        codes = np.rint(np.clip(weight / scale.astype(np.float32), -127, 127)).astype(np.int8)
-        return {"codes": codes, "scale": scale}
-    grouped = weight.reshape(len(weight), -1, GROUP)
+    form, tiny = FORMS[kind], np.finfo(np.float16).smallest_subnormal
+    grouped = weight.astype(np.float32, copy=False).reshape(len(weight), -1, form.group or weight.shape[1])
+    if form.bits == 8:
+        scale = np.maximum((np.abs(grouped).max(axis=2) / 127).astype(np.float16), tiny)
+        codes = np.rint(np.clip(grouped / scale[..., None].astype(np.float32), -127, 127)).astype(np.int8)
+        return {"codes": codes.reshape(weight.shape), "scale": scale}
     least = grouped.min(axis=2).astype(np.float16)
     offset = least.astype(np.float32)
     scale = np.maximum(((grouped.max(axis=2) - offset) / 15).astype(np.float16), tiny)

@@ -35,13 +35,13 @@ def load(
 
     `dtype` of the matrices and the cache: float32, bfloat16 or float16; by default float32 on CPU and bfloat16 on
     accelerators, whatever the file holds. `weights="int8"` holds matrices in 8 bits with a scale for each output,
-    "int4" in 4 with a scale and an offset for 32 inputs (5 bits in all); "file" as a GGUF file does: Q4_0, Q4_1, Q5_0,
-    Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, with the scales of K formats as float16. They become numbers inside each product. With
-    a `mesh` (`jaxkv.mesh`) the weights are divided over it, every host reading only the parts that its devices hold,
-    and `generate` runs there. Raises `UnknownName`
-    for an unknown name or family, `MissingModel` with the command that installs it, `BadWeights` for files that are
-    truncated, incomplete, of wrong shapes or hold NaN, `BadValue` for a wrong dtype, weights or mesh or an unsupported
-    feature.
+    "int8-g16" with one for every 16 inputs of it (9 bits in all), "int4" in 4 with a scale and an offset for 32
+    inputs (5 bits in all); "file" as a GGUF file does: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, with the
+    scales of K formats as float16. They become numbers inside each product. With a `mesh` (`jaxkv.mesh`) the
+    weights are divided over it, every host reading only the parts that its devices hold, and `generate` runs there.
+    Raises `UnknownName` for an unknown name or family, `MissingModel` with the command that installs it,
+    `BadWeights` for files that are truncated, incomplete, of wrong shapes or hold NaN, `BadValue` for a wrong dtype,
+    weights or mesh or an unsupported feature.
     """
     dtype = check_dtype(default_dtype() if dtype is None else dtype)
     kinds = (*FORMS, STORED)
