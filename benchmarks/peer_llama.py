@@ -31,8 +31,9 @@ def main() -> None:
 
 def begin(options: argparse.Namespace) -> tuple[dict[str, Any], Callable]:
     """The versions and compiled-in features, and what answers a request."""
-    import xllamacpp
     from importlib import metadata
+
+    import xllamacpp
 
     settings = xllamacpp.CommonParams()
     settings.model.path = str(options.gguf)

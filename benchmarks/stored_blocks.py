@@ -8,6 +8,7 @@ read bandwidth.
 
 import argparse
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,9 @@ KINDS = ("file", "int8", "floats")
 def compared(loaded: dict[str, Any], peer: Peer, policy: Any, batch: int, length: int, new: int, rounds: int) -> dict:
     """All sides in turns, `rounds` times after a warm-up: medians of the seconds, and of their ratios in each round."""
     rows = prose_rows(next(iter(loaded.values())).tokenizer, batch, length)
-    sides = {name: lambda params=params: own(params, policy, rows, new) for name, params in loaded.items()}
+    sides: dict[str, Callable[[], dict]] = {
+        name: lambda params=params: own(params, policy, rows, new) for name, params in loaded.items()
+    }
     sides["llama.cpp"] = lambda: peer.ask(ids=rows, new_tokens=new)
     first = {name: side() for name, side in sides.items()}  # compiles, warms up
     runs: dict[str, list[dict]] = {name: [] for name in sides}

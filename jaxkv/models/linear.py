@@ -81,8 +81,8 @@ def in_blocks(leaf: Any, form: Form, axis: int) -> Blocks:
 def quantised(weight: np.ndarray, kind: str) -> dict[str, np.ndarray]:
     """The arrays of `Blocks` for a matrix `[out, in]`, by name, each `[out, ...]`.
 
-    "int8": an output's largest magnitude becomes 127; "int8-g16": that of each 16 inputs of it. "int4": of 32 inputs the
-    least becomes 0 and the largest 15.
+    "int8": an output's largest magnitude becomes 127; "int8-g16": that of each 16 of its inputs. "int4": of 32 inputs
+    the least becomes 0 and the largest 15.
     """
     form, tiny = FORMS[kind], np.finfo(np.float16).smallest_subnormal
     grouped = weight.astype(np.float32, copy=False).reshape(len(weight), -1, form.group or weight.shape[1])

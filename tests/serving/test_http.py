@@ -430,7 +430,7 @@ def test_the_command_runs_until_it_is_told_to_stop(tmp_path):
 
 @pytest.mark.slow
 def test_ten_minutes_of_clients_that_come_and_die(params):
-    """No row and no request is left behind, and memory is flat: what a minute leaves grows no more after the first."""
+    """No row and no request is left behind, and memory is flat: it grows no more once all has been used."""
     engine, draw, ended = made(params, rows=4, queue=8), np.random.default_rng(0), []
     policy = engine.policy
     expected = {
@@ -447,16 +447,17 @@ def test_ten_minutes_of_clients_that_come_and_die(params):
                 n = int(mine.choice(list(expected)))
                 asked = {"model": "tiny", "prompt": [n] * n, "max_tokens": n, "temperature": 0, "logprobs": 0}
                 try:
-                    stream = client(address).completions.create(**asked, stream=True, extra_body={"ignore_eos": True})
-                    dies = int(mine.integers(0, 8))
-                    found = []
-                    for number, chunk in enumerate(stream):
-                        found += [ord(word) - 32 for word in chunk.choices[0].logprobs.tokens]
-                        if number == dies:
-                            stream.close()
-                            break
-                    else:
-                        ended.append(found == expected[n])
+                    with client(address) as one:
+                        stream = one.completions.create(**asked, stream=True, extra_body={"ignore_eos": True})
+                        dies = int(mine.integers(0, 8))
+                        found = []
+                        for number, chunk in enumerate(stream):
+                            found += [ord(word) - 32 for word in chunk.choices[0].logprobs.tokens]
+                            if number == dies:
+                                stream.close()
+                                break
+                        else:
+                            ended.append(found == expected[n])
                 except openai.RateLimitError:
                     time.sleep(0.01)
 
@@ -471,7 +472,8 @@ def test_ten_minutes_of_clients_that_come_and_die(params):
         until(lambda: not engine._open)
     assert len(ended) > 100 and all(ended)
     assert engine.load.ended["cancelled"] > 10
-    assert memory[-1] < memory[0] * 1.03, memory
+    print("pages of memory after each minute:", memory)
+    assert memory[-1] < memory[1] * 1.02, memory  # the clients live in this process too
 
 
 SOAK_MINUTES = int(os.environ.get("JAXKV_SOAK_MINUTES", "10"))
