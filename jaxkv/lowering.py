@@ -113,7 +113,7 @@ def _weights(config: ModelConfig, dtype: Any, panels: bool | None, layout: Layou
     def placed(name: str, value: Any) -> Any:
         if not isinstance(value, Blocks):
             return _array(layout, value, layout.rule(name))
-        return jax.tree.map(lambda array: placed(name, array), value)
+        return Blocks.placed({each: placed(name, array) for each, array in value.arrays.items()}, value.dtype)
 
     return nnx.from_flat_state(
         (path, leaf.replace(placed("/".join(map(str, path)), leaf.get_value()))) for path, leaf in flat

@@ -10,10 +10,12 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
 import jaxkv
 from jaxkv.errors import BadValue
-from jaxkv.models.linear import FORMS, GROUP, Blocks, lookup, packed, plain, project, quantised, unembed
+from jaxkv.models.linear import FORMS, GROUP, Blocks, as_held, lookup, packed, plain, project, quantised, unembed
 from jaxkv.sharding.layout import on_host
 from pallas_kernels.block_product import api
 from pallas_kernels.block_product.reference import numbers
@@ -28,7 +30,7 @@ def matrix(outputs: int, inputs: int, seed: int = 0) -> np.ndarray:
 
 def stored(weight: np.ndarray, kind: str, panels: bool) -> Blocks:
     """The matrix `[out, in]` in blocks, as a model holds it."""
-    found = {name: jnp.asarray(packed(array, panels)) for name, array in quantised(weight, kind).items()}
+    found = {name: jnp.asarray(packed(array, panels)) for name, array in as_held(quantised(weight, kind)).items()}
     return Blocks(**found, dtype=jnp.dtype(jnp.float32))
 
 
@@ -42,6 +44,11 @@ def meant(weight: np.ndarray, kind: str) -> np.ndarray:
     each = weight.shape[1] // found["scale"].shape[1]
     value = codes * np.repeat(found["scale"].astype(np.float64), each, axis=1)
     return value + np.repeat(found["offset"].astype(np.float64), each, axis=1) if "offset" in found else value
+
+
+def interpreted(implementation: str) -> dict:
+    """What runs a TPU's kernel under the interpreter, whose memory that nobody wrote is NaN."""
+    return {"interpret": pltpu.InterpretParams(uninitialized_memory="nan")} if implementation == "tpu" else {}
 
 
 @pytest.mark.parametrize("kind", FORMS)
@@ -68,15 +75,16 @@ def test_every_implementation_gives_the_product(implementation, kind, rows, outp
     if implementation == "cpu":
         pytest.importorskip("numba")
     weight, x = matrix(outputs, inputs), matrix(rows, inputs, 1)
-    blocks = stored(weight, kind, panels=True)
+    blocks = stored(weight, kind, panels=implementation != "tpu")
 
     def product():
         return api.block_product(
-            jnp.asarray(x), blocks.codes, blocks.scale, blocks.offset, implementation=implementation
-        )
+            jnp.asarray(x), blocks.codes, blocks.scale, blocks.offset, implementation=implementation,
+            **interpreted(implementation),
+        )  # fmt: skip
 
-    if implementation == "cpu" and rows > 32:
-        with pytest.raises(NotImplementedError, match=f"{rows} rows"):
+    if (implementation == "cpu" and rows > 32) or (implementation == "tpu" and kind == "int8" and inputs > GROUP):
+        with pytest.raises(NotImplementedError, match=f"{rows} rows" if implementation == "cpu" else "some inputs"):
             product()
         return
     want = x.astype(np.float64) @ meant(weight, kind).T
@@ -92,31 +100,50 @@ def test_scales_for_some_of_the_inputs(implementation, group, offset, rows):
     if implementation == "cpu":
         pytest.importorskip("numba")
     draw = np.random.default_rng(0)
-    codes = draw.integers(-128, 128, (2, 96, 64)).astype(np.int8)
-    scale, more = draw.normal(size=(2, 2, 96 // group, 64)).astype(np.float16)
+    panels = () if implementation == "tpu" else (2,)
+    codes = draw.integers(-128, 128, (*panels, 96, 64)).astype(np.int8)
+    scale, more = draw.normal(size=(2, *panels, 96 // group, 64)).astype(np.float16)
     x = matrix(rows, 96, 1)
-    meant = codes * np.repeat(scale.astype(np.float64), group, axis=1)
-    meant = meant + np.repeat(more.astype(np.float64), group, axis=1) if offset else meant
-    arrays = [jnp.asarray(each) for each in (x, codes, scale)] + [jnp.asarray(more) if offset else None]
-    got = api.block_product(*arrays, implementation=implementation)
-    np.testing.assert_allclose(got, x @ np.swapaxes(meant, 0, 1).reshape(96, -1), rtol=1e-5, atol=1e-3)
+    meant = codes * np.repeat(scale.astype(np.float64), group, axis=-2)
+    meant = meant + np.repeat(more.astype(np.float64), group, axis=-2) if offset else meant
+    given = [jnp.asarray(each.view(np.int16)) for each in (scale, more)]
+    arrays = [jnp.asarray(x), jnp.asarray(codes), given[0], given[1] if offset else None]
+    got = api.block_product(*arrays, implementation=implementation, **interpreted(implementation))
+    matrices = meant if meant.ndim == 2 else np.swapaxes(meant, 0, 1).reshape(96, -1)
+    np.testing.assert_allclose(got, x @ matrices, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FORMS if FORMS[kind].group])
+@pytest.mark.parametrize("outputs, inputs, rows", [(600, 4096 + 96, 3), (64, 5120, 300)])
+def test_a_large_matrix_in_tiles(kind, outputs, inputs, rows):
+    """More rows, inputs and outputs than a tile of the TPU's kernel has, and inputs that fill no whole tiles."""
+    weight, x = matrix(outputs, inputs), matrix(rows, inputs, 1)
+    blocks = stored(weight, kind, panels=False)
+    arrays = (jnp.asarray(x), blocks.codes, blocks.scale, blocks.offset)
+    got = api.block_product(*arrays, implementation="tpu", **interpreted("tpu"))
+    np.testing.assert_allclose(got, x.astype(np.float64) @ meant(weight, kind).T, atol=5e-5)
 
 
 def test_scales_that_the_cpu_does_not_take():
     pytest.importorskip("numba")
-    codes, scale = jnp.ones((1, 64, 64), jnp.int8), jnp.ones((1, 8, 64), jnp.float16)
+    codes, scale = jnp.ones((1, 64, 64), jnp.int8), jnp.ones((1, 8, 64), jnp.int16)
     with pytest.raises(NotImplementedError, match="scales for 8 inputs"):
         api.block_product(jnp.ones((1, 64)), codes, scale, None, implementation="cpu")
 
 
+@pytest.mark.parametrize("implementation", ["cpu", "tpu"])
 @pytest.mark.parametrize("scale", [1e-6, 3e-8, 1.0, 6e4])
-def test_scales_of_every_size_are_read(scale):
-    """The CPU's kernel decodes 16 bits by hand: subnormal numbers, normal ones and the largest."""
-    pytest.importorskip("numba")
-    codes = jnp.ones((1, GROUP, 64), jnp.int8)
-    each = jnp.full((1, 1, 64), scale, jnp.float16).at[0, 0, ::2].multiply(-1)
-    got = api.block_product(jnp.ones((1, GROUP)), codes, each, None, implementation="cpu")
-    np.testing.assert_allclose(got[0], GROUP * np.asarray(each[0, 0], np.float64), rtol=1e-6)
+def test_scales_of_every_size_are_read(implementation, scale):
+    """These kernels decode 16 bits by hand: subnormal numbers, normal ones and the largest."""
+    if implementation == "cpu":
+        pytest.importorskip("numba")
+    codes = jnp.ones((2 * GROUP, 64), jnp.int8)
+    each = jnp.full((2, 64), scale, jnp.float16).at[:, ::2].multiply(-1)
+    bits = lax.bitcast_convert_type(each, jnp.int16)
+    arrays = (codes[None], bits[None]) if implementation == "cpu" else (codes, bits)
+    rows = jnp.ones((1, 2 * GROUP))
+    got = api.block_product(rows, *arrays, implementation=implementation, **interpreted(implementation))
+    np.testing.assert_allclose(got[0], 2 * GROUP * np.asarray(each[0], np.float64), rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", FORMS)
@@ -128,7 +155,7 @@ def test_a_stored_matrix_is_what_its_codes_mean(kind, panels):
     np.testing.assert_allclose(project(jnp.asarray(x), blocks), x @ want.T, atol=1e-5)
     table = blocks
     if not panels:  # a table lies as [V, M]
-        found = {name: jnp.asarray(array) for name, array in quantised(weight, kind).items()}
+        found = {name: jnp.asarray(array) for name, array in as_held(quantised(weight, kind)).items()}
         table = Blocks(**found, dtype=jnp.dtype(jnp.float32))
         np.testing.assert_allclose(numbers(table.codes, table.scale, table.offset, axis=-1), want, atol=1e-6)
     np.testing.assert_allclose(lookup(table, jnp.array([[5, 77]])), want[[[5, 77]]], atol=1e-6)

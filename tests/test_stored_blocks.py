@@ -11,7 +11,7 @@ from gguf_models import writing
 import jaxkv
 from jaxkv.errors import BadValue, BadWeights
 from jaxkv.models import ModelConfig
-from jaxkv.models.linear import Blocks, Form
+from jaxkv.models.linear import Blocks, Form, as_held
 from jaxkv.weights import gguf_blocks
 from jaxkv.weights.tables import GGUF, shapes, wanted
 from pallas_kernels.block_product.reference import numbers
@@ -51,7 +51,7 @@ def test_blocks_mean_what_the_file_says(kind):
         arrays = gguf_blocks.arrays(kind, data, form)
         assert arrays["codes"].dtype == (np.int8 if form.bits == 8 else np.uint8)
         assert arrays["scale"].shape == (6, 512 // form.group) and ("offset" in arrays) == form.offset
-        got = np.asarray(numbers(**{name: jnp.asarray(array) for name, array in arrays.items()}, axis=-1))
+        got = np.asarray(numbers(**{name: jnp.asarray(array) for name, array in as_held(arrays).items()}, axis=-1))
         if kind not in TWO_LEVELS:
             np.testing.assert_array_equal(got, want)
         else:  # of a code's share and of the offset each

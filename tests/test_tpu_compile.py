@@ -360,16 +360,58 @@ def test_llama_on_four_chips_of_v5e(unchecked):
     assert made_of(keys, decode.as_text()) <= {*NAMES_ONLY, "while"}
 
 
+def one_chip(layers: int | None, kept: str, **options):
+    """Llama 3 8B in blocks, lowered for one chip of v5e: all layers or the first so many."""
+    config = model("llama-3-8b", layers)
+    chips = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS["v5e"]).devices
+    layout = Layout.of(jaxkv.mesh(devices=[chips[0]]), config)
+    return config, lower(
+        config, jaxkv.policy("dapq-longflow", budget=4096, block=128), batch=BATCH, tokens=8192, steps=4,
+        dtype=jnp.bfloat16, implementation="tpu", kept=kept, layout=layout, **options,
+    )  # fmt: skip
+
+
+def codes_read(config: ModelConfig, text: str, bits: int) -> list[float]:
+    """How often a decode step reads each matrix' codes: by an operation of its loop, or in slices before one."""
+    loop = max(text.split("\n}\n"), key=lambda part: part.count("%decode_attend_score"))
+    kind, each = ("s8", 1) if bits == 8 else ("u8", 2)
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    wide, inner = config.hidden_size, config.intermediate_size
+    shapes = {(wide, heads), (wide, wide), (wide, 2 * inner), (inner, wide), (wide, config.vocab_size)}
+    found = []
+    for rows, columns in sorted((rows // each, columns) for rows, columns in shapes):
+        array = rf"{kind}\[{rows},{columns}\]"
+        assert not re.findall(rf"= {array}\S* (?:copy|fusion)\(", loop)  # no second array of them is made
+        for name in re.findall(rf"(%\S+) = {array}\S* get-tuple-element\(", loop):
+            used = [line for line in loop.splitlines() if re.search(rf"{re.escape(name)}[,)]", line)]
+            slices = [re.search(r"slice-start\(.*slice=\{\[(\d+):(\d+)\]", line) for line in used]
+            parts = [(int(part[2]) - int(part[1])) / rows if part else 1.0 for part in slices]
+            found.append(sum(parts) - sum("ROOT" in line for line in used))  # the loop hands it on to its next turn
+    return found
+
+
+@pytest.mark.long
+def test_blocks_with_scales_for_some_inputs_become_numbers_on_the_chip(unchecked):
+    """A kernel for each product, no matrix in floats beside it, and every code read once a step."""
+    config, programs = one_chip(2, "int4")
+    decode = programs.decode.compile()
+    text = decode.as_text()
+    assert len(re.findall(r"%block_product\S* = ", text)) == 4 * config.num_layers + 1
+    smallest = config.hidden_size * config.head_dim * (config.num_heads + 2 * config.num_kv_heads) * 2
+    assert decode.memory_analysis().temp_size_in_bytes < smallest
+    assert codes_read(config, text, 4) == [1.0] * (4 * config.num_layers + 1)
+
+
 @pytest.mark.slow
 def test_llama_in_8_bits_on_one_chip_of_v5e(unchecked):
-    """Eight rows of 4096 tokens beside Llama 3 8B in 8 bits; no matrix is made whole in floats while decoding."""
-    config, policy = model("llama-3-8b"), jaxkv.policy("dapq-longflow", budget=4096, block=128)
-    chip = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS["v5e"]).devices[0]
-    programs = lower(
-        config, policy, batch=BATCH, tokens=8192, steps=4, dtype=jnp.bfloat16, implementation="tpu", kept="int8",
-        layout=Layout.of(jaxkv.mesh(devices=[chip]), config),
-    )  # fmt: skip
+    """Eight rows of 4096 tokens beside Llama 3 8B in 8 bits; while decoding no matrix is made whole in floats.
+
+    Every code is read once a step.
+    """
+    config, programs = one_chip(None, "int8")
     prefill, decode = programs.prefill.compile(), programs.decode.compile()
+    print(f"prefill needs {needed(prefill) / GIB:.2f} GiB, decode {needed(decode) / GIB:.2f}")
     assert needed(prefill) < HBM["v5e"] and needed(decode) < 0.8 * HBM["v5e"]
     smallest = config.hidden_size * config.head_dim * (config.num_heads + 2 * config.num_kv_heads) * 2
     assert decode.memory_analysis().temp_size_in_bytes < 2 * smallest
+    assert codes_read(config, decode.as_text(), 8) == [1.0] * (4 * config.num_layers + 1)

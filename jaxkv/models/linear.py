@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxkv.errors import BadValue
 from pallas_kernels.block_product import block_product
-from pallas_kernels.block_product.reference import GROUP, numbers
+from pallas_kernels.block_product.reference import GROUP, halves, numbers
 
 PANEL = 64
 LARGE_PAGE = 2**21  # bytes
@@ -29,15 +29,22 @@ MANY_ROWS = 128  # above it arithmetic is the bound, and one matrix product is f
 @dataclasses.dataclass(frozen=True)
 class Blocks:
     """A matrix in 8 or 4 bits: `codes * scale + offset`, with a float16 scale (and offset, or None) for each output, or
-    for every 32 or 16 inputs of it; in the `dtype` of what is computed with it.
+    for every 32 or 16 inputs of it, held as the int16 of their bits; in the `dtype` of what is computed with it.
 
     Each array lies as a matrix of floats would: plain or in panels; of an embedding table `[V, M]` as the table.
+    `divided` says whether they lie over several devices.
     """
 
     codes: Any
     scale: Any
     dtype: Any = dataclasses.field(metadata={"static": True})
     offset: Any = None
+    divided: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @classmethod
+    def placed(cls, arrays: dict[str, Any], dtype: Any) -> "Blocks":
+        """The matrix of arrays that lie on devices."""
+        return cls(**arrays, dtype=dtype, divided=len(arrays["codes"].sharding.device_set) > 1)
 
     def __getitem__(self, everything: EllipsisType) -> "Blocks":
         """Itself, as `weight[...]` gives an array."""
@@ -73,13 +80,13 @@ def in_blocks(leaf: Any, form: Form, axis: int) -> Blocks:
     inputs = leaf.shape[axis]
     if inputs % (group or 1):
         raise BadValue(f"{form.bits} bits for a matrix of {inputs} inputs: expected a multiple of {group}; use 'int8'")
-    scale = shape(1 if group is None else inputs // group, jnp.float16)
+    scale = shape(1 if group is None else inputs // group, jnp.int16)
     codes = shape(inputs // each, jnp.int8 if each == 1 else jnp.uint8)
     return Blocks(codes, scale, leaf.dtype, scale if form.offset else None)
 
 
 def quantised(weight: np.ndarray, kind: str) -> dict[str, np.ndarray]:
-    """The arrays of `Blocks` for a matrix `[out, in]`, by name, each `[out, ...]`.
+    """The codes, and scales and offsets in float16, for a matrix `[out, in]`, by name, each `[out, ...]`.
 
     "int8": an output's largest magnitude becomes 127; "int8-g16": that of each 16 of its inputs. "int4": of 32 inputs
     the least becomes 0 and the largest 15.
@@ -95,8 +102,13 @@ def quantised(weight: np.ndarray, kind: str) -> dict[str, np.ndarray]:
     scale = np.maximum(((grouped.max(axis=2) - offset) / 15).astype(np.float16), tiny)
     steps = (grouped - offset[..., None]) / scale[..., None].astype(np.float32)
     codes = np.rint(np.clip(steps, 0, 15)).astype(np.uint8)
-    halves = codes[..., : GROUP // 2] | codes[..., GROUP // 2 :] << 4
-    return {"codes": halves.reshape(len(weight), -1), "scale": scale, "offset": least}
+    pairs = codes[..., : GROUP // 2] | codes[..., GROUP // 2 :] << 4
+    return {"codes": pairs.reshape(len(weight), -1), "scale": scale, "offset": least}
+
+
+def as_held(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays as `Blocks` hold them: float16 numbers as the int16 of their bits."""
+    return {name: array.view(np.int16) if array.dtype == np.float16 else array for name, array in arrays.items()}
 
 
 def prefers_panels() -> bool:
@@ -143,7 +155,8 @@ def project(
     """`x @ weight` for a stored matrix, in the dtype of both unless `out_dtype` says otherwise."""
     dtype = jnp.dtype(out_dtype or x.dtype)
     if isinstance(weight, Blocks):
-        out = block_product(x.reshape(-1, x.shape[-1]), weight.codes, weight.scale, weight.offset, out_dtype=dtype)
+        arrays = (weight.codes, weight.scale, weight.offset)
+        out = block_product(x.reshape(-1, x.shape[-1]), *arrays, divided=weight.divided, out_dtype=dtype)
         return out.reshape(*x.shape[:-1], out.shape[-1])
     if weight.ndim == 2:
         return jnp.matmul(x, weight, preferred_element_type=dtype)
@@ -194,7 +207,7 @@ def unembed(
         if table.codes.ndim == 3:
             return project(x, table, out_dtype)
         if table.scale.shape[1] == 1 and table.offset is None:
-            found = unembed(x, table.codes.astype(x.dtype), jnp.float32) * table.scale[:, 0].astype(jnp.float32)
+            found = unembed(x, table.codes.astype(x.dtype), jnp.float32) * halves(table.scale[:, 0])
             return found.astype(out_dtype or x.dtype)
         table = numbers(table.codes, table.scale, table.offset, axis=-1).astype(x.dtype)
     if table.ndim == 3:

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxkv.errors import BadValue, BadWeights
 from jaxkv.models import ModelConfig, abstract_weights, inputs_axis
 from jaxkv.models.joined import Segment, order
-from jaxkv.models.linear import FORMS, Blocks, Form, in_blocks, packed, packed_table, quantised
+from jaxkv.models.linear import FORMS, Blocks, Form, as_held, in_blocks, packed, packed_table, quantised
 from jaxkv.weights.gguf_blocks import common
 from jaxkv.weights.tables import OUTSIDE_LAYERS, Table, shapes, wanted
 
@@ -131,7 +131,7 @@ def fill(
                 found = {each: change(config, array)[rows] for each, array in tensor.blocks(form).items()}
             if not all(np.isfinite(array).all() for each, array in found.items() if each != "codes"):
                 raise _damaged(where, names[name, layer])
-            return found
+            return as_held(found)
 
         laid = functools.partial(_laid_out, target, tied=config.tie_embeddings)
         form = forms.get(target) if weights == STORED else FORMS.get(weights or "")
@@ -142,7 +142,7 @@ def fill(
         def arrays(start: int | None, stop: int | None) -> dict[str, np.ndarray]:
             if weights != STORED:
                 assert weights is not None
-                return quantised(outputs(slice(start, stop)), weights)
+                return as_held(quantised(outputs(slice(start, stop)), weights))
             joined = order(target, config)
             if not joined:
                 return stored(target, slice(start, stop), form)
@@ -158,7 +158,7 @@ def fill(
 
         blocks = in_blocks(value, form, inputs_axis(path, value))
         placed = {array: in_place(array, each.shape) for array, each in blocks.arrays.items()}
-        return path, leaf.replace(Blocks(**placed, dtype=value.dtype))
+        return path, leaf.replace(Blocks.placed(placed, value.dtype))
 
     leaves = [*nnx.to_flat_state(abstract_weights(config, dtype, panels=panels))]
     with ThreadPoolExecutor(min(AT_ONCE, os.cpu_count() or 1)) as pool:  # NumPy works outside Python's lock

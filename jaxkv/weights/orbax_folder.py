@@ -17,7 +17,7 @@ from jaxkv import digests
 from jaxkv.errors import BadCheckpoint, BadValue, BadWeights, first_line
 from jaxkv.folders import appearing_folder
 from jaxkv.models import ModelConfig, abstract_weights
-from jaxkv.models.linear import Blocks, packed, packed_table, plain, quantised, settled
+from jaxkv.models.linear import Blocks, as_held, packed, packed_table, plain, quantised, settled
 from jaxkv.models.rope import Rope
 from jaxkv.sharding.hosts import somewhere, together
 from jaxkv.sharding.layout import Layout, on_host
@@ -143,7 +143,7 @@ def _in_blocks(where: tuple, value: jax.Array, config: ModelConfig, kept: str, l
     """The matrix `[in, out]`, or the table `[V, M]`, in blocks."""
     name = str(where[-1])
     whole = on_host(value)
-    arrays = quantised(whole if name == "embed" else whole.T, kept)
+    arrays = as_held(quantised(whole if name == "embed" else whole.T, kept))
     path = "/".join(map(str, where))
 
     def placed(array: np.ndarray) -> jax.Array:
@@ -152,7 +152,7 @@ def _in_blocks(where: tuple, value: jax.Array, config: ModelConfig, kept: str, l
         return layout.put(array if name == "embed" else np.ascontiguousarray(array.T), *layout.rule(path))
 
     found = {key: placed(array) for key, array in arrays.items()}
-    return Blocks(**found, dtype=value.dtype)
+    return Blocks.placed(found, value.dtype)
 
 
 def _config(facts: dict[str, Any]) -> ModelConfig:

@@ -1,13 +1,40 @@
 """block_product: picks the implementation for where it runs."""
 
-from jaxtyping import Array, Float
+from jax import lax
+from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.block_product import reference
 from pallas_kernels.dispatch import dispatch, imported
 
-IMPLEMENTATIONS = {"cpu": imported("block_product.cpu", "block_product"), "reference": reference.block_product}
+IMPLEMENTATIONS = {
+    "cpu": imported("block_product.cpu", "block_product"),
+    "tpu": imported("block_product.tpu", "block_product"),
+    "reference": reference.block_product,
+}
 
 
-def block_product(*args, implementation: str | None = None, **kwargs) -> Float[Array, "N O"]:
-    """`reference.block_product` by the fastest implementation that takes the arguments, or the named one."""
-    return dispatch(IMPLEMENTATIONS, implementation, *args, **kwargs)
+def block_product(
+    rows: Float[Array, "N I"],
+    codes: Shaped[Array, "..."],
+    scale: Int[Array, "..."],
+    offset: Int[Array, "..."] | None = None,
+    *,
+    divided: bool = False,
+    implementation: str | None = None,
+    **kwargs,
+) -> Float[Array, "N O"]:
+    """`reference.block_product` by the fastest implementation that takes the arguments, or the named one.
+
+    A plain matrix is multiplied by what is there for the platform that is compiled for. XLA divides no kernel over
+    devices, so one that is `divided` over them is multiplied by the reference.
+    """
+    arrays = (rows, codes, scale, offset)
+    if implementation is not None or codes.ndim == 3:
+        return dispatch(IMPLEMENTATIONS, implementation, *arrays, **kwargs)
+    if divided or scale.shape[0] == 1:
+        return reference.block_product(*arrays, **kwargs)
+
+    def plain(name: str):
+        return lambda *arrays: dispatch(IMPLEMENTATIONS, name, *arrays, **kwargs)
+
+    return lax.platform_dependent(*arrays, tpu=plain("tpu"), default=plain("reference"))

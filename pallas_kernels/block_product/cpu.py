@@ -7,8 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 from numba.np.numpy_support import carray
 
 from pallas_kernels.block_product.reference import GROUP
@@ -37,30 +36,27 @@ OWN = (2 + GROUP) * PART  # of a panel's own memory: scales, offsets and a group
 def block_product(
     rows: Float[Array, "N I"],
     codes: Shaped[Array, "..."],
-    scale: Float[Array, "..."],
-    offset: Float[Array, "..."] | None,
+    scale: Int[Array, "..."],
+    offset: Int[Array, "..."] | None,
     *,
     out_dtype=None,
 ) -> Float[Array, "N O"]:
     """`reference.block_product`, the codes read once.
 
     Raises `NotImplementedError` for rows that are not float32 or too many, codes that are not in panels of 64 with a
-    multiple of 32 inputs, scales that are not float16, and where XLA cannot call what numba compiles.
+    multiple of 32 inputs, and where XLA cannot call what numba compiles.
     """
     if rows.dtype != jnp.dtype(jnp.float32) or not 0 < rows.shape[0] <= MOST_ROWS:
         raise NotImplementedError(f"{rows.shape[0]} rows of {rows.dtype}: up to {MOST_ROWS} of float32")
     if codes.ndim != 3 or codes.shape[2] != WIDTH or rows.shape[1] % GROUP:
         raise NotImplementedError(f"codes {codes.shape}: panels of {WIDTH} outputs and a multiple of {GROUP} inputs")
-    if scale.dtype != jnp.dtype(jnp.float16):
-        raise NotImplementedError(f"scales of {scale.dtype}: float16")
     each = rows.shape[1] // scale.shape[1]
     if scale.shape[1] > 1 and (each not in (GROUP, GROUP // 2) or (codes.dtype != jnp.int8 and each != GROUP)):
         raise NotImplementedError(f"scales for {each} inputs: for {GROUP}, in 8 bits also {GROUP // 2}, or for all")
     call = _product()
     shape = jax.ShapeDtypeStruct((codes.shape[0], rows.shape[0], WIDTH), jnp.float32)
     facts = np.array([8 if codes.dtype == jnp.int8 else 4, offset is not None], np.int32)
-    halves = [lax.bitcast_convert_type(x, jnp.int16) for x in (scale, scale if offset is None else offset)]
-    out = jax.ffi.ffi_call(call, shape)(rows, codes, *halves, facts)
+    out = jax.ffi.ffi_call(call, shape)(rows, codes, scale, scale if offset is None else offset, facts)
     return jnp.swapaxes(out, 0, 1).reshape(rows.shape[0], -1).astype(out_dtype or rows.dtype)
 
 

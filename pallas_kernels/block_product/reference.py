@@ -2,14 +2,15 @@
 
 A matrix in blocks is `codes * scale + offset`. The codes have 8 bits (int8), or 4 (uint8, two in a byte: of every GROUP
 inputs the first half in the low ones); each output, or every GROUP inputs of it, has a scale and perhaps an offset. In
-8 bits every half of a GROUP may have them too.
+8 bits every half of a GROUP may have them too. Scales and offsets are float16 numbers, given as the int16 of their
+bits: kernels for TPU take no float16.
 """
 
 from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 GROUP = 32  # inputs that share a scale
 AT_ONCE = 16  # panels whose numbers are made together
@@ -17,7 +18,7 @@ MANY_ROWS = 128  # above it one product of these panels is two to three times fa
 
 
 def numbers(
-    codes: Shaped[Array, "..."], scale: Float[Array, "..."], offset: Float[Array, "..."] | None = None, axis: int = -2
+    codes: Shaped[Array, "..."], scale: Int[Array, "..."], offset: Int[Array, "..."] | None = None, axis: int = -2
 ) -> Float[Array, "..."]:
     """codes * scale + offset, float32; `axis` (from the end) is that of the inputs."""
     before, behind = codes.shape[:axis], codes.shape[axis:][1:]
@@ -25,17 +26,22 @@ def numbers(
         pairs = codes.reshape(*before, -1, GROUP // 2, *behind)
         codes = jnp.concatenate([pairs & 15, pairs >> 4], axis=axis).reshape(*before, -1, *behind)
     grouped = codes.reshape(*before, scale.shape[axis], -1, *behind)
-    found = grouped.astype(jnp.float32) * jnp.expand_dims(scale, axis).astype(jnp.float32)
+    found = grouped.astype(jnp.float32) * jnp.expand_dims(halves(scale), axis)
     if offset is not None:
-        found = found + jnp.expand_dims(offset, axis).astype(jnp.float32)
+        found = found + jnp.expand_dims(halves(offset), axis)
     return found.reshape(*before, -1, *behind)
+
+
+def halves(bits: Int[Array, "..."]) -> Float[Array, "..."]:
+    """The float16 numbers of these bits, as float32."""
+    return lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
 
 
 def block_product(
     rows: Float[Array, "N I"],
     codes: Shaped[Array, "..."],
-    scale: Float[Array, "..."],
-    offset: Float[Array, "..."] | None,
+    scale: Int[Array, "..."],
+    offset: Int[Array, "..."] | None,
     *,
     out_dtype=None,
 ) -> Float[Array, "N O"]:
@@ -47,7 +53,7 @@ def block_product(
     dtype = jnp.dtype(out_dtype or rows.dtype)
     if scale.shape[-2] == 1 and offset is None:  # a scale for each output: that of its sum
         out = _product(rows, lambda codes: codes.astype(rows.dtype), codes)
-        return (out * scale.reshape(-1).astype(jnp.float32)).astype(dtype)
+        return (out * halves(scale).reshape(-1)).astype(dtype)
     arrays = (codes, scale) if offset is None else (codes, scale, offset)
     return _product(rows, lambda *arrays: numbers(*arrays).astype(rows.dtype), *arrays).astype(dtype)
 
