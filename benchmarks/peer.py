@@ -29,6 +29,14 @@ class Peer:
         print(json.dumps(request), file=self._process.stdin, flush=True)
         return self._read()
 
+    @property
+    def most_memory(self) -> int:
+        """Bytes that the process has held at most."""
+        for line in Path(f"/proc/{self._process.pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return 1024 * int(line.split()[1])
+        raise RuntimeError("this system tells no process' memory")
+
     def close(self) -> None:
         """End the process."""
         assert self._process.stdin is not None

@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--slots", type=int, required=True)
     parser.add_argument("--context", type=int, required=True, help="tokens per slot")
+    parser.add_argument("--batch", type=int, default=2048, help="tokens of prompts that are read at a time")
     options = parser.parse_args()
     serve(lambda: begin(options))
 
@@ -40,7 +41,7 @@ def begin(options: argparse.Namespace) -> tuple[dict[str, Any], Callable]:
     settings.n_gpu_layers = 0
     settings.n_parallel = options.slots
     settings.n_ctx = options.slots * options.context
-    settings.n_batch = options.slots * options.context  # the prompts of a batch are read together, in pieces of 512
+    settings.n_batch = options.batch
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = options.threads
     settings.cache_prompt = False  # every prompt is read whole
     settings.cache_ram_mib = 0

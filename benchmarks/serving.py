@@ -1,11 +1,12 @@
-"""Requests that arrive at random: the engine, `generate` one by one, and transformers in static batches, in one run.
+"""Requests that arrive at random, in one run: the engine, `generate` one by one, transformers in static batches, and
+llama.cpp's server with as many slots.
 
 Prompts of 50 to 2000 tokens (equally many of every doubling) and 32 to 96 new tokens arrive in a Poisson stream. A
 static batch takes all that wait, up to as many as the engine has rows, left-padded, and answers when its last row has
 ended. And what the engine's decode steps cost beside the bare loop of `generate`, the two in turns.
 
     python -m benchmarks.serving                                    # JSON to benchmarks/results/serving.json
-    python -m benchmarks.serving --rows 32 --requests 64 --oracle-python PATH
+    python -m benchmarks.serving --rows 32 --requests 64 --oracle-python PATH --llama-python PATH
     python -m benchmarks.serving --steps-only                       # the cost per step alone
 """
 
@@ -51,7 +52,7 @@ class Done:
 def drawn(tokenizer: Any, options: argparse.Namespace) -> list[Work]:
     """The requests, the same for every side."""
     draw = np.random.default_rng(options.seed)
-    lengths = np.exp(draw.uniform(np.log(50), np.log(options.longest), options.requests)).astype(int)
+    lengths = np.exp(draw.uniform(np.log(options.shortest), np.log(options.longest), options.requests)).astype(int)
     at = np.cumsum(draw.exponential(1 / options.rate, options.requests))
     rows = prose_rows(tokenizer, options.requests, options.longest)
     new = draw.integers(32, 97, options.requests)
@@ -104,7 +105,17 @@ def in_batches(peer: Peer, rows: int, work: list[Work]) -> list[Done]:
     return done
 
 
-def told(work: list[Work], done: list[Done], seconds: float) -> dict[str, float]:
+def by_llama(peer: Peer, work: list[Work]) -> list[Done]:
+    """llama.cpp's server, which batches what runs as it likes."""
+    return [Done(*each) for each in peer.ask(work=[(each.at, each.prompt, each.new) for each in work])["done"]]
+
+
+def own_memory() -> int:
+    """Bytes that this process has held at most."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def told(work: list[Work], done: list[Done], most_memory: int) -> dict[str, float]:
     """Tokens per second from the first arrival to the last token, and the waits."""
     firsts = [each.first - asked.at for asked, each in zip(work, done, strict=True)]
     steps = [(each.last - each.first) / (asked.new - 1) for asked, each in zip(work, done, strict=True)]
@@ -113,8 +124,7 @@ def told(work: list[Work], done: list[Done], seconds: float) -> dict[str, float]
         "first_median": float(statistics.median(firsts)),
         "first_most": float(max(firsts)),
         "token_median": statistics.median(steps),
-        "seconds": seconds,
-        "most_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "most_memory_mib": most_memory / 2**20,
     }
 
 
@@ -182,10 +192,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="decode steps of a chunk")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--rate", type=float, default=2.0, help="requests per second")
+    parser.add_argument("--shortest", type=int, default=50)
     parser.add_argument("--longest", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=7, help="of the cost per step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--oracle-python", help="a Python that has torch and transformers")
+    parser.add_argument("--llama-python", help="a Python that has xllamacpp")
     parser.add_argument("--steps-only", action="store_true")
     parser.add_argument("--name", default="serving", help="of the JSON file in benchmarks/results")
     options = parser.parse_args()
@@ -215,31 +227,37 @@ def main() -> None:
     }
     some = [50, 100, 200, *(block + size - 1 for size in (16, 32, 64, 128, 256) if size <= block)]
     warmup(params, some, policy=policy, max_new_tokens=2, stop_tokens=(), sizes=1, scan_layers=True)
-    peer = None
+    peers, common = {}, ("--gguf", str(gguf), "--threads", str(cores()))
     if options.oracle_python:
-        module = "benchmarks.peer_transformers"
-        peer = Peer(options.oracle_python, module, "--gguf", str(gguf), "--threads", str(cores()))
-        peer.ask(ids=[[1] * 64] * 2, new_tokens=4, cache="dynamic")  # warms up
-        sides["transformers, static batches"] = lambda: in_batches(peer, options.rows, work)
+        static = peers["transformers, static batches"] = Peer(
+            options.oracle_python, "benchmarks.peer_transformers", *common
+        )
+        static.ask(ids=[[1] * 64] * 2, new_tokens=4, cache="dynamic")  # warms up
+        sides["transformers, static batches"] = lambda: in_batches(static, options.rows, work)
+    if options.llama_python:
+        slots = ("--slots", str(options.rows), "--context", str(options.longest + 104))
+        llama = peers["llama.cpp's server"] = Peer(options.llama_python, "benchmarks.peer_llama", *common, *slots)
+        llama.ask(ids=[[1] * 64] * 2, new_tokens=4)
+        sides["llama.cpp's server"] = lambda: by_llama(llama, work)
     results = {}
     for name, side in sides.items():
-        started = time.perf_counter()
         done = side()
-        results[name] = told(work, done, time.perf_counter() - started)
+        results[name] = told(work, done, peers[name].most_memory if name in peers else own_memory())
         print(name, {key: round(value, 3) for key, value in results[name].items()}, flush=True)
-    if peer is not None:
+    about = {name: peer.about for name, peer in peers.items()}
+    for peer in peers.values():
         peer.close()
-    columns = ("tokens_per_second", "first_median", "first_most", "token_median")
-    header = ("", "tokens/s", "first token, median s", "most s", "per token, median s")
+    columns = ("tokens_per_second", "first_median", "first_most", "token_median", "most_memory_mib")
+    header = ("", "tokens/s", "first token, median s", "most s", "per token, median s", "memory, most MiB")
     rows = [(name, *(found[column] for column in columns)) for name, found in results.items()]
     title = (
-        f"{options.requests} requests, {options.rate:g} a second, prompts of 50 to {options.longest} tokens, "
-        f"{options.rows} rows, {policy.name} at {policy.budget}"
+        f"{options.requests} requests, {options.rate:g} a second, prompts of {options.shortest} to {options.longest} "
+        f"tokens, {options.rows} rows, {policy.name} at {policy.budget}"
     )
     print(table(title, header, rows))
-    facts = {key: value for key, value in vars(options).items() if key not in ("oracle_python", "steps_only", "name")}
-    about = None if peer is None else peer.about
-    stored = {**facts, "bytes_per_row": engine.nbytes // options.rows, "step": cost, "peer": about, "sides": results}
+    left = ("oracle_python", "llama_python", "steps_only", "name")
+    facts = {key: value for key, value in vars(options).items() if key not in left}
+    stored = {**facts, "bytes_per_row": engine.nbytes // options.rows, "step": cost, "peers": about, "sides": results}
     print("written to", write(options.name, stored))
 
 

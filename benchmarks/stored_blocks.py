@@ -74,8 +74,9 @@ def main() -> None:
     policy = jaxkv.policy(options.policy, budget=options.budget)
     runs, about = [], {}
     for batch in options.batch:
-        context = str(options.prompt_tokens + options.new_tokens + 8)
-        sizes = ("--threads", str(cores()), "--slots", str(batch), "--context", context)
+        context = options.prompt_tokens + options.new_tokens + 8
+        sizes = ("--threads", str(cores()), "--slots", str(batch), "--context", str(context))
+        sizes += ("--batch", str(batch * context))  # the prompts are read together
         peer = Peer(options.llama_python, "benchmarks.peer_llama", "--gguf", gguf, *sizes)
         runs.append(compared(loaded, peer, policy, batch, options.prompt_tokens, options.new_tokens, options.rounds))
         about = peer.about
