@@ -8,6 +8,7 @@ joined matrix as it divides the heads.
 import math
 from collections.abc import Iterable
 
+from jax import lax
 from jaxtyping import Array, Float
 
 from jaxkv.models.config import ModelConfig
@@ -48,7 +49,10 @@ def split_heads(
 
 
 def split_strips(mixed: Float[Array, "*lead O"]) -> tuple[Float[Array, "*lead F"], Float[Array, "*lead F"]]:
-    """Gate and up of the joined product."""
+    """Gate and up of the joined product.
+
+    The barrier has the product split; without it XLA for TPU splits the matrix, by a copy of it.
+    """
     lead, size = mixed.shape[:-1], mixed.shape[-1] // 2
-    mixed = mixed.reshape(*lead, -1, 2, strip(size))
+    mixed = lax.optimization_barrier(mixed).reshape(*lead, -1, 2, strip(size))
     return mixed[..., 0, :].reshape(*lead, size), mixed[..., 1, :].reshape(*lead, size)
