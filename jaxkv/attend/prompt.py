@@ -153,7 +153,7 @@ def _mass(
     at = observe.looking(query_positions, given.ask.extra)
     query = query[:, :, -at.shape[1] :]
     if not observe.own_keys:
-        key_positions = key_positions.at[:, :, -at.shape[1] :].set(EMPTY)
+        key_positions = key_positions.at[:, :, -(given.ask.extra or at.shape[1]) :].set(EMPTY)
     weights = aggregate.weights(at, now, None if sizes is None else sizes[:, -at.shape[1] :])
     mass = prefill_attend_mass(
         layout, query, keys, at, key_positions, reduce=aggregate.queries, weights=weights, **softmax
