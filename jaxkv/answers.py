@@ -34,8 +34,8 @@ NAMES = (("Anna", "Boris"), ("Clara", "David"), ("Emma", "Frank"), ("Greta", "He
 
 
 class Answered(NamedTuple):
-    """A prompt and its answer, of T tokens together: which keys say what is asked for, which queries have `told` a token
-    of the answer, and how often the token that a query tells `stands` among those keys."""
+    """A prompt and its answer, of T tokens together: which keys say what is asked for, which queries have `told` a
+    token of the answer, and how often the token that a query tells `stands` among those keys."""
 
     tokens: Int[np.ndarray, "T"]
     inside: Bool[np.ndarray, "T"]
@@ -55,8 +55,8 @@ def answered(params: Params, length: int, count: int, seed: int, *, compared: bo
     """What the model answers to `count` prompts, each `length` tokens with its answer: those answers that are right.
 
     Greedy, up to the end of a line. Where none is right, the right answers are given instead. With `compared` a prompt
-    hides two facts of a kind, and a comparison between them says which is asked for. Raises `BadValue` for a length that
-    holds no fact.
+    hides two facts of a kind, and a comparison between them says which is asked for. Raises `BadValue` for a length
+    that holds no fact.
     """
     prompts = hidden(params, length - SAID, count, seed, compared)
     plain = dataclasses.replace(params, tokenizer=None)  # tokens in, tokens out

@@ -38,23 +38,23 @@ def calibrate(params: Params, *, length: int = 512, windows: int = 12, needles: 
     Over `windows` stretches of `length` tokens, without the first four of each: `query_mean [L, Hq, D]` and
     `query_covariance [L, Hq, D, D]` (1/(N-1)) before RoPE (Expected Attention with statistics, as kvpress), and
     `query_direction [L, Hk, D]`, the first right singular vector of a group's queries after RoPE, turned so that they
-    point along it on average (Q-Filters, arXiv 2503.02812). `retrieval [L, Hq]` is, for every token that the
-    model answers with and that stands in a fact hidden in prose, the attention mass that a head puts on the sentence with
-    the fact, once for each time that the token stands there, summed over the answer; a mean over the facts of `needles`
+    point along it on average (Q-Filters, arXiv 2503.02812). `retrieval [L, Hq]` is, for every token that the model
+    answers with and that stands in a fact hidden in prose, the attention mass that a head puts on the sentence with the
+    fact, once for each time that the token stands there, summed over the answer; a mean over the facts of `needles`
     that the model tells right (CompressKV's semantic retrieval score, arXiv 2508.02401; where it tells none, the right
-    answers are given instead). `reasoning [L, Hq]`: the same of facts of which a comparison says which one is asked for;
-    of each token of the answer, what of a head's n largest weights lies on the n tokens of the right fact, over n (HeadKV's
-    R2 score, arXiv 2410.19258). `echo` and `induction [L, Hq]`: in random tokens that come four times, the mass of a head
-    on earlier places of the same token, and on those right behind them (RazorAttention, arXiv 2407.15891).
-    `eviction_error [L]` is what is lost of each layer's output where a quarter of a stretch is kept, by CompressKV's
-    choice: ||kept - full||_F / ||full||_F for the queries of the last eighth (the source's own, over our text).
-    `utility_curves [L, 99, Hk]`: the fraction of its entries that a head keeps when 1 to 99 % of all are removed so
-    that least is lost of what the second half of a stretch reads of the first, the heads' entries in the order of
+    answers are given instead). `reasoning [L, Hq]`: the same of facts of which a comparison says which one is asked
+    for; of each token of the answer, what of a head's n largest weights lies on the n tokens of the right fact, over n
+    (HeadKV's R2 score, arXiv 2410.19258). `echo` and `induction [L, Hq]`: in random tokens that come four times, the
+    mass of a head on earlier places of the same token, and on those right behind them (RazorAttention, arXiv
+    2407.15891). `eviction_error [L]` is what is lost of each layer's output where a quarter of a stretch is kept, by
+    CompressKV's choice: ||kept - full||_F / ||full||_F for the queries of the last eighth (the source's own, over our
+    text). `utility_curves [L, 99, Hk]`: the fraction of its entries that a head keeps when 1 to 99 % of all are removed
+    so that least is lost of what the second half of a stretch reads of the first, the heads' entries in the order of
     LU-KV's score; a mean over the stretches (LU-KV, arXiv 2602.08585; the measure of what is read is ours).
-    `key_similarity [L]`: the cosine between the keys that a layer makes and those it makes where every token sees only its
-    quarter of the stretch, half of the quarter before, and the first tokens; a mean over heads and parts (EpiCache's layer
-    sensitivity, arXiv 2509.17396, at its proportions).
-    Raises `BadValue` without a tokenizer, and for sizes that leave nothing to measure.
+    `key_similarity [L]`: the cosine between the keys that a layer makes and those it makes where every token sees only
+    its quarter of the stretch, half of the quarter before, and the first tokens; a mean over heads and parts
+    (EpiCache's layer sensitivity, arXiv 2509.17396, at its proportions). Raises `BadValue` without a tokenizer, and for
+    sizes that leave nothing to measure.
     """
     check_model(params)
     check_arguments(length=length, windows=windows, needles=needles, seed=seed)
@@ -177,7 +177,9 @@ def _repeated(weights, tokens: Int[Array, "T"], *, config: ModelConfig) -> dict[
     on = {"echo": (back % once == 0) & (back > 0), "induction": ((back + 1) % once == 0) & (back > 0) & (place > 0)}
 
     def look(spec: AttentionSpec, seen: Seen):
-        return {name: jnp.sum(jnp.where(there, seen.mass[0], 0.0)[:, once:], axis=-1).mean(-1) for name, there in on.items()}
+        return {
+            name: jnp.sum(jnp.where(there, seen.mass[0], 0.0)[:, once:], axis=-1).mean(-1) for name, there in on.items()
+        }
 
     found = _looked(weights, tokens[None], config, look)
     return {name: jnp.stack([layer[name] for layer in found]) for name in on}
@@ -200,7 +202,9 @@ def _key_similarity(weights, tokens: Int[Array, "B T"], *, config: ModelConfig) 
     def alike(full, blockwise):
         cells = (x[:, : part * COMPARED].reshape(COMPARED, part, *x.shape[2:]) for x in (full, blockwise))
         full, blockwise = cells
-        dot, *sizes = (jnp.sum(x * y, axis=(1, 3)) for x, y in ((full, blockwise), (full, full), (blockwise, blockwise)))
+        dot, *sizes = (
+            jnp.sum(x * y, axis=(1, 3)) for x, y in ((full, blockwise), (full, full), (blockwise, blockwise))
+        )
         return jnp.mean(dot / jnp.sqrt(sizes[0] * sizes[1]))
 
     whole, parted = (_looked(weights, tokens, config, look, reach=reach) for reach in (None, seen))
@@ -294,8 +298,8 @@ def _looked(
     facts: Sequence[Any] | None = None,
     reach: Bool[Array, "T T"] | None = None,
 ) -> Any:
-    """What `look` gives of every layer, bottom first; `facts` of each layer are handed to it. With `reach`, a query sees
-    only those keys."""
+    """What `look` gives of every layer, bottom first; `facts` of each layer are handed to it. With `reach`, a query
+    sees only those keys."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
     def attend(spec: AttentionSpec, query, key, value, facts):

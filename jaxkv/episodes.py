@@ -67,12 +67,12 @@ def episodes(
     """The history (text, messages or ids) in `count` caches under a policy with pseudo queries, such as "epicache".
 
     Its segments are put in `count` topics by k-means over the directions of their mean token embeddings. A segment is
-    `utterances` messages, or lines of a text, side by side; of ids as many as the policy has pseudo queries. Each topic's
-    cache is filled block by block with the history, and what the topic's `windows` segments nearest to its centre, behind
-    the `instruction` and in time order, attend to stays. Memory is `count` budgets, whatever the history's length. Raises
-    `BadValue` for several histories, another kind of policy, and for fewer segments than topics.
-    Source: EpiCache (arXiv 2509.17396), with the numbers of its release's runs; the embedding is ours (the paper's is a
-    sentence encoder), and the instruction's words are.
+    `utterances` messages, or lines of a text, side by side; of ids as many as the policy has pseudo queries. Each
+    topic's cache is filled block by block with the history, and what the topic's `windows` segments nearest to its
+    centre, behind the `instruction` and in time order, attend to stays. Memory is `count` budgets, whatever the
+    history's length. Raises `BadValue` for several histories, another kind of policy, and for fewer segments than
+    topics. Source: EpiCache (arXiv 2509.17396), with the numbers of its release's runs; the embedding is ours (the
+    paper's is a sentence encoder), and the instruction's words are.
     """
     check_model(params)
     check_arguments(count=count, windows=windows, utterances=utterances, instruction=instruction, seed=seed)

@@ -158,8 +158,8 @@ def checked_pseudo(pseudo: np.ndarray, rows: int, policy: Policy, vocab_size: in
         raise BadValue(f"pseudo of {pseudo.dtype} {pseudo.shape} under policy {policy.name!r}: expected {want}")
     if pseudo.min() < -1 or pseudo.max() >= vocab_size or (pseudo[:, 0] < 0).any():
         raise BadValue(
-            f"pseudo tokens from {pseudo.min()} to {pseudo.max()}: expected ids from 0 to {vocab_size - 1}, at least one "
-            "in each row, and -1 behind them"
+            f"pseudo tokens from {pseudo.min()} to {pseudo.max()}: expected ids from 0 to {vocab_size - 1}, at least "
+            "one in each row, and -1 behind them"
         )
     if (np.diff((pseudo >= 0).astype(np.int8), axis=1) > 0).any():
         raise BadValue("pseudo tokens behind a -1: expected -1 only behind all ids of a row")

@@ -79,7 +79,7 @@ def test_facts_are_hidden(params, compared):
 
 
 def test_right_answers_count(params, monkeypatch):
-    """What the model says counts up to the end of its line, where it says the answer; where none does, the right ones."""
+    """What the model says counts up to the end of its line, if it says the answer; where none does, the right ones."""
     prompts = answers.hidden(params, LENGTH - answers.SAID, 3, 0)
     said = [prompts[0].answer[1] + [13, 40], [50, 51], [52, *prompts[2].answer[0]]]
     rows = np.full((3, answers.SAID), -1)
@@ -90,7 +90,8 @@ def test_right_answers_count(params, monkeypatch):
     assert len(found) == 2
     for one, tokens, prompt in zip(found, (prompts[0].answer[1], said[2]), (prompts[0], prompts[2]), strict=True):
         assert one.tokens[LENGTH - answers.SAID :][: len(tokens)].tolist() == tokens
-        assert np.flatnonzero(one.told).tolist() == list(range(LENGTH - answers.SAID - 1, LENGTH - answers.SAID - 1 + len(tokens)))
+        begin = LENGTH - answers.SAID - 1
+        assert np.flatnonzero(one.told).tolist() == list(range(begin, begin + len(tokens)))
         fact = prompt.tokens[prompt.inside].tolist()
         assert one.stands[one.told].tolist() == [fact.count(token) for token in tokens]
         assert not one.stands[~one.told].any()
@@ -145,7 +146,9 @@ def test_layers_whose_keys_need_the_whole_text(params, found):
     for tokens in _windows(params, LENGTH, 3):
         whole, parted = (keys_of(params, tokens, mask) for mask in (np.ones_like(mask), mask))
         for layer, pair in enumerate(zip(whole, parted, strict=True)):
-            one, other = (x.reshape(16, LENGTH // 16, *x.shape[1:]).swapaxes(1, 2).reshape(-1, x.shape[-1] * LENGTH // 16) for x in pair)
+            one, other = (
+                np.concatenate([part.swapaxes(0, 1).reshape(x.shape[1], -1) for part in np.split(x, 16)]) for x in pair
+            )
             cosines = (one * other).sum(1) / np.linalg.norm(one, axis=1) / np.linalg.norm(other, axis=1)
             want[layer] += cosines.mean() / 3
     np.testing.assert_allclose(want[0], 1, rtol=1e-6)  # the first layer's keys are made of the tokens alone
@@ -164,7 +167,8 @@ def keys_of(params, tokens, mask):
         weights = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=-1)
         return jnp.einsum("hts,shd->thd", weights, jnp.repeat(value[0], group, axis=1))[None], key[0]
 
-    _, out = model_of(params.config, params.weights)(jnp.asarray(tokens)[None], (None,) * params.config.num_layers, attend)
+    layers = (None,) * params.config.num_layers
+    _, out = model_of(params.config, params.weights)(jnp.asarray(tokens)[None], layers, attend)
     return [np.asarray(each) for each in out]
 
 

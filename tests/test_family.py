@@ -491,7 +491,6 @@ def test_an_even_sample_of_behaviour(entries, guarded, share):
     assert set(np.flatnonzero(worth[0] == 1)) == set(sampled) and len(set(sampled)) == wanted
 
 
-@pytest.mark.parametrize("head_goal", [False, True])
 def test_random_is_uniform_and_differs():
     at = jnp.broadcast_to(jnp.arange(4000, dtype=jnp.int32), (1, 2, 4000))
     draw = lambda seed: np.asarray(Random(seed).factors({}, at, jnp.array([4000]))[1])[0]  # noqa: E731

@@ -50,7 +50,7 @@ PROMPTS = {
         },
     ),
     "streaming-llm": ("kvcache_factory", {"p60-b12": (12, {})}),
-    "adakv": ("adakv", {"p60-b18": (18, {"window": 8}), "p90-b28-avg": (28, MEAN)}),
+    "adakv": ("adakv", {"p60-b18-k3": (18, {"window": 8, "kernel": 3}), "p90-b28-avg": (28, MEAN)}),
     "kvzip": (
         "kvzip",
         {

@@ -161,8 +161,7 @@ def _mass(
     if OUTPUT in aggregate.needs and given.facts.out is not None:
         mass = aggregate.by_output(mass, filled(joined.values, joined.positions), given.facts.out)
     apart = phase.protects.recent_entries(key_positions, now, given.limits)
-    mass = aggregate.along_text(mass, key_positions, apart)
-    return aggregate.over_group(mass, keys.shape[1], given.facts.learned)
+    return aggregate.by_kv_head(mass, key_positions, apart, given.facts.learned)
 
 
 def _cut(

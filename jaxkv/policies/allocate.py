@@ -28,13 +28,13 @@ class Adaptive(Shared):
     """The KV heads of a layer compete for its budget: the best entries of all heads stay, wherever they are.
 
     Every head keeps at least its best `safeguard` (a fraction of the budget); or, with `by="mix"`, gets of what is not
-    protected round((1 - safeguard) n + safeguard m) of its best, n being how many it won and m the mean. With `of`, the heads' shares come from
-    that score, and inside each head the policy's own decides. `layers` gives each layer its budget. At decode the
-    borders between the heads move every `interval` steps (0: never): the lowest `shift` entries per head on average, of
-    all heads together, make room for as many new ones in every head. A decode phase with `every` > 1 moves the borders
-    whenever it cuts. The cache is a pool of exactly the budget.
-    Layers with a sliding window stay uniform. Source: AdaKV (arXiv 2407.11550), "mix" as in its release
-    (`AdaptiveSnapKVCluster`), "guard" as in kvpress; the moves are ours.
+    protected round((1 - safeguard) n + safeguard m) of its best, n being how many it won and m the mean. With `of`, the
+    heads' shares come from that score, and inside each head the policy's own decides. `layers` gives each layer its
+    budget. At decode the borders between the heads move every `interval` steps (0: never): the lowest `shift` entries
+    per head on average, of all heads together, make room for as many new ones in every head. A decode phase with
+    `every` > 1 moves the borders whenever it cuts. The cache is a pool of exactly the budget. Layers with a sliding
+    window stay uniform. Source: AdaKV (arXiv 2407.11550), "mix" as in its release (`AdaptiveSnapKVCluster`), "guard" as
+    in kvpress; the moves are ours.
     """
 
     safeguard: float = 0.2

@@ -130,8 +130,8 @@ class Demote(Evicted):
 
 @dataclasses.dataclass(frozen=True)
 class Estimate(Evicted):
-    """What leaves goes into a sketch, from which its part in the attention is estimated: per KV head `clusters` clusters
-    of keys with `members` keys of each, drawn evenly, and a `sample` of entries drawn with odds ||v||^2.
+    """What leaves goes into a sketch, from which its part in the attention is estimated: per KV head, `clusters` groups
+    of keys with `members` of each, drawn evenly, and a `sample` of entries drawn with odds ||v||^2.
 
     denominator = sum_i n_i / T sum_j exp(q . k_ij) over the T members of each cluster of n_i keys; numerator =
     sum_j mu / (S ||v_j||^2) exp(q . k_j) v_j over the sample of S, mu being the sum of all ||v||^2. Draws are with
@@ -153,8 +153,8 @@ class Estimate(Evicted):
     def __post_init__(self):
         if min(self.clusters, self.members, self.sample) < 1 or self.radius < 0:
             raise BadValue(
-                f"clusters={self.clusters}, members={self.members}, sample={self.sample}, radius={self.radius}: expected "
-                "at least 1 of each, and a distance of 0 or more"
+                f"clusters={self.clusters}, members={self.members}, sample={self.sample}, radius={self.radius}: "
+                "expected at least 1 of each, and a distance of 0 or more"
             )
 
     def begin(self, batch: int, heads: int, head_dim: int, dtype: Any) -> sketch.Sketch:

@@ -118,8 +118,8 @@ class Similar(Allocate):
     for the most; and a quarter of the mean at least.
 
     The similarities are `key_similarity [L]`, as `jaxkv calibrate` found them: a layer whose keys are the same without
-    the text before keeps little. Source: EpiCache (arXiv 2509.17396), in its release's form (`allocate_layer_budget`, run
-    with a power of 1.1); there the quarters come on top of the budget, here all are scaled to it.
+    the text before keeps little. Source: EpiCache (arXiv 2509.17396), in its release's form (`allocate_layer_budget`,
+    run with a power of 1.1); there the quarters come on top of the budget, here all are scaled to it.
     """
 
     power: float = 1.1

@@ -179,7 +179,9 @@ class Divided(Local):
         if self.of_group not in ("mean", "max"):
             raise BadValue(f"of_group={self.of_group!r}: expected 'mean' or 'max'")
         if not 0 < self.retrieval <= 1:
-            raise BadValue(f"retrieval={self.retrieval}: expected the fraction of heads that retrieve, above 0, up to 1")
+            raise BadValue(
+                f"retrieval={self.retrieval}: expected the fraction of heads that retrieve, above 0, up to 1"
+            )
 
     @property
     def needs(self) -> frozenset[str]:

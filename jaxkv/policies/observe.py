@@ -154,10 +154,10 @@ class Lookahead(Observer):
     the block's own last `local` ones.
 
     They come from a first pass: the prompt under SnapKV (window `draft_window`) at the same budget, then `count` greedy
-    tokens; on a cache that is already bounded, everything new is kept for that pass. Two prefills, bounded memory.
-    With `own_keys=False` the keys of the new tokens stay out of the softmax, as in the release. Source: Lookahead Q-Cache
-    (arXiv 2505.20334), which keeps the first pass's queries and the whole prompt's cache in between; here the tokens run
-    again behind the prompt. With `local` 8 its LAQ++.
+    tokens; on a cache that is already bounded, everything new is kept for that pass. Two prefills, bounded memory. With
+    `own_keys=False` the keys of the new tokens stay out of the softmax, as in the release. Source: Lookahead Q-Cache
+    (arXiv 2505.20334), which keeps the first pass's queries and the whole prompt's cache in between; here the tokens
+    run again behind the prompt. With `local` 8 its LAQ++.
     """
 
     count: int = 8
@@ -189,10 +189,10 @@ class Lookahead(Observer):
 class Replay(Observer):
     """Every block of the prompt is run once more behind itself, behind an `instruction` (text), and that looks.
 
-    The instruction of a block with others before it is `again`, and behind that the last `lead` tokens before the block,
-    from where on it is to be said. What the model needs to say the block again is what it has to keep; prefill costs
-    twice or more. The softmax is over all that is held. With a block as long as the prompt, that is the whole prompt.
-    Source: KVzip (arXiv 2505.23416), whose blocks have 2000 tokens and look at themselves in an uncut cache.
+    The instruction of a block with others before it is `again`, and behind that the last `lead` tokens before the
+    block, from where on it is to be said. What the model needs to say the block again is what it has to keep; prefill
+    costs twice or more. The softmax is over all that is held. With a block as long as the prompt, that is the whole
+    prompt. Source: KVzip (arXiv 2505.23416), whose blocks have 2000 tokens and look at themselves in an uncut cache.
     """
 
     instruction: str = "\n\nRepeat the previous context exactly."

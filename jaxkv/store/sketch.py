@@ -20,8 +20,8 @@ class Sketch:
     """M clusters of keys with T members each, and S entries, per KV head.
 
     `counts` are the clusters' sizes (0: not there yet), `centres` their first keys, `members` T keys of each, drawn
-    evenly with replacement; `keys` and `values` are entries drawn with odds ||v||^2, with replacement, and `mass` is the
-    sum of ||v||^2 over all that has left. A draw is the place with the highest number of a hash: `member_draws` and
+    evenly with replacement; `keys` and `values` are entries drawn with odds ||v||^2, with replacement, and `mass` is
+    the sum of ||v||^2 over all that has left. A draw is the place with the highest number of a hash: `member_draws` and
     `draws` are these numbers, below every other where nothing is drawn yet.
     """
 
@@ -52,8 +52,8 @@ class Sketch:
     ) -> "Sketch":
         """The sketch with these entries in it, those at position -1 left out.
 
-        While there is room, the entry farthest from all centres opens a cluster of its own, if it lies farther from them
-        than `radius`; then every entry joins the cluster of the nearest centre.
+        While there is room, the entry farthest from all centres opens a cluster of its own, if it lies farther from
+        them than `radius`; then every entry joins the cluster of the nearest centre.
         """
         lost = positions >= 0
         keys, values = (jnp.where(lost[..., None], x.astype(jnp.float32), 0.0) for x in (keys, values))
@@ -72,7 +72,11 @@ class Sketch:
         return Sketch(centres, counts, members, best, own_keys, own_values, most, self.mass + jnp.sum(size, axis=-1))
 
     def _opened(
-        self, keys: Float[Array, "B Hk N D"], lost: Bool[Array, "B Hk N"], positions: Int[Array, "B Hk N"], radius: float
+        self,
+        keys: Float[Array, "B Hk N D"],
+        lost: Bool[Array, "B Hk N"],
+        positions: Int[Array, "B Hk N"],
+        radius: float,
     ) -> tuple[Float[Array, "B Hk M D"], Bool[Array, "B Hk M"]]:
         """The centres and which there are, after those that the lost entries open."""
 
@@ -130,7 +134,10 @@ def _gaps(keys: Float[Array, "B Hk N D"], centres: Float[Array, "B Hk M D"]) -> 
 
 
 def _drawn(
-    held: Float[Array, "B Hk S D"], best: Float[Array, "B Hk S"], draws: Float[Array, "B Hk N S"], x: Float[Array, "B Hk N D"]
+    held: Float[Array, "B Hk S D"],
+    best: Float[Array, "B Hk S"],
+    draws: Float[Array, "B Hk N S"],
+    x: Float[Array, "B Hk N D"],
 ) -> tuple[Float[Array, "B Hk S D"], Float[Array, "B Hk S"]]:
     """Of what is held and each of the `x` that with the highest draw, and that draw."""
     at, most = jnp.argmax(draws, axis=2), jnp.max(draws, axis=2)
@@ -140,8 +147,17 @@ def _drawn(
 
 def empty(batch: int, heads: int, clusters: int, members: int, sample: int, head_dim: int) -> Sketch:
     """Of nothing."""
-    zeros = lambda *shape: jnp.zeros((batch, heads, *shape), jnp.float32)  # noqa: E731
+
+    def full(value: float, *shape: int) -> Float[Array, "..."]:
+        return jnp.full((batch, heads, *shape), value, jnp.float32)
+
     return Sketch(
-        zeros(clusters, head_dim), zeros(clusters), zeros(clusters * members, head_dim), zeros(clusters * members) - 1.0,
-        zeros(sample, head_dim), zeros(sample, head_dim), zeros(sample) - jnp.inf, zeros(),
-    )  # fmt: skip
+        centres=full(0.0, clusters, head_dim),
+        counts=full(0.0, clusters),
+        members=full(0.0, clusters * members, head_dim),
+        member_draws=full(-1.0, clusters * members),
+        keys=full(0.0, sample, head_dim),
+        values=full(0.0, sample, head_dim),
+        draws=full(-jnp.inf, sample),
+        mass=full(0.0),
+    )

@@ -1,12 +1,12 @@
-"""KVzip as released: what a prompt leaves once it has been repeated behind itself, heads and layers in competition or not.
+"""KVzip as released: what a prompt leaves once it has been repeated behind itself, heads and layers competing or not.
 
     python tests/oracle/make_kvzip.py PATH/TO/KVzip
 
 PATH is a checkout of https://github.com/snu-mllab/KVzip (commit 5d84729). Its cache and scores (`attention/`) run
-unchanged beside the tiny llama2, called as its `model/wrapper.py` does (`prefill`, `scoring`), for a prompt of one chunk
-without a system prompt, behind an instruction of three tokens. What it would import and not use is stood in for: the flat
-kernel, and transformers' caches by the lists that they were. Under its level "pair" it keeps one entry fewer than the ratio
-says (`score > thres`, the threshold being the last that would stay): the ratio asks for one more.
+unchanged beside the tiny llama2, called as its `model/wrapper.py` does (`prefill`, `scoring`), for a prompt of one
+chunk without a system prompt, behind an instruction of three tokens. What it would import and not use is stood in for:
+the flat kernel, and transformers' caches by the lists that they were. Under its level "pair" it keeps one entry fewer
+than the ratio says (`score > thres`, the threshold being the last that would stay): the ratio asks for one more.
 """
 
 import contextlib
