@@ -31,9 +31,10 @@ from jaxkv.policies.policy import to_dict
 RESULTS = ROOT / "benchmarks" / "results"
 # `eval-all.csv` was measured on 2026-11-21 and 22. These were other forms then (CHANGELOG): measure again, take out.
 OTHER_FORMS = {
-    "a2sf", "ada-pyramidkv", "adakv", "cake", "critical-adakv", "criticalkv", "d2o", "defensivekv", "elastic-cache",
-    "ems", "epicache", "fastkv", "graphkv", "headkv", "knorm", "kvcrush", "lacache", "laq", "laq-longflow",
-    "layer-defensivekv", "mpcache", "prefixkv", "pyramidkv", "r-kv", "scope", "snapkv",
+    "a2sf", "ada-pyramidkv", "adakv", "cake", "compresskv", "critical-adakv", "criticalkv", "d2o", "defensivekv", "duo",
+    "elastic-cache", "ems", "epicache", "fastkv", "graphkv", "headkv", "knorm", "kvcrush", "kvzip", "kvzip-plus",
+    "lacache", "laq", "laq-longflow", "layer-compresskv", "layer-defensivekv", "mpcache", "prefixkv", "pyramidkv",
+    "r-kv", "razorattention", "scope", "snapkv", "subgen",
 }  # fmt: skip
 OLD_NAMES = {"dapq": "spans", "dapq-longflow": "spans-longflow"}  # name in the file -> today's
 SETTING = (

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv.answers import Answered, answered
 from jaxkv.checks import check_arguments
 from jaxkv.errors import BadValue
 from jaxkv.evaluation import texts
@@ -25,12 +26,10 @@ from jaxkv.weights.params import Params
 from pallas_kernels.masking import masked_softmax, soft_cap, visible
 
 SKIP = 4  # the first tokens of a text draw attention whatever they say, and their queries are like no others
-FACTS = (
-    ("The secret word of the old lighthouse is {}.", "What is the secret word of the old lighthouse?"),
-    ("The blue door opens with the code {}.", "Which code opens the blue door?"),
-    ("The captain's favourite number is {}.", "What is the captain's favourite number?"),
-    ("The parcel for the baker has the label {}.", "Which label does the parcel for the baker have?"),
-)
+REPEATS = 4  # of the random tokens by which echo and induction heads are told
+BLOCKS = 4  # of the text by which a layer's keys are made a second time, each seeing half of the one before it
+SINKED = 128  # one of so many tokens of that text is seen by all
+COMPARED = 16  # parts of the text, in each of which the two makings of the keys are compared
 
 
 def calibrate(params: Params, *, length: int = 512, windows: int = 12, needles: int = 8, seed: int = 0) -> dict:
@@ -39,15 +38,23 @@ def calibrate(params: Params, *, length: int = 512, windows: int = 12, needles: 
     Over `windows` stretches of `length` tokens, without the first four of each: `query_mean [L, Hq, D]` and
     `query_covariance [L, Hq, D, D]` (1/(N-1)) before RoPE (Expected Attention with statistics, as kvpress), and
     `query_direction [L, Hk, D]`, the first right singular vector of a group's queries after RoPE, turned so that they
-    point along it on average (Q-Filters, arXiv 2503.02812). `retrieval [L, Hq]` is the attention mass that a head, at
-    the tokens which say an answer, puts on the whole sentence that holds it (CompressKV's semantic retrieval score,
-    arXiv 2508.02401, here with the right answer given instead of generated), over `needles` facts hidden in prose.
-    `eviction_error [L]` is what is lost of each layer's output where a quarter of a stretch is kept, by CompressKV's
-    choice: ||kept - full||_F / ||full||_F for the queries of the last eighth (the source's own, over our text).
-    `utility_curves [L, 99, Hk]`: the fraction of its entries that a head keeps when 1 to 99 % of all are removed so
-    that least is lost of what the second half of a stretch reads of the first, the heads' entries in the order of
+    point along it on average (Q-Filters, arXiv 2503.02812). `retrieval [L, Hq]` is, for every token that the model
+    answers with and that stands in a fact hidden in prose, the attention mass that a head puts on the sentence with the
+    fact, once for each time that the token stands there, summed over the answer; a mean over the facts of `needles`
+    that the model tells right (CompressKV's semantic retrieval score, arXiv 2508.02401; where it tells none, the right
+    answers are given instead). `reasoning [L, Hq]`: the same of facts of which a comparison says which one is asked
+    for; of each token of the answer, what of a head's n largest weights lies on the n tokens of the right fact, over n
+    (HeadKV's R2 score, arXiv 2410.19258). `echo` and `induction [L, Hq]`: in random tokens that come four times, the
+    mass of a head on earlier places of the same token, and on those right behind them (RazorAttention, arXiv
+    2407.15891). `eviction_error [L]` is what is lost of each layer's output where a quarter of a stretch is kept, by
+    CompressKV's choice: ||kept - full||_F / ||full||_F for the queries of the last eighth (the source's own, over our
+    text). `utility_curves [L, 99, Hk]`: the fraction of its entries that a head keeps when 1 to 99 % of all are removed
+    so that least is lost of what the second half of a stretch reads of the first, the heads' entries in the order of
     LU-KV's score; a mean over the stretches (LU-KV, arXiv 2602.08585; the measure of what is read is ours).
-    Raises `BadValue` without a tokenizer, and for sizes that leave nothing to measure.
+    `key_similarity [L]`: the cosine between the keys that a layer makes and those it makes where every token sees only
+    its quarter of the stretch, half of the quarter before, and the first tokens; a mean over heads and parts
+    (EpiCache's layer sensitivity, arXiv 2509.17396, at its proportions). Raises `BadValue` without a tokenizer, and for
+    sizes that leave nothing to measure.
     """
     check_model(params)
     check_arguments(length=length, windows=windows, needles=needles, seed=seed)
@@ -63,16 +70,20 @@ def calibrate(params: Params, *, length: int = 512, windows: int = 12, needles: 
         found = _query_sums(params.weights, tokens[None], config=params.config)
         sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
     assert sums is not None
-    masses = [
-        _answer_mass(params.weights, *one, config=params.config) for one in _hidden(params, length, needles, seed)
-    ]
-    found = {**_statistics(sums), "retrieval": sum(masses)}
+    found = {
+        **_statistics(sums),
+        "retrieval": _over(_told_mass, params, answered(params, length, needles, seed)),
+        "reasoning": _over(_best_told, params, answered(params, length, needles, seed, compared=True)),
+        **_repeated(params.weights, _random(params, length, seed), config=params.config),
+    }
     errors = [
         _eviction_error(params.weights, tokens[None], found["retrieval"], config=params.config) for tokens in stretches
     ]
     found["eviction_error"] = sum(errors) / len(errors)
     splits = [_split(_gains(params.weights, tokens[None], config=params.config)) for tokens in stretches]
     found["utility_curves"] = sum(splits) / len(splits)
+    alike = [_key_similarity(params.weights, tokens[None], config=params.config) for tokens in stretches]
+    found["key_similarity"] = sum(alike) / len(alike)
     return {name: np.asarray(value) for name, value in found.items()}
 
 
@@ -105,33 +116,15 @@ def _windows(params: Params, length: int, count: int) -> list[np.ndarray]:
     return [ids[start : start + length] for start in starts]
 
 
-def _hidden(params: Params, length: int, count: int, seed: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Prompts that hide a fact in prose and end with its answer: tokens, which are the fact's, which say the answer."""
-    rng = np.random.default_rng(seed)
-    prose = " ".join(texts.prose().split())
+def _random(params: Params, length: int, seed: int) -> np.ndarray:
+    """Random tokens, the same ones four times: as many as fit into the length."""
+    some = np.random.default_rng(seed).integers(0, params.config.vocab_size, length // REPEATS)
+    return np.tile(some, REPEATS).astype(np.int32)
 
-    def ids(text: str) -> list[int]:
-        return params.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    filler, out = ids(prose), []
-    for number in range(count):
-        fact, question = FACTS[number % len(FACTS)]
-        answer = str(rng.integers(10_000, 100_000))
-        needle, asked = ids(" " + fact.format(answer)), ids(f"\n\nQuestion: {question}\nAnswer:")
-        said = ids(f" {answer}")
-        room = length - len(needle) - len(asked) - len(said)
-        if room < 1:
-            raise BadValue(f"length={length}: a fact, its question and answer alone need {length - room}; give more")
-        at, start = int(room * (number + 0.5) / count), int(rng.integers(0, max(1, len(filler) - room)))
-        text = filler[start : start + room]
-        tokens = [*text[:at], *needle, *text[at:], *asked, *said]
-        place = np.arange(len(tokens))
-        inside = (place >= at) & (place < at + len(needle))
-        # a token is said by the query before it, and counts where it stands in the fact
-        says = (place >= len(tokens) - len(said) - 1) & (place < len(tokens) - 1)
-        says &= np.isin(np.append(tokens[1:], -1), needle)
-        out.append((np.asarray(tokens, np.int32), inside, says))
-    return out
+def _over(score: Callable[..., jax.Array], params: Params, told: list[Answered]) -> jax.Array:
+    """The mean over the answers of what `score` says of the heads."""
+    return sum(score(params.weights, *one, config=params.config) for one in told) / jnp.float32(len(told))
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -153,14 +146,69 @@ def _query_sums(weights, tokens: Int[Array, "B T"], *, config: ModelConfig) -> t
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _answer_mass(weights, tokens: Int[Array, "T"], inside, says, *, config: ModelConfig) -> Float[Array, "L Hq"]:
-    """The attention mass of every head from the queries that `say` on the keys `inside`, a mean over the queries."""
+def _told_mass(weights, tokens: Int[Array, "T"], inside, told, stands, *, config: ModelConfig) -> Float[Array, "L Hq"]:
+    """The attention mass on the keys `inside` of the queries that tell a token, times how often it `stands` there."""
 
     def look(spec: AttentionSpec, seen: Seen):
-        mass = jnp.sum(jnp.where(inside, seen.mass, 0.0), axis=-1)[0]  # [Hq, T]
-        return jnp.sum(jnp.where(says, mass, 0.0), axis=-1) / jnp.maximum(jnp.sum(says, dtype=jnp.float32), 1.0)
+        return jnp.einsum("ht,t->h", jnp.sum(jnp.where(inside, seen.mass[0], 0.0), axis=-1), stands)
 
     return jnp.stack(_looked(weights, tokens[None], config, look))
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _best_told(weights, tokens: Int[Array, "T"], inside, told, stands, *, config: ModelConfig) -> Float[Array, "L Hq"]:
+    """Of the queries that have `told` a token, what of their n largest weights lies on the n keys `inside`, over n."""
+    many = jnp.sum(inside, dtype=jnp.int32)
+
+    def look(spec: AttentionSpec, seen: Seen):
+        mass = seen.mass[0]
+        best = highest(mass, jnp.full(len(mass), many, jnp.int32)) & inside
+        return jnp.sum(jnp.where(best & told[:, None], mass, 0.0), axis=(1, 2)) / many.astype(jnp.float32)
+
+    return jnp.stack(_looked(weights, tokens[None], config, look))
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _repeated(weights, tokens: Int[Array, "T"], *, config: ModelConfig) -> dict[str, Float[Array, "L Hq"]]:
+    """The mass that a head puts, a mean over the queries behind the first of the repeats, on the earlier places of the
+    query's token (`echo`) and on those right behind them (`induction`)."""
+    once, place = len(tokens) // REPEATS, jnp.arange(len(tokens), dtype=jnp.int32)
+    back = place[:, None] - place
+    on = {"echo": (back % once == 0) & (back > 0), "induction": ((back + 1) % once == 0) & (back > 0) & (place > 0)}
+
+    def look(spec: AttentionSpec, seen: Seen):
+        return {
+            name: jnp.sum(jnp.where(there, seen.mass[0], 0.0)[:, once:], axis=-1).mean(-1) for name, there in on.items()
+        }
+
+    found = _looked(weights, tokens[None], config, look)
+    return {name: jnp.stack([layer[name] for layer in found]) for name in on}
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _key_similarity(weights, tokens: Int[Array, "B T"], *, config: ModelConfig) -> Float[Array, "L"]:
+    """The mean over heads and parts of cos(keys, keys of a text whose tokens see little more than their block)."""
+    length = tokens.shape[1]
+    block, place = length // BLOCKS, jnp.arange(length, dtype=jnp.int32)
+    begins = place // block * block
+    near = place >= (begins - block // 2)[:, None]
+    seen = (near | (place < max(length // SINKED, 1))) & (place <= place[:, None])
+
+    def look(spec: AttentionSpec, layer: Seen):
+        return layer.key.astype(jnp.float32)
+
+    part = length // COMPARED
+
+    def alike(full, blockwise):
+        cells = (x[:, : part * COMPARED].reshape(COMPARED, part, *x.shape[2:]) for x in (full, blockwise))
+        full, blockwise = cells
+        dot, *sizes = (
+            jnp.sum(x * y, axis=(1, 3)) for x, y in ((full, blockwise), (full, full), (blockwise, blockwise))
+        )
+        return jnp.mean(dot / jnp.sqrt(sizes[0] * sizes[1]))
+
+    whole, parted = (_looked(weights, tokens, config, look, reach=reach) for reach in (None, seen))
+    return jnp.stack([alike(*each) for each in zip(whole, parted, strict=True)])
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -248,8 +296,10 @@ def _looked(
     config: ModelConfig,
     look: Callable[[AttentionSpec, Seen], Any],
     facts: Sequence[Any] | None = None,
+    reach: Bool[Array, "T T"] | None = None,
 ) -> Any:
-    """What `look` gives of every layer, bottom first; `facts` of each layer are handed to it."""
+    """What `look` gives of every layer, bottom first; `facts` of each layer are handed to it. With `reach`, a query
+    sees only those keys."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
     def attend(spec: AttentionSpec, query, key, value, facts):
@@ -257,8 +307,8 @@ def _looked(
         key = rotate(key, positions[..., None], spec.rope)
         keys, values = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
         logits = jnp.einsum("bthd,bshd->bhts", turned, keys, preferred_element_type=jnp.float32) * spec.scale
-        reach = visible(positions[:, None], positions[:, None], spec.window)
-        mass, _ = masked_softmax(soft_cap(logits, spec.softcap), reach)
+        seen = visible(positions[:, None], positions[:, None], spec.window)
+        mass, _ = masked_softmax(soft_cap(logits, spec.softcap), seen if reach is None else seen & reach)
         context = jnp.einsum("bhts,bshd->bthd", mass.astype(values.dtype), values)
         return context.astype(query.dtype), look(spec, Seen(query, turned, mass, key, value, facts))
 

@@ -181,6 +181,8 @@ ARGUMENTS: dict[str, Rule] = {
     "count": (int, lambda x: 1 <= x <= MOST, "a whole number of topics, at least 1"),
     "length": COUNT,
     "windows": COUNT,
+    "utterances": COUNT,
+    "instruction": (str, _any, "text, or '' for none"),
     "needles": COUNT,
 }
 

@@ -1,6 +1,7 @@
 """Long conversations in several bounded caches: one per topic, and the question picks one (EpiCache)."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,27 +12,31 @@ from jaxkv.errors import BadValue
 from jaxkv.generate import Generation, generate, prefill
 from jaxkv.models.linear import lookup
 from jaxkv.policies.policy import Policy
-from jaxkv.prompts import Prompt, rows_of
+from jaxkv.prompts import Prompt, right_padded, rows_of
 from jaxkv.request import check_model
 from jaxkv.store import KVCache
 from jaxkv.store.cache import one_row
 from jaxkv.weights.params import Params
 
 ROUNDS = 50  # of k-means, at most
+INSTRUCTION = (
+    "\n\nWrite down what matters in this part of the conversation: who speaks, what happened and when, what people are "
+    "like, what they think, feel and have promised.\n\n"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Episodes:
     """A history in E caches of one budget each. `centres [E, M]` are the topics' directions, `mean [M]` what all of the
-    history has in common, `medoids [E]` the segment that stands for each, `members [S]` every segment's topic.
+    history has in common, `members [S]` every segment's topic, `nearby` the segments of each topic that have looked.
     """
 
     params: Params
     cache: KVCache
     centres: np.ndarray
     mean: np.ndarray
-    medoids: np.ndarray
     members: np.ndarray
+    nearby: tuple[np.ndarray, ...]
 
     @property
     def nbytes(self) -> int:
@@ -48,39 +53,72 @@ class Episodes:
         return generate(self.params, question, cache=one_row(self.cache, self.nearest(question)), **options)
 
 
-def episodes(params: Params, history: Prompt, *, policy: Policy, count: int = 4, seed: int = 0) -> Episodes:
+def episodes(
+    params: Params,
+    history: Prompt,
+    *,
+    policy: Policy,
+    count: int = 4,
+    windows: int = 8,
+    utterances: int = 4,
+    instruction: str = INSTRUCTION,
+    seed: int = 0,
+) -> Episodes:
     """The history (text, messages or ids) in `count` caches under a policy with pseudo queries, such as "epicache".
 
-    Its segments, as long as the policy's pseudo queries, are put in `count` topics by k-means over the directions of
-    their mean token embeddings. Each topic's cache is filled block by block with the history, and what its medoid
-    segment, as pseudo queries, attends to stays. Memory is `count` budgets, whatever the history's length. Raises
-    `BadValue` for several histories, another kind of policy, and for fewer segments than topics.
-    Source: EpiCache (arXiv 2509.17396); the embedding is ours (the paper's is a sentence encoder), and layers share the
-    budget equally.
+    Its segments are put in `count` topics by k-means over the directions of their mean token embeddings. A segment is
+    `utterances` messages, or lines of a text, side by side; of ids as many as the policy has pseudo queries. Each
+    topic's cache is filled block by block with the history, and what the topic's `windows` segments nearest to its
+    centre, behind the `instruction` and in time order, attend to stays. Memory is `count` budgets, whatever the
+    history's length. Raises `BadValue` for several histories, another kind of policy, and for fewer segments than
+    topics. Source: EpiCache (arXiv 2509.17396), with the numbers of its release's runs; the embedding is ours (the
+    paper's is a sentence encoder), and the instruction's words are.
     """
     check_model(params)
-    check_arguments(count=count, seed=seed)
+    check_arguments(count=count, windows=windows, utterances=utterances, instruction=instruction, seed=seed)
     if not isinstance(policy, Policy):
         raise BadValue(f"policy={shown(policy)}: expected a Policy, such as jaxkv.policy('epicache', budget=256)")
     rows, _ = rows_of(history, params.tokenizer, params.config.vocab_size)
     if len(rows) != 1:
         raise BadValue(f"{len(rows)} histories: expected one")
-    size = policy.extra
-    segments = [rows[0][at : at + size] for at in range(0, len(rows[0]) - size + 1, size)] if size else []
+    segments = _segments(params, history, rows[0], policy.extra, utterances) if policy.extra else []
     if len(segments) < count:
         raise BadValue(
             f"count={count} topics of a history of {len(rows[0])} tokens under policy {policy.name!r}: expected at "
-            f"least 1, no more than the history has segments of {size} tokens, and a policy with pseudo queries"
+            f"least 1, no more than the history has segments ({len(segments)}), and a policy with pseudo queries"
         )
     means = _means(params, segments)
     mean = means.mean(axis=0)
     directions = _directions(means, mean)
     centres, members = k_means(directions, count, seed)
-    near = directions @ centres.T
-    medoids = np.argmax(near, axis=0)  # a topic's own, wherever the topic has members
-    pseudo = np.stack([segments[medoid] for medoid in medoids])
+    nearby = tuple(_nearby(directions @ centre, members == topic, windows) for topic, centre in enumerate(centres))
+    front = [] if params.tokenizer is None else [_encoded(params, instruction)]
+    pseudo = right_padded([np.concatenate([*front, *(segments[at] for at in near)]) for near in nearby])
     cache = prefill(params, [rows[0]] * count, policy=policy, pseudo=pseudo)
-    return Episodes(params, cache, centres, mean, medoids, members)
+    return Episodes(params, cache, centres, mean, members, nearby)
+
+
+def _segments(params: Params, history: Prompt, ids: np.ndarray, size: int, utterances: int) -> list[np.ndarray]:
+    """The history in pieces, each the ids of some utterances, or `size` ids where it has no utterances."""
+    if isinstance(history, str):
+        said = [line for line in history.splitlines() if line.strip()]
+    elif isinstance(history[0], Mapping):
+        said = [f"{message['role']}: {message['content']}" for message in history]
+    else:
+        return [ids[at : at + size] for at in range(0, len(ids) - size + 1, size)]
+    together = ["\n".join(said[at : at + utterances]) + "\n\n" for at in range(0, len(said), utterances)]
+    return [_encoded(params, text) for text in together]
+
+
+def _encoded(params: Params, text: str) -> np.ndarray:
+    assert params.tokenizer is not None  # the history is text
+    return np.asarray(params.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+
+def _nearby(near: np.ndarray, own: np.ndarray, windows: int) -> np.ndarray:
+    """The `windows` nearest of a topic's own segments in time order; the nearest of all where it has none."""
+    order = np.argsort(-np.where(own, near, -np.inf) if own.any() else -near, kind="stable")
+    return np.sort(order[: min(windows, max(int(own.sum()), 1))])
 
 
 def k_means(directions: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ from jaxkv.checks import check_arguments
 from jaxkv.decoding import CHUNK, Decoding
 from jaxkv.errors import BadValue
 from jaxkv.generation import Generation
-from jaxkv.plan import SIZES, lacking, plan
+from jaxkv.plan import SIZES, PromptBlocks, lacking, plan
 from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.catalogue import policy as by_name
 from jaxkv.policies.observe import Observer
@@ -154,8 +154,8 @@ def prefill(
     """The cache that the prompt leaves under the policy, to `generate(..., cache=cache)` from, any number of times.
 
     `room` asks for slots for so many tokens to come, where the policy only adds them (otherwise added when needed).
-    `pseudo [B, count]` are tokens that look instead of those that a policy with pseudo queries makes up. Raises
-    `BadValue` for others.
+    `pseudo [B, N]` are tokens that look instead of those that a policy with pseudo queries makes up, any number of them
+    (-1 behind the shorter rows). Raises `BadValue` for others.
     """
     check_model(params, cache)
     check_arguments(room=room)
@@ -268,7 +268,7 @@ def _prefill(
     if policy.prefill is None or not shapes.look:
         pseudo = np.zeros((batch, 0), np.int32)
     elif pseudo is None:
-        pseudo = _pseudo_tokens(params, rows, policy, policy.prefill.observe, cache, execution)
+        pseudo = _pseudo_tokens(params, rows, policy, policy.prefill.observe, cache, execution, blocks)
     if cache is None:
         layers = layout.layers(run.empty_layers(config, policy, batch, params.dtype))
     else:
@@ -302,10 +302,11 @@ def _pseudo_tokens(
     observe: Observer,
     cache: KVCache | None,
     execution: Execution,
+    blocks: PromptBlocks,
 ) -> np.ndarray:
-    """The tokens that look from behind the prompt, int32 `[B, N]` (N = 0 for observers that are in it)."""
+    """The tokens that look from behind the prompt, as `behind` gives them (N = 0 for observers that are in it)."""
     if not observe.drafts:
-        return behind(params, rows, observe)
+        return behind(params, rows, observe, blocks)
     draft = catalogue()["full"]
     if cache is None:
         draft = first_pass(policy)
@@ -317,11 +318,26 @@ def _pseudo_tokens(
     ).tokens  # fmt: skip
 
 
-def behind(params: Params, rows: list[np.ndarray], observe: Observer) -> np.ndarray:
-    """The tokens `[B, N]` that look from behind each row's prompt, where they come from the prompt itself."""
+def behind(params: Params, rows: list[np.ndarray], observe: Observer, blocks: PromptBlocks) -> np.ndarray:
+    """The tokens that look from behind each row's prompt, where they come from the prompt itself: `[B, N]` for all
+    blocks, or `[B, K, N]` where each of the K has its own; -1 behind the shorter ones."""
     tokenizer = params.tokenizer
     encode = None if tokenizer is None else lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
-    return np.stack([observe.behind(row, params.config.vocab_size, encode) for row in rows])
+    first = [observe.behind(row, params.config.vocab_size, encode) for row in rows]
+    if not observe.lead:
+        return np.stack(first)
+
+    def at(row: np.ndarray, one: np.ndarray, block: slice) -> np.ndarray:
+        begin = block.start - (blocks.length - len(row))
+        return observe.between(row[max(begin - observe.lead, 0) : begin], encode) if begin > 0 else one
+
+    each = [[at(row, one, block) for block in blocks] for row, one in zip(rows, first, strict=True)]
+    most = max(map(len, (observe.between(np.zeros(observe.lead, np.int32), encode), *first)))
+    out = np.full((len(rows), len(each[0]), most), EMPTY, np.int32)
+    for row, of_row in enumerate(each):
+        for block, tokens in enumerate(of_row):
+            out[row, block, : len(tokens)] = tokens
+    return out
 
 
 def first_pass(policy: Policy) -> Policy:

@@ -149,11 +149,18 @@ def _check_text(cache: KVCache, sampler: Sampler, speculative: Speculative | Non
 
 
 def checked_pseudo(pseudo: np.ndarray, rows: int, policy: Policy, vocab_size: int) -> np.ndarray:
-    """The pseudo tokens as int32. Raises `BadValue` where they don't fit the rows, the policy or the vocabulary."""
+    """The pseudo tokens as int32, -1 behind a row's own. Raises `BadValue` where they don't fit the rows, the policy or
+    the vocabulary."""
     looking = policy.prefill is not None and policy.prefill.observe.extra > 0 and not policy.prefill.observe.drafts
-    if not looking or pseudo.shape != (rows, policy.extra) or not np.issubdtype(pseudo.dtype, np.integer):
-        want = f"integers of shape {(rows, policy.extra)}" if looking else "none, for its queries are others"
+    fits = pseudo.ndim == 2 and len(pseudo) == rows and pseudo.shape[1] > 0 and np.issubdtype(pseudo.dtype, np.integer)
+    if not looking or not fits:
+        want = f"integers of shape [{rows}, N]" if looking else "none, for its queries are others"
         raise BadValue(f"pseudo of {pseudo.dtype} {pseudo.shape} under policy {policy.name!r}: expected {want}")
-    if pseudo.min() < 0 or pseudo.max() >= vocab_size:
-        raise BadValue(f"pseudo token {pseudo.min()} or {pseudo.max()}: expected ids from 0 to {vocab_size - 1}")
+    if pseudo.min() < -1 or pseudo.max() >= vocab_size or (pseudo[:, 0] < 0).any():
+        raise BadValue(
+            f"pseudo tokens from {pseudo.min()} to {pseudo.max()}: expected ids from 0 to {vocab_size - 1}, at least "
+            "one in each row, and -1 behind them"
+        )
+    if (np.diff((pseudo >= 0).astype(np.int8), axis=1) > 0).any():
+        raise BadValue("pseudo tokens behind a -1: expected -1 only behind all ids of a row")
     return pseudo.astype(np.int32)

@@ -64,7 +64,7 @@ def prefill(
     layers: Layers,
     tokens: Int[np.ndarray, "B T"],
     positions: Int[np.ndarray, "B T"],
-    pseudo: Int[np.ndarray, "B N"],
+    pseudo: Int[np.ndarray, "B *K N"],
     lengths: Int[np.ndarray, "B"],
     limits: Int[np.ndarray, "L B"],
     *,
@@ -78,16 +78,16 @@ def prefill(
     """Run the left-padded prompt (padding at position -1) block by block; the layers it leaves and the last logits.
 
     One program runs the first block and one all others, so that a prompt of any length needs these two. With `top`
-    also the likeliest tokens after each prompt token, for at least the last `limit` of them. `static` is what
-    `first_block` is compiled for.
+    also the likeliest tokens after each prompt token, for at least the last `limit` of them. `pseudo` are the same for
+    all K blocks, or each block's own. `static` is what `first_block` is compiled for.
     """
     ends = lengths + np.sum(positions >= 0, axis=1, dtype=np.int32)
-    fixed = tuple(map(layout.put, (pseudo, lengths, ends, limits)))
+    fixed = tuple(map(layout.put, (lengths, ends, limits)))
     logits, expected = None, []
     for number, part in enumerate(blocks):
         run = next_block if number else first_block
         wanted = layout.put(np.bool_((blocks.count - number) * blocks.size < limit))
-        block = map(layout.put, (tokens[:, part], positions[:, part]))
+        block = map(layout.put, (tokens[:, part], positions[:, part], of_block(pseudo, number)))
         layers, logits, likely = run(weights, layers, *block, *fixed, wanted, layout=layout, top=top, **static)
         expected.append(likely)
         if progress is not None:
@@ -97,6 +97,11 @@ def prefill(
     if not top:
         return layers, logits, None
     return layers, logits, cast(Any, jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), *expected))
+
+
+def of_block(pseudo: Int[np.ndarray, "B *K N"], number: int) -> Int[np.ndarray, "B N"]:
+    """The tokens that run behind a block: the same for all, or its own."""
+    return pseudo if pseudo.ndim == 2 else pseudo[:, number]
 
 
 def _block(
@@ -135,8 +140,9 @@ def _block(
     tokens, positions = jnp.pad(tokens, front), jnp.pad(positions, front, constant_values=EMPTY)
     now = jnp.where(positions[:, -1] < 0, lengths, positions[:, -1] + 1)  # a row of padding has not begun
     begin = ends if policy.prefill is None else policy.prefill.observe.begins(ends, now)
-    ahead = begin[:, None] + jnp.arange(pseudo.shape[1], dtype=jnp.int32)
-    behind, places = (pseudo, ahead) if not replays else _replayed(pseudo, tokens, positions, now)
+    again = (jnp.where(positions >= 0, tokens, EMPTY),) if replays else ()
+    behind = jnp.concatenate([pseudo, *again], axis=1)
+    places = jnp.where(behind >= 0, begin[:, None] + jnp.cumsum(behind >= 0, axis=1, dtype=jnp.int32) - 1, EMPTY)
 
     def attend_at(positions):
         return functools.partial(prefill_layer, policy, positions, now, layout, implementation)
@@ -204,16 +210,6 @@ def _expected(
         return tuple(x.reshape(-1, top)[: batch * length].reshape(*shape, top) for x in lax.map(some, rows))
 
     return lax.cond(wanted, all_rows, lambda: nothing)
-
-
-def _replayed(
-    instruction: Int[Array, "B N"], tokens: Int[Array, "B T"], positions: Int[Array, "B T"], now: Int[Array, "B"]
-) -> tuple[Int[Array, "B NT"], Int[Array, "B NT"]]:
-    """The instruction and the block's own tokens once more, and their positions from `now` on (padding at -1)."""
-    behind = jnp.concatenate([instruction, tokens], axis=1)
-    real = jnp.concatenate([instruction >= 0, positions >= 0], axis=1)
-    places = now[:, None] + jnp.cumsum(real, axis=1, dtype=positions.dtype) - 1
-    return behind, jnp.where(real, places, EMPTY)
 
 
 @jax.tree_util.register_dataclass

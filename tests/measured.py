@@ -18,6 +18,10 @@ def measured(layers: int, heads: int, kv_heads: int, dims: int) -> dict[str, np.
         "query_direction": direction / np.linalg.norm(direction, axis=-1, keepdims=True),
         "retrieval": rng.random((layers, heads)).astype(np.float32),
         "eviction_error": rng.random(layers).astype(np.float32),
+        "reasoning": rng.random((layers, heads)).astype(np.float32),
+        "echo": rng.random((layers, heads)).astype(np.float32),
+        "induction": rng.random((layers, heads)).astype(np.float32),
+        "key_similarity": rng.random(layers).astype(np.float32),
         "utility_curves": curves(layers, kv_heads),
     }
 

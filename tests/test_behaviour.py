@@ -9,7 +9,7 @@ from behaviour import CASES, SETTINGS
 
 from jaxkv.policies import catalogue
 
-KINDS = ("streaming-llm", "spans-longflow", "lagkv", "adakv-h2o", "global-h2o", "razorattention")  # one of each
+KINDS = ("streaming-llm", "spans-longflow", "lagkv", "adakv-h2o", "global-h2o", "lu-kv")  # one of each
 PARAMS = [
     pytest.param(*case, marks=() if case[0] == "smollm2" and case[1] in KINDS and case[2] == 128 else pytest.mark.slow)
     for case in CASES

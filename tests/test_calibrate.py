@@ -2,8 +2,10 @@
 
 import dataclasses
 import shutil
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,9 +14,10 @@ from small import SMALL
 from watched import watched
 
 import jaxkv
-from jaxkv import cli
-from jaxkv.calibrate import SKIP, _hidden, _windows
+from jaxkv import answers, cli
+from jaxkv.calibrate import SKIP, _random, _windows
 from jaxkv.errors import BadValue, BadWeights
+from jaxkv.models.rope import rotate
 from jaxkv.policies import Erring, catalogue
 from jaxkv.policies.curves import best_split
 from jaxkv.run import model_of
@@ -22,7 +25,7 @@ from jaxkv.speculative import PromptLookup
 from jaxkv.weights import learned
 
 FAMILY = "llama3"
-LENGTH = 160
+LENGTH = 320
 
 
 class Characters:
@@ -64,17 +67,109 @@ def test_query_statistics(params, found):
             np.testing.assert_allclose(found["query_direction"][layer, head], first, atol=1e-2)
 
 
+@pytest.mark.parametrize("compared", [False, True])
+def test_facts_are_hidden(params, compared):
+    """The prompt says the answer once, in the right fact, and asks at its end."""
+    for prompt in answers.hidden(params, LENGTH, 8, 0, compared):
+        assert len(prompt.tokens) == LENGTH
+        fact = prompt.tokens[prompt.inside].tolist()
+        assert answers._within(prompt.answer[0], fact)
+        assert not answers._within(prompt.answer[1], prompt.tokens[~prompt.inside].tolist())
+        assert prompt.tokens[-7:].tolist() == Characters()("Answer:")["input_ids"]
+
+
+def test_right_answers_count(params, monkeypatch):
+    """What the model says counts up to the end of its line, if it says the answer; where none does, the right ones."""
+    prompts = answers.hidden(params, LENGTH - answers.SAID, 3, 0)
+    said = [prompts[0].answer[1] + [13, 40], [50, 51], [52, *prompts[2].answer[0]]]
+    rows = np.full((3, answers.SAID), -1)
+    for row, one in zip(rows, said, strict=True):
+        row[: len(one)] = one
+    monkeypatch.setattr(answers, "generate", lambda *args, **more: SimpleNamespace(tokens=rows))
+    found = answers.answered(params, LENGTH, 3, 0)
+    assert len(found) == 2
+    for one, tokens, prompt in zip(found, (prompts[0].answer[1], said[2]), (prompts[0], prompts[2]), strict=True):
+        assert one.tokens[LENGTH - answers.SAID :][: len(tokens)].tolist() == tokens
+        begin = LENGTH - answers.SAID - 1
+        assert np.flatnonzero(one.told).tolist() == list(range(begin, begin + len(tokens)))
+        fact = prompt.tokens[prompt.inside].tolist()
+        assert one.stands[one.told].tolist() == [fact.count(token) for token in tokens]
+        assert not one.stands[~one.told].any()
+    rows[:] = 60
+    assert len(answers.answered(params, LENGTH, 3, 0)) == 3
+
+
 def test_retrieval_heads(params, found):
-    """The mass on the sentence with the fact, of the tokens that say its answer, summed over the prompts."""
-    prompts = _hidden(params, LENGTH, 2, seed=0)
+    """The mass on the sentence with the fact, of the tokens that say its answer, as often as they stand there."""
     want = np.zeros((params.config.num_layers, params.config.num_heads))
-    for tokens, inside, says in prompts:
-        assert len(tokens) == LENGTH
-        assert inside.sum() > says.sum() >= 5
-        assert np.flatnonzero(says).max() == LENGTH - 2  # the last token says nothing any more
+    told = answers.answered(params, LENGTH, 2, 0)
+    for tokens, inside, _, stands in told:
+        assert len(tokens) == LENGTH and inside.sum() > 20 and stands.sum() >= 5
         for layer, (_, _, weights) in enumerate(watched(params, tokens)):
-            want[layer] += weights[:, says][:, :, inside].sum(-1).mean(-1)
+            want[layer] += (weights[:, :, inside].sum(-1) * stands).sum(-1) / len(told)
     np.testing.assert_allclose(found["retrieval"], want, rtol=1e-3)
+
+
+def test_reasoning_heads(params, found):
+    """HeadKV's release: of each answer token's n largest weights those on the n tokens of the right fact, over n."""
+    want = np.zeros((params.config.num_layers, params.config.num_heads))
+    told = answers.answered(params, LENGTH, 2, 0, compared=True)
+    for tokens, inside, says, _ in told:
+        for layer, (_, _, weights) in enumerate(watched(params, tokens)):
+            for head, query in np.ndindex(len(weights), len(tokens)):
+                if says[query]:
+                    best = np.argsort(-weights[head, query], kind="stable")[: inside.sum()]
+                    want[layer, head] += weights[head, query, best[inside[best]]].sum() / inside.sum() / len(told)
+    assert (want > 0).any() and np.ptp(want) > 0
+    np.testing.assert_allclose(found["reasoning"], want, rtol=1e-3, atol=1e-7)
+
+
+def test_echo_and_induction_heads(params, found):
+    """RazorAttention: random tokens four times, the mass on each earlier same token, and on the one behind it."""
+    tokens = _random(params, LENGTH, 0)
+    once = len(tokens) // 4
+    assert (tokens.reshape(4, once) == tokens[:once]).all() and len(set(tokens[:once])) > once // 2
+    for layer, (_, _, weights) in enumerate(watched(params, tokens)):
+        for head in range(len(weights)):
+            echo = [weights[head, t, t % once : t : once].sum() for t in range(once, len(tokens))]
+            behind = [weights[head, t, t % once + 1 : t + 1 : once].sum() for t in range(once, len(tokens))]
+            # the place right behind the token itself is not there yet
+            np.testing.assert_allclose(found["echo"][layer, head], np.mean(echo), rtol=1e-3)
+            np.testing.assert_allclose(found["induction"][layer, head], np.mean(behind), rtol=1e-3)
+
+
+def test_layers_whose_keys_need_the_whole_text(params, found):
+    """EpiCache: cosines of the keys with those made block by block, by a full pass with another mask."""
+    place, quarter = np.arange(LENGTH), LENGTH // 4
+    mask = (place >= (place // quarter * quarter - quarter // 2)[:, None]) | (place < LENGTH // 128)
+    want = np.zeros(params.config.num_layers)
+    for tokens in _windows(params, LENGTH, 3):
+        whole, parted = (keys_of(params, tokens, mask) for mask in (np.ones_like(mask), mask))
+        for layer, pair in enumerate(zip(whole, parted, strict=True)):
+            one, other = (
+                np.concatenate([part.swapaxes(0, 1).reshape(x.shape[1], -1) for part in np.split(x, 16)]) for x in pair
+            )
+            cosines = (one * other).sum(1) / np.linalg.norm(one, axis=1) / np.linalg.norm(other, axis=1)
+            want[layer] += cosines.mean() / 3
+    np.testing.assert_allclose(want[0], 1, rtol=1e-6)  # the first layer's keys are made of the tokens alone
+    assert want[1] < 0.999
+    np.testing.assert_allclose(found["key_similarity"], want, rtol=1e-3)
+
+
+def keys_of(params, tokens, mask):
+    """Every layer's keys [T, Hk, D] where a query sees only some keys."""
+    seen = jnp.asarray(np.tri(len(tokens), dtype=bool) & mask)
+
+    def attend(spec, query, key, value, _):
+        turned, keys = (rotate(x[0], jnp.arange(len(tokens))[:, None], spec.rope) for x in (query, key))
+        group = query.shape[2] // key.shape[2]
+        logits = jnp.einsum("thd,shd->hts", turned, jnp.repeat(keys, group, axis=1)) * spec.scale
+        weights = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=-1)
+        return jnp.einsum("hts,shd->thd", weights, jnp.repeat(value[0], group, axis=1))[None], key[0]
+
+    layers = (None,) * params.config.num_layers
+    _, out = model_of(params.config, params.weights)(jnp.asarray(tokens)[None], layers, attend)
+    return [np.asarray(each) for each in out]
 
 
 def test_compresskv_asks_the_best_heads(params, found):

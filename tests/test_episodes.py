@@ -1,6 +1,7 @@
 """EpiCache: one bounded cache per topic of a history, and the question picks one."""
 
 import dataclasses
+import sys
 
 import numpy as np
 import pytest
@@ -10,12 +11,25 @@ from jaxkv.episodes import k_means
 from jaxkv.errors import BadValue
 
 FAMILY = "llama3"
+episodes_of = sys.modules["jaxkv.episodes"]  # the name in jaxkv is the function's
 SIZE = 6  # tokens of a segment
 TOPICS = [np.arange(3 + 20 * topic, 3 + SIZE + 20 * topic) for topic in range(3)]  # words that only one topic has
 
 
 def policy(budget=16):
     return jaxkv.policy("epicache", budget=budget, count=SIZE, sinks=2, block=16)
+
+
+class Words:
+    """Every word is a token; a message is its words."""
+
+    chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [int(word) if word.isdigit() else 90 + len(word) for word in text.split()]}
+
+    def apply_chat_template(self, messages, tokenize=False, add_generation_prompt=True):
+        return " ".join(message["content"] for message in messages)
 
 
 @pytest.fixture(scope="module")
@@ -34,19 +48,60 @@ def test_topics_are_found(memory):
     members = memory.members.reshape(3, 3)
     assert (members == members[0]).all() and len(set(members[0])) == 3
     for topic in range(3):
-        assert memory.members[memory.medoids[topic]] == topic
+        assert (memory.members[memory.nearby[topic]] == topic).all() and len(memory.nearby[topic]) == 3
+        assert (np.diff(memory.nearby[topic]) > 0).all(), "in time order"
+
+
+def watched(monkeypatch):
+    """The pseudo tokens of every prefill."""
+    given, real = [], episodes_of.prefill
+
+    def prefill(*args, pseudo, **more):
+        given.append(pseudo)
+        return real(*args, pseudo=pseudo, **more)
+
+    monkeypatch.setattr(episodes_of, "prefill", prefill)
+    return given
+
+
+def test_the_nearest_windows_look(tiny, history, monkeypatch):
+    """Of a topic's segments the nearest to its centre look, behind the instruction and in time order."""
+    given = watched(monkeypatch)
+    params = dataclasses.replace(tiny(FAMILY), tokenizer=Words())
+    memory = jaxkv.episodes(params, history, policy=policy(), count=3, windows=2, instruction="a b")
+    for topic, near in enumerate(memory.nearby):
+        assert len(near) == 2 and (memory.members[near] == topic).all()
+        segments = history.reshape(-1, SIZE)
+        directions = episodes_of._directions(episodes_of._means(params, list(segments)), memory.mean)
+        near_all = np.where(memory.members == topic, directions @ memory.centres[topic], -np.inf)
+        assert set(near) == set(np.argsort(-near_all, kind="stable")[:2])
+        assert given[0][topic].tolist() == [91, 91, *segments[near].ravel()]
+
+
+def test_windows_of_utterances(tiny, monkeypatch):
+    """Four messages are a segment, with who said them; so are four lines of a text."""
+    given = watched(monkeypatch)
+    params = dataclasses.replace(tiny(FAMILY), tokenizer=Words())
+    said = [" ".join(map(str, range(3 + 5 * turn, 8 + 5 * turn))) for turn in range(10)]
+    chat = [{"role": "user" if turn % 2 == 0 else "assistant", "content": words} for turn, words in enumerate(said)]
+    jaxkv.episodes(params, chat, policy=policy(), count=3, instruction="")
+    rows = {tuple(row[row >= 0]) for row in given[0]}
+    texts = [" ".join(f"{message['role']}: {message['content']}" for message in chat[at : at + 4]) for at in (0, 4, 8)]
+    assert rows == {tuple(Words()(text)["input_ids"]) for text in texts}
+    jaxkv.episodes(params, "\n".join(said) + "\n\n", policy=policy(), count=2, utterances=5, instruction="")
+    assert {tuple(row[row >= 0]) for row in given[1]} == {tuple(range(3, 28)), tuple(range(28, 53))}
 
 
 def test_the_question_picks_its_topic(tiny, memory, history):
-    """The answer is that of a cache which only its topic's medoid has looked at."""
+    """The answer is that of a cache which only its topic's segments have looked at."""
     params = tiny(FAMILY)
     for number, words in enumerate(TOPICS):
         question = words[:5].astype(np.int32)
         topic = memory.nearest(question)
         assert topic == memory.members[number]
         out = memory.ask(question, max_new_tokens=6, stop_tokens=())
-        start = memory.medoids[topic] * SIZE
-        alone = jaxkv.prefill(params, history, policy=policy(), pseudo=history[None, start : start + SIZE])
+        looking = history.reshape(-1, SIZE)[memory.nearby[topic]].reshape(1, -1)
+        alone = jaxkv.prefill(params, history, policy=policy(), pseudo=looking)
         want = jaxkv.generate(params, question, cache=alone, max_new_tokens=6, stop_tokens=())
         assert out.tokens.tolist() == want.tokens.tolist()
         assert out.cache.texts()[0].tolist() == [*history, *question, *out.tokens[0, :-1]]
@@ -59,7 +114,7 @@ def test_topics_keep_different_tokens_in_bounded_memory(tiny, memory, history):
         {int(p) for layer in memory.cache.layers for p in np.asarray(layer.positions[row]).ravel()} for row in range(3)
     ]
     assert kept[0] != kept[1] != kept[2] != kept[0]
-    assert all(layer.slots == 16 for layer in memory.cache.layers)
+    assert np.mean([layer.slots for layer in memory.cache.layers]) == 16
     longer = jaxkv.episodes(tiny(FAMILY), np.tile(history, 3), policy=policy(), count=3)
     assert longer.nbytes == memory.nbytes
 
@@ -86,7 +141,8 @@ def test_refusals(tiny, history):
     with pytest.raises(BadValue, match="one"):
         jaxkv.episodes(params, [history, history], policy=policy())
     beyond = params.config.vocab_size
-    for wrong in (np.zeros((1, 5), int), np.zeros((1, SIZE)), np.full((1, SIZE), beyond), np.full((1, SIZE), -1)):
+    gap = np.array([[5, -1, 6]])
+    for wrong in (np.zeros((2, 5), int), np.zeros((1, SIZE)), np.full((1, SIZE), beyond), np.full((1, SIZE), -1), gap):
         with pytest.raises(BadValue, match="pseudo"):
             jaxkv.prefill(params, history, policy=policy(), pseudo=wrong)
     with pytest.raises(BadValue, match="queries are others"):

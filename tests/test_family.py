@@ -23,7 +23,6 @@ from jaxkv.policies import (
     Adaptive,
     Aggregate,
     Attention,
-    Cover,
     Distance,
     Follow,
     LagKV,
@@ -492,52 +491,6 @@ def test_an_even_sample_of_behaviour(entries, guarded, share):
     assert set(np.flatnonzero(worth[0] == 1)) == set(sampled) and len(set(sampled)) == wanted
 
 
-@pytest.mark.parametrize("head_goal", [False, True])
-def test_a_cover_of_the_keys(entries, head_goal):
-    """SubGen's centres by a plain loop, under a budget of the row or of each head; the rest by its sampling key."""
-    inputs, arrays = entries
-    guard = np.asarray(inputs.at) >= S - 4
-    limits = np.array([[12, 16]] if head_goal else [12], np.int32)
-    inputs = dataclasses.replace(inputs, protected=jnp.asarray(guard), limits=jnp.asarray(limits))
-    part = dataclasses.replace(catalogue()["subgen"].prefill.score, share=0.4, seed=3)
-    at = jnp.arange(S, dtype=jnp.int32)[None]
-    entered = part.enter(Entering(jnp.asarray(arrays["keys"]), jnp.asarray(arrays["values"]), positions=at))["sampled"]
-    stats = {"sampled": arrays["slots"](np.asarray(entered), np.float32(np.nan))}
-    got = arrays["in_time"](part.score(stats, inputs))[0]
-    for head, goal in enumerate(np.broadcast_to(limits[0], HEADS)):
-        keys, centres = arrays["keys"][0, head], [0]
-        while len(centres) < int((goal - 4) * 0.4):
-            gaps = np.linalg.norm(keys[: S - 4, None] - keys[centres][None], axis=-1).min(axis=1)
-            centres.append(int(gaps.argmax()))
-        assert set(np.flatnonzero(got[head] == np.float32(BIG))) == set(centres) and len(centres) > 2
-        rest = np.setdiff1d(np.arange(S), centres)
-        np.testing.assert_array_equal(got[head][rest], np.asarray(entered)[0, head][rest])
-
-
-def test_values_are_sampled_by_their_squared_norm():
-    """Of the one entry that stays first: as often as its share of the squared norms, over positions of the draw."""
-    trials, sizes = 4000, np.array([1.0, 2.0, 3.0])
-    values = np.zeros((1, 1, 3 * trials, DIMS), np.float32)
-    values[0, 0, :, 0] = np.tile(sizes, trials)
-    at = jnp.arange(3 * trials, dtype=jnp.int32)[None]
-    drawn = Cover().enter(Entering(jnp.asarray(values), jnp.asarray(values), positions=at))["sampled"]
-    first = np.asarray(drawn)[0, 0].reshape(trials, 3).argmax(axis=1)
-    np.testing.assert_allclose(np.bincount(first) / trials, sizes**2 / (sizes**2).sum(), atol=0.03)
-    with pytest.raises(BadValue, match="share="):
-        Cover(share=1.5)
-
-
-def test_equal_keys_have_one_centre_each():
-    """More centres than kinds of key: the oldest of each kind comes first, then the oldest of what is left."""
-    keys = jnp.asarray(np.eye(3, DIMS, dtype=np.float32)[[0, 0, 1, 1, 2, 2]])[None, None]
-    at = jnp.arange(6, dtype=jnp.int32)[None, None]
-    inputs = ScoreInputs(
-        keys=keys, values=keys, positions=at, limits=jnp.array([4]), protected=jnp.zeros((1, 1, 6), bool)
-    )
-    got = Cover(share=1.0).score({"sampled": jnp.full((1, 1, 6), -1.0)}, inputs)
-    assert np.flatnonzero(np.asarray(got)[0, 0] == np.float32(BIG)).tolist() == [0, 1, 2, 4]
-
-
 def test_random_is_uniform_and_differs():
     at = jnp.broadcast_to(jnp.arange(4000, dtype=jnp.int32), (1, 2, 4000))
     draw = lambda seed: np.asarray(Random(seed).factors({}, at, jnp.array([4000]))[1])[0]  # noqa: E731
@@ -663,11 +616,40 @@ def _weights(params, ids):
 def test_replay_looks_at_its_own_block(tiny):
     """KVzip: with a block as long as the prompt, its scores are the largest weights that a second copy of it gives."""
     params, ids = tiny("llama2"), _ids(30)
-    ours = jaxkv.prefill(params, ids, policy=jaxkv.policy("kvzip", budget=10, sinks=0, instruction=""))
+    equal = {"kind": "uniform"}
+    ours = jaxkv.prefill(params, ids, policy=jaxkv.policy("kvzip", budget=10, sinks=0, instruction="", allocate=equal))
     for held, weights in zip(ours.layers, _weights(params, np.concatenate([ids, ids])), strict=True):
         peak = weights[0, :, :, 30:, :30].max(axis=(1, 2))
         want = np.sort(np.argsort(-peak, axis=-1)[:, :10], axis=-1)
         assert np.array_equal(_held(held), want)
+
+
+def test_replay_tells_where_a_block_begins(tiny, monkeypatch):
+    """KVzip: behind the first block its instruction, behind every other one the continuation and the last 8 tokens
+    before it; a row that begins later has its own first block."""
+    params = dataclasses.replace(tiny("llama2"), tokenizer=lambda text, **_: {"input_ids": [7 + len(text) % 2]})
+    rows, seen, run = [_ids(40), _ids(17)], [], jaxkv.run.of_block
+    monkeypatch.setattr(jaxkv.run, "of_block", lambda pseudo, number: seen.append(run(pseudo, number)) or seen[-1])
+    policy = jaxkv.policy("kvzip", budget=10, sinks=0, block=16)
+    jaxkv.prefill(params, rows, policy=policy)
+    first, again = ([7 + len(text) % 2] for text in (policy.prefill.observe.instruction, policy.prefill.observe.again))
+    want = [[first, [-1]], [[*again, *rows[0][0:8]], first], [[*again, *rows[0][16:24]], [*again, *rows[1][:1]]]]
+    assert len(seen) == 3  # blocks of 8, 16 and 16 tokens
+    for number, block in enumerate(seen):
+        for row, wanted in enumerate(want[number]):
+            if number or not row:
+                assert block[row][block[row] >= 0].tolist() == [int(x) for x in wanted], (number, row)
+
+
+def test_the_replay_of_a_block_looks_with_its_instruction(tiny):
+    """The first of two blocks by hand: the second copy of it, behind its instruction, and what is left of it."""
+    params, ids = tiny("llama2"), _ids(30)
+    params = dataclasses.replace(params, tokenizer=lambda text, **_: {"input_ids": [7, 11]})
+    equal = {"kind": "uniform"}
+    ours = jaxkv.prefill(params, ids, policy=jaxkv.policy("kvzip", budget=10, sinks=0, allocate=equal))
+    for held, weights in zip(ours.layers, _weights(params, np.concatenate([ids, [7, 11], ids])), strict=True):
+        peak = weights[0, :, :, 30:, :30].max(axis=(1, 2))
+        assert np.array_equal(_held(held), np.sort(np.argsort(-peak, axis=-1)[:, :10], axis=-1))
 
 
 def test_a_look_once(tiny):

@@ -367,6 +367,21 @@ class Lookahead(Rule):
         return seen.by_group(self.looked(self.ahead[seen.layer])).mean(1)
 
 
+class LookaheadLocal(Lookahead):
+    """LAQ++: the prompt's last 8 tokens look too, and stay."""
+
+    local = 8
+
+    def looked(self, seen: Prompt):
+        keys = seen.key[:, : self.length].repeat(seen.group, 0)
+        logits = seen.query[:, self.length - self.local :] @ keys.swapaxes(1, 2) / seen.key.shape[-1] ** 0.5
+        place = np.arange(self.length)
+        hidden = place > np.minimum(place[-self.local :, None], self.length)
+        logits[:, : self.local] = np.where(hidden, -np.inf, logits[:, : self.local])
+        before = softmax(logits).sum(1)[:, : -self.local]
+        return np.pad(pooled(before, 7, "max"), ((0, 0), (0, self.local)), constant_values=np.inf)
+
+
 class LookaheadLongFlow(Lookahead):
     """Ours: own keys in the softmax and a mean over neighbours; then LongFlow, one slot for all heads."""
 
@@ -428,11 +443,17 @@ class AdaKvH2o(Summed):
 
 
 class AdaPyramidKv(SnapKv):
-    """24, 16 and 8 entries in the three layers: the window of 6 and 18, 10 and 2; heads compete in each."""
+    """24, 16 and 8 entries in the three layers: the window of 6 and 18, 10 and 2; in each the heads compete, and move a
+    fifth of the way back to an even share."""
 
     def kept(self, worth, count, layer):
-        budget = count + (1 - layer) * 8
-        return competing(worth, budget, int(0.2 * budget))
+        budget, window = count + (1 - layer) * 8, 6
+        won = np.array([len(own) for own in competing(worth, budget, 1)]) - window
+        exact = 0.8 * won + 0.2 * (budget - window)
+        sizes = np.floor(exact + 1e-6).astype(int)
+        sizes[np.argsort(sizes - exact, kind="stable")[: won.sum() - sizes.sum()]] += 1
+        order = np.argsort(-worth, axis=1, kind="stable")
+        return [np.sort(row[: window + size]) for row, size in zip(order, sizes, strict=True)]
 
 
 class Quest(Rule):
@@ -609,6 +630,7 @@ CASES = {  # the rule, our options, the seed of a prompt without near ties
     "cam": (Cam, {}, 0),
     "random": (Drawn, {}, 0),
     "laq": (Lookahead, {"draft_window": 6}, 75),
+    "laq-plus-plus": (LookaheadLocal, {"draft_window": 6}, 0),
     "laq-longflow": (LookaheadLongFlow, {"draft_window": 6}, 0),
     "dapq": (DapQ, {}, 0),
     "dapq-longflow": (DapQLongFlow, {}, 0),

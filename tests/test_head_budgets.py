@@ -20,7 +20,7 @@ from jaxkv.policies.curves import best_split
 from jaxkv.policies.measured import poured, scaled
 
 FAMILY = "smollm2"  # three KV heads of three query heads each
-TOKENS = 70
+TOKENS, GROUP = 70, 3
 
 
 def ids(length, seed=0):
@@ -119,6 +119,22 @@ def newest(tokens, budget, sinks):
     return [*range(sinks), *range(tokens - budget + sinks, tokens)]
 
 
+def razor_local(learned):
+    """All query heads [L, Hq] but the best 14 of 100 by induction and the best of 100 by echo, one at least."""
+    local = np.ones(learned["echo"].shape, bool)
+    for name, share in (("induction", 0.14), ("echo", 0.01)):
+        local.ravel()[np.argsort(-learned[name], axis=None)[: max(round(share * local.size), 1)]] = False
+    return local
+
+
+def duo_local(learned, share):
+    """All KV heads [L, Hk] of a layer but the best by their groups' scores."""
+    scores = learned["retrieval"].reshape(len(learned["retrieval"]), -1, GROUP)
+    scores = scores.max(2) if share.of_group == "max" else scores.mean(2)
+    best = max(round(share.retrieval * scores.shape[1] + 1e-9), 1)
+    return np.argsort(np.argsort(-scores, axis=1), axis=1) >= best
+
+
 CASES = {
     "headkv": [(24, {"window": 6}), (40, {"window": 6, "beta": 5.0}), (24, {"window": 6, "beta": 1.0})],
     "duo": [(24, {"sinks": 2, "recent": 6, "of_group": "max"}), (24, {"sinks": 2, "recent": 6, "retrieval": 0.3})],
@@ -140,13 +156,13 @@ def test_kept_by_the_papers_rule(tiny, name, budget, options):
     window, sinks, recent = prefill.observe.window, prefill.protects.sinks, prefill.protects.recent
     spreads = []
     for layer, (_, _, weights) in enumerate(watched(params, tokens)):
-        scores, local = np.asarray(params.learned["retrieval"]).reshape(-1, heads, group), np.zeros(heads, bool)
+        learned, local = {name: np.asarray(x) for name, x in params.learned.items()}, np.zeros(heads, bool)
         if name == "headkv":
-            budgets = headkv_budgets(scores.mean(2), budget, window, share.beta, TOKENS)[layer]
+            scores = learned["reasoning"].reshape(-1, heads, group).mean(2)
+            budgets = headkv_budgets(scores, budget, window, share.beta, TOKENS)[layer]
         else:
-            scores = scores[layer].max(1) if share.of_group == "max" else scores[layer].mean(1)
-            best = max(round(share.retrieval * heads + 1e-9), 1)
-            local[np.argsort(-scores)[best:]] = True
+            local = razor_local(learned)[layer] if name == "razorattention" else duo_local(learned, share)[layer]
+            local = local.reshape(heads, -1).all(1)
             floor = sinks + recent + max(int((budget - sinks - recent) * share.base), 1)
             budgets = divided_budgets(local, budget, floor, TOKENS)
         assert budgets.sum() == cache.layers[layer].total and (name == "headkv" or budgets.sum() == heads * budget)
@@ -171,7 +187,7 @@ def test_a_head_that_retrieves_nothing_keeps_its_base():
     total, guard = jnp.array([300], jnp.int32), jnp.array([1], jnp.int32)
 
     def quotas(scores, held):
-        learned = share.prepared({"retrieval": jnp.array([scores])})
+        learned = share.prepared({"reasoning": jnp.array([scores])})
         return np.asarray(share.quotas({"parts": learned["parts"][0]}, total, guard, held, total))[0].tolist()
 
     assert quotas([1.0, 0.0, 0.0], many) == [200, 50, 50]
@@ -188,7 +204,7 @@ def test_headkv_as_released(goldens, which, beta):
     """Every head of 32 layers gets what the release gives it of 96 tokens, but for whole tokens per layer."""
     golden = arrays(goldens / "policies" / "headkv.npz")
     share, budget, window = dataclasses.replace(catalogue()["headkv"].allocate, beta=beta), 128, 32
-    theirs, learned = window + golden[f"{which}/{beta}/capacity"], {"retrieval": golden[f"{which}/scores"]}
+    theirs, learned = window + golden[f"{which}/{beta}/capacity"], {"reasoning": golden[f"{which}/scores"]}
     layers = share.budgets(budget, 32, 10_000, window, learned)
     assert sum(layers) == 32 * budget and np.abs(np.array(layers) - theirs.mean(axis=1)).max() < 1
     parts, plenty = share.prepared(learned)["parts"], jnp.full((1, 32), 10_000, jnp.int32)
@@ -301,8 +317,9 @@ def test_the_window_of_a_local_head_slides(tiny, name, score):
     out = jaxkv.generate(params, [ids(60), ids(33, 1)], policy=policy, max_new_tokens=26, stop_tokens=())
     share, sinks = policy.allocate, policy.decode.protects.sinks
     floor = 8 if name == "duo" else 9 + 5  # sinks, recents and one entry; sinks, recents and half of the others
+    learned = share.prepared(params.learned)
     for index, layer in enumerate(out.cache.layers):
-        local = np.asarray(share.local({"retrieval": jnp.asarray(params.learned["retrieval"])[index]}, layer.heads))
+        local = np.asarray(share.local({name: x[index] for name, x in learned.items()}, layer.heads))
         for row, tokens in enumerate((60, 33)):
             held = heads_of(layer, row)
             assert [len(each) for each in held] == divided_budgets(local, 20, floor, tokens).tolist()
@@ -328,7 +345,7 @@ def test_cuts_every_few_tokens_keep_the_shares(tiny):
         assert (held.sum(1) >= limits[index] * layer.heads).all() and (held >= 5).all()
         plenty = jnp.full((2, layer.heads), 999, jnp.int32)
         total = jnp.asarray(limits[index] * layer.heads)
-        scores = {"parts": share.prepared({"retrieval": params.learned["retrieval"]})["parts"][index]}
+        scores = {"parts": share.prepared({"reasoning": params.learned["reasoning"]})["parts"][index]}
         quotas = np.asarray(share.quotas(scores, total, guard, plenty, total))
         assert (np.asarray(layer.sizes) == quotas + 4).all(), "a cut frees as many slots in every head"
 
@@ -360,7 +377,7 @@ def test_the_shares_compile_once_for_every_split(tiny):
     params, policy = tiny(FAMILY), jaxkv.policy("headkv", budget=24, window=6)
     one = jaxkv.prefill(params, ids(TOKENS), policy=policy)
     before = jaxkv.run.first_block._cache_size()
-    turned = {**params.learned, "retrieval": jnp.flip(jnp.asarray(params.learned["retrieval"]), axis=-1)}
+    turned = {**params.learned, "reasoning": jnp.flip(jnp.asarray(params.learned["reasoning"]), axis=-1)}
     two = jaxkv.prefill(dataclasses.replace(params, learned=turned), ids(TOKENS), policy=policy)
     assert jaxkv.run.first_block._cache_size() == before and one.nbytes == two.nbytes
     moved = [np.asarray(a.offsets) != np.asarray(b.offsets) for a, b in zip(one.layers, two.layers, strict=True)]

@@ -13,6 +13,7 @@ from ordered import heads_of
 from safetensors.numpy import load_file, save_file
 
 import jaxkv
+from jaxkv.policies import catalogue
 
 FAMILY = "llama2"
 STEP = {"max_new_tokens": 1, "stop_tokens": ()}
@@ -49,6 +50,19 @@ PROMPTS = {
         },
     ),
     "streaming-llm": ("kvcache_factory", {"p60-b12": (12, {})}),
+    "adakv": ("adakv", {"p60-b18-k3": (18, {"window": 8, "kernel": 3}), "p90-b28-avg": (28, MEAN)}),
+    "kvzip": (
+        "kvzip",
+        {
+            "p60-b24": (24, {"sinks": 0}),
+            "p90-b20": (20, {"sinks": 0}),
+            "p60-b16-uniform": (16, {"sinks": 0, "allocate": {"kind": "uniform"}}),
+        },
+    ),
+    "quickvideo": (
+        "quickvideo",
+        {"p60-n20-k6": (18, {"chunk": 20, "recent": 0}), "p96-n16-k5": (30, {"chunk": 16, "recent": 0})},
+    ),
 }
 CASES = [(name, case) for name, (_, cases) in PROMPTS.items() for case in cases]
 
@@ -68,7 +82,7 @@ def assert_kept(cache, case):
     """Every head of every layer holds what the release does."""
     layers = sum(key.endswith("/kept") for key in case)
     assert layers == len(cache.layers)
-    for index, layer in enumerate(cache.layers):
+    for index, layer in enumerate(cache.views):
         for head, (held, theirs) in enumerate(zip(heads_of(layer), case[f"layer{index}/kept"], strict=True)):
             want = theirs[theirs >= 0].tolist()
             assert np.sort(held[held >= 0]).tolist() == want, f"layer {index} head {head}"
@@ -80,16 +94,32 @@ def test_what_a_prompt_leaves(goldens, tiny, name, case):
     file, cases = PROMPTS[name]
     budget, options = cases[case]
     theirs = golden(goldens, file, f"{name}/{case}")
-    assert_kept(jaxkv.prefill(tiny(FAMILY), theirs["ids"], policy=jaxkv.policy(name, budget=budget, **options)), theirs)
+    params = dataclasses.replace(tiny(FAMILY), tokenizer=lambda text, **_: {"input_ids": [7, 11, 13]})
+    assert_kept(jaxkv.prefill(params, theirs["ids"], policy=jaxkv.policy(name, budget=budget, **options)), theirs)
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
+@pytest.mark.parametrize("level", ["pair", "pair-uniform"])
 @pytest.mark.parametrize(("case", "block", "budget"), [("p60-c20-b16", 20, 16), ("p90-c30-b24", 30, 24)])
-def test_epicache_block_by_block(goldens, tiny, case, block, budget):
-    """What is left when the same tokens have looked at every block."""
-    theirs = golden(goldens, "epicache", case)
-    policy = jaxkv.policy("epicache", budget=budget, block=block, count=len(theirs["looking"]))
-    assert_kept(jaxkv.prefill(tiny(FAMILY), theirs["ids"], policy=policy, pseudo=theirs["looking"][None]), theirs)
+def test_epicache_block_by_block(goldens, tiny, case, block, budget, level):
+    """What is left when the same tokens have looked at every block, where a layer's heads compete and where they do
+    not; tokens behind a row's own do not look."""
+    theirs = golden(goldens, "epicache", case if level == "pair-uniform" else f"pair/{case}")
+    share = {"kind": "adaptive", "safeguard": 0.0} if level == "pair" else {"kind": "uniform"}
+    policy = jaxkv.policy("epicache", budget=budget, block=block, allocate=share)
+    pseudo = np.pad(theirs["looking"], (0, 3), constant_values=-1)[None]
+    assert_kept(jaxkv.prefill(tiny(FAMILY), theirs["ids"], policy=policy, pseudo=pseudo), theirs)
+
+
+def test_epicache_layers(goldens):
+    """The release's layer budgets, but for what its least ones get on top of the budget."""
+    theirs, mean = golden(goldens, "epicache", "layers"), 1000
+    layers = catalogue()["epicache"].allocate.layers
+    ours = np.array(layers.budgets(mean, 32, 10**6, 0, {"key_similarity": theirs["similarity"]}))
+    assert ours.sum() == 32 * mean < theirs["budgets"].sum()
+    least = theirs["budgets"] == mean // 4
+    assert 0 < least.sum() < 16 and (ours[least] == mean // 4).all()
+    np.testing.assert_allclose(ours[~least] / theirs["budgets"][~least], 32 * mean / theirs["budgets"].sum(), rtol=0.03)
 
 
 @pytest.fixture(scope="module")

@@ -797,7 +797,7 @@ def test_every_policy_speculates_or_says_why_not():
     bent = {name for name, known in catalogue().items() if known.decode and not known.decode.linear}
     pooled = {name for name, known in catalogue().items() if known.allocate.pooled}
     measured = {"q-filters"}  # what was measured on the model scores every token that enters
-    beside = {"quest", "tiered-h2o"}  # a tree knows no index of pages, and no second tier
+    beside = {"quest", "subgen", "tiered-h2o"}  # a tree knows no index of pages, no sketch and no second tier
     growing = {name for name, known in catalogue().items() if known.decode and known.decode.score.grows}
     merging = {name for name, known in catalogue().items() if known.decode and known.decode.evicted.moves}
     assert refused == slow | bent | pooled | measured | beside | growing | merging and bent

@@ -178,8 +178,8 @@ def test_local_heads_attend_by_the_papers_rule(sizes):
     at = np.array([np.arange(total) - (40 - length) for length in lengths], np.int32)
     at = np.maximum(at, -1)
     at[1, 40 + ends :] = -1
-    policy = jaxkv.policy("razorattention", budget=12, retrieval=0.34, **SMALL)
-    learned = {"retrieval": jnp.asarray(rng.random(heads * group), jnp.float32)}
+    policy = jaxkv.policy("razorattention", budget=12, **SMALL)
+    learned = {"repeats": jnp.arange(heads * group) == 3}  # one query head, and so its group
     local = np.asarray(policy.allocate.local(learned, heads))
     assert local.sum() == 2
     turned = [np.asarray(rotate(jnp.asarray(x), jnp.asarray(at)[:, :, None], SPEC.rope)) for x in (query, key)]
@@ -249,13 +249,14 @@ def dropped_means(params, tokens, held, local):
 def assert_summed(params, cache, rows):
     """The first layer's summary is the mean of all that its local heads no longer hold; of every layer the count."""
     share = cache.policy.allocate if cache.policy.evicts else catalogue()["razorattention"].allocate
+    learned = share.prepared(params.learned)["repeats"]
     for index, layer in enumerate(cache.layers):
-        local = share.local({"retrieval": jnp.asarray(params.learned["retrieval"])[index]}, layer.heads)
+        local = share.local({"repeats": learned[index]}, layer.heads)
         gone = np.asarray(cache.lengths)[:, None] - np.asarray(layer.held())
         np.testing.assert_array_equal(layer.beside["summary"].count, np.where(local, gone, 0))
     layer = cache.layers[0]
     summary = layer.beside["summary"]
-    local = np.asarray(share.local({"retrieval": jnp.asarray(params.learned["retrieval"])[0]}, layer.heads))
+    local = np.asarray(share.local({"repeats": learned[0]}, layer.heads))
     for row, tokens in enumerate(rows):
         assert len(tokens) == int(cache.lengths[row])
         wanted = dropped_means(params, tokens, heads_of(layer, row), local)

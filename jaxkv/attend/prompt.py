@@ -153,7 +153,7 @@ def _mass(
     at = observe.looking(query_positions, given.ask.extra)
     query = query[:, :, -at.shape[1] :]
     if not observe.own_keys:
-        key_positions = key_positions.at[:, :, -at.shape[1] :].set(EMPTY)
+        key_positions = key_positions.at[:, :, -(given.ask.extra or at.shape[1]) :].set(EMPTY)
     weights = aggregate.weights(at, now, None if sizes is None else sizes[:, -at.shape[1] :])
     mass = prefill_attend_mass(
         layout, query, keys, at, key_positions, reduce=aggregate.queries, weights=weights, **softmax
@@ -161,8 +161,7 @@ def _mass(
     if OUTPUT in aggregate.needs and given.facts.out is not None:
         mass = aggregate.by_output(mass, filled(joined.values, joined.positions), given.facts.out)
     apart = phase.protects.recent_entries(key_positions, now, given.limits)
-    mass = aggregate.along_text(mass, key_positions, apart)
-    return aggregate.over_group(mass, keys.shape[1], given.facts.learned)
+    return aggregate.by_kv_head(mass, key_positions, apart, given.facts.learned)
 
 
 def _cut(

@@ -33,10 +33,10 @@ from jaxkv.policies.combine import Scaled as Scaled
 from jaxkv.policies.combine import Then as Then
 from jaxkv.policies.combine import Until as Until
 from jaxkv.policies.combine import Weighted as Weighted
-from jaxkv.policies.cover import Cover as Cover
 from jaxkv.policies.curves import Curves as Curves
 from jaxkv.policies.evicted import Demote as Demote
 from jaxkv.policies.evicted import Drop as Drop
+from jaxkv.policies.evicted import Estimate as Estimate
 from jaxkv.policies.evicted import Evicted as Evicted
 from jaxkv.policies.evicted import Summarise as Summarise
 from jaxkv.policies.flow import Flow as Flow
@@ -46,9 +46,11 @@ from jaxkv.policies.flow import Straight as Straight
 from jaxkv.policies.graph import Propagated as Propagated
 from jaxkv.policies.layers import Erring as Erring
 from jaxkv.policies.layers import Pyramid as Pyramid
+from jaxkv.policies.layers import Similar as Similar
 from jaxkv.policies.layers import Uniform as Uniform
 from jaxkv.policies.measured import Divided as Divided
 from jaxkv.policies.measured import Proportional as Proportional
+from jaxkv.policies.measured import Repeating as Repeating
 from jaxkv.policies.merging import Merge as Merge
 from jaxkv.policies.merging import Spread as Spread
 from jaxkv.policies.needs import MASS as MASS

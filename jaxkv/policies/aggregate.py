@@ -19,10 +19,10 @@ REDUCE = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}
 
 @dataclasses.dataclass(frozen=True)
 class Aggregate(Checked):
-    """`queries` (sum, mean, max), `pool` along the text (none, avg, max; odd `kernel`), `group` (sum, mean, max) and
-    `heads`: "each" KV head decides for itself, or all decide as one by their "sum" or "mean". With `best` only so many
-    query heads of the layer speak, those that retrieve best by calibration, in the mean and for all KV heads
-    (CompressKV, arXiv 2508.02401).
+    """`queries` (sum, mean, max), `pool` along the text (none, avg, max; odd `kernel`), `group` (sum, mean, max; before
+    the pool with `pooled="groups"`) and `heads`: "each" KV head decides for itself, or all decide as one by their "sum"
+    or "mean". With `best` only so many query heads of the layer speak, those that retrieve best by calibration, in the
+    mean and for all KV heads (CompressKV, arXiv 2508.02401).
 
     `weigh="output"` multiplies each query's attention, before it is summed up, by the size of what the entry writes
     into the stream over the size of what the query was made of: A_ti ||v_i W_O||_2 / ||h_t||_2, W_O being the output
@@ -40,6 +40,7 @@ class Aggregate(Checked):
     best: int = 0
     weigh: str = "none"
     decay: float = 1.0
+    pooled: str = "heads"
 
     def __post_init__(self):
         for field, allowed in (
@@ -48,6 +49,7 @@ class Aggregate(Checked):
             ("group", ("sum", "mean", "max")),
             ("heads", ("each", "sum", "mean")),
             ("weigh", ("none", "output")),
+            ("pooled", ("heads", "groups")),
         ):
             if getattr(self, field) not in allowed:
                 raise BadValue(f"aggregate {field}={getattr(self, field)!r}: expected one of {', '.join(allowed)}")
@@ -89,6 +91,18 @@ class Aggregate(Checked):
 
         _, size = lax.scan(one, None, gram)
         return mass * jnp.moveaxis(size, 0, 2).reshape(mass.shape)
+
+    def by_kv_head(
+        self,
+        mass: Float[Array, "B Hq S"],
+        positions: Int[Array, "B Hk S"],
+        apart: Bool[Array, "B Hk S"],
+        learned: Mapping[str, Array] | None = None,
+    ) -> Float[Array, "B Hk S"]:
+        """Along the text and over the group, in the order that `pooled` says."""
+        if self.pooled == "groups":
+            return self.along_text(self.over_group(mass, positions.shape[1], learned), positions, apart)
+        return self.over_group(self.along_text(mass, positions, apart), positions.shape[1], learned)
 
     def over_group(
         self, mass: Float[Array, "B Hq S"], kv_heads: int, learned: Mapping[str, Array] | None = None

@@ -15,7 +15,7 @@ from jaxkv.policies import layers
 from jaxkv.policies.allocator import Allocate, Choice, Contest, Learned
 from jaxkv.policies.curves import Curves
 from jaxkv.policies.layers import Uniform
-from jaxkv.policies.measured import Divided, Proportional
+from jaxkv.policies.measured import Divided, Proportional, Repeating, poured
 from jaxkv.policies.needs import MASS, OUTPUT
 from jaxkv.policies.score import Score
 from jaxkv.policies.shared import Shared, safeguarded
@@ -27,15 +27,18 @@ from pallas_kernels.ragged_decode.segments import per_head
 class Adaptive(Shared):
     """The KV heads of a layer compete for its budget: the best entries of all heads stay, wherever they are.
 
-    Every head keeps at least its best `safeguard` (a fraction of the budget). With `of`, the heads' shares come from
-    that score, and inside each head the policy's own decides. `layers` gives each layer its budget. At decode the
-    borders between the heads move every `interval` steps (0: never): the lowest `shift` entries per head on average, of
-    all heads together, make room for as many new ones in every head. A decode phase with `every` > 1 moves the borders
-    whenever it cuts. The cache is a pool of exactly the budget.
-    Layers with a sliding window stay uniform. Source: AdaKV (arXiv 2407.11550) in kvpress' form; the moves are ours.
+    Every head keeps at least its best `safeguard` (a fraction of the budget); or, with `by="mix"`, gets of what is not
+    protected round((1 - safeguard) n + safeguard m) of its best, n being how many it won and m the mean. With `of`, the
+    heads' shares come from that score, and inside each head the policy's own decides. `layers` gives each layer its
+    budget. At decode the borders between the heads move every `interval` steps (0: never): the lowest `shift` entries
+    per head on average, of all heads together, make room for as many new ones in every head. A decode phase with
+    `every` > 1 moves the borders whenever it cuts. The cache is a pool of exactly the budget. Layers with a sliding
+    window stay uniform. Source: AdaKV (arXiv 2407.11550), "mix" as in its release (`AdaptiveSnapKVCluster`), "guard" as
+    in kvpress; the moves are ours.
     """
 
     safeguard: float = 0.2
+    by: str = "guard"
     of: Score | None = None
     layers: Allocate = Uniform()
     interval: int = 0
@@ -45,6 +48,8 @@ class Adaptive(Shared):
     def __post_init__(self):
         if not 0 <= self.safeguard <= 1:
             raise BadValue(f"safeguard={self.safeguard}: expected a fraction of the budget, from 0 to 1")
+        if self.by not in ("guard", "mix"):
+            raise BadValue(f"by={self.by!r}: expected 'guard', the best of each head are safe, or 'mix', numbers move")
         if self.interval < 0 or self.shift < 1:
             raise BadValue(
                 f"interval={self.interval}, shift={self.shift}: expected at least 0 steps (0: never) and 1 entry"
@@ -81,7 +86,7 @@ class Adaptive(Shared):
 
     def guard(self, limits: Int[Array, "B"], phases: Sequence[Any]) -> Int[Array, "B"]:
         """The safeguard, and at decode what is protected and one entry that can go."""
-        return safeguarded(self.safeguard, limits, phases)
+        return safeguarded(self.safeguard if self.by == "guard" else 0.0, limits, phases)
 
     def choose(self, contest: Contest) -> Choice:
         """The best of all heads together. With `of`, that settles how many each head keeps of a prompt, and inside
@@ -90,11 +95,29 @@ class Adaptive(Shared):
         each = jnp.minimum(contest.each, contest.slots)
         worth, place = contest.worth(of, each), (contest.positions, contest.owner)
         kept, safe = compete(worth, *place, contest.heads, contest.heads * each, jnp.minimum(contest.guard, each))
+        if of is None and self.by == "guard":
+            return Choice(kept, worth)
+        quota = per_head(kept, contest.owner, contest.heads)
+        if self.by == "mix":
+            held = per_head(contest.positions >= 0, contest.owner, contest.heads)
+            quota = self.mixed(quota, per_head(worth == jnp.inf, contest.owner, contest.heads), each, held)
         if of is not None:
-            quota = per_head(kept, contest.owner, contest.heads)
             worth = jnp.where(safe, jnp.inf, contest.worth(None, quota))
-            kept = best(worth, *place, quota)
-        return Choice(kept, worth)
+        return Choice(best(worth, *place, quota), worth)
+
+    def mixed(
+        self, won: Int[Array, "B Hk"], protected: Int[Array, "B Hk"], each: Int[Array, "B"], held: Int[Array, "B Hk"]
+    ) -> Int[Array, "B Hk"]:
+        """What heads won, moved towards an even share, as many together; none more than it has held."""
+        part = jnp.float32(self.safeguard)
+        even = each[:, None] - protected
+        exact = (1 - part) * (won - protected).astype(jnp.float32) + part * even.astype(jnp.float32)
+        whole = jnp.floor(exact + 1e-4).astype(jnp.int32)
+        left = jnp.sum(won, axis=-1) - jnp.sum(protected + whole, axis=-1)
+        place = jnp.argsort(jnp.argsort(whole.astype(jnp.float32) - exact, axis=-1, stable=True), axis=-1)
+        quota = jnp.minimum(protected + whole + (place < left[:, None]).astype(jnp.int32), held)
+        ones = jnp.ones(held.shape[-1], jnp.int32)
+        return quota + poured(jnp.sum(won, axis=-1) - jnp.sum(quota, axis=-1), ones, held - quota)
 
     def moves(self, limits, now):
         if not self.interval:
@@ -102,4 +125,4 @@ class Adaptive(Shared):
         return limits - self.shift, now % self.interval == 0
 
 
-KINDS = layers.KINDS | {part.kind: part for part in (Adaptive, Proportional, Divided, Curves)}
+KINDS = layers.KINDS | {part.kind: part for part in (Adaptive, Proportional, Divided, Repeating, Curves)}

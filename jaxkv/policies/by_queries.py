@@ -282,7 +282,7 @@ class ShiftingAttention(Score):
         worth = worth.reshape(worth.shape[0], -1, worth.shape[-1])  # by query heads
         apart = inputs.at >= (inputs.next - self.window)[:, None, None]
         aggregate = Aggregate(pool="avg", kernel=self.kernel)
-        return aggregate.over_group(aggregate.along_text(worth, inputs.at, apart), inputs.at.shape[1])
+        return aggregate.by_kv_head(worth, inputs.at, apart)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """evicted: what becomes of the entries that leave a layer's slots.
 
-Dropped, summarised into their means, moved to a tier of lower precision, or merged into a survivor (`merging.py`). A
+Dropped, summarised into their means, sketched for an estimate, moved to a tier of lower precision, or merged into a
+survivor (`merging.py`). A
 rule is called in two places: when a store is cut, and when a decode step overwrites one entry per head. What it must
 remember lies beside the slots, under the rule's `state`.
 """
@@ -9,11 +10,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
-from jaxkv.store import summary, tier
+from jaxkv.policies.score import draws
+from jaxkv.store import sketch, summary, tier
 from jaxkv.store.codecs import Codecs
 from jaxkv.store.codecs import Int as Integers
 from jaxkv.store.entries import Entries
@@ -125,4 +128,43 @@ class Demote(Evicted):
         return kept, beside.with_one(lost) if one else beside.with_many(lost)
 
 
-KINDS: dict[str, type[Evicted]] = {rule.kind: rule for rule in (Drop, Summarise, Demote)}
+@dataclasses.dataclass(frozen=True)
+class Estimate(Evicted):
+    """What leaves goes into a sketch, from which its part in the attention is estimated: per KV head, `clusters` groups
+    of keys with `members` of each, drawn evenly, and a `sample` of entries drawn with odds ||v||^2.
+
+    denominator = sum_i n_i / T sum_j exp(q . k_ij) over the T members of each cluster of n_i keys; numerator =
+    sum_j mu / (S ||v_j||^2) exp(q . k_j) v_j over the sample of S, mu being the sum of all ||v||^2. Draws are with
+    replacement, by a hash of position, head and `seed`, so that a text gives the same sample however it is cut.
+    Source: SubGen (arXiv 2402.06082), algorithm 1. A key opens a cluster if it lies farther than `radius` from all
+    centres, as there; ours: only while there is room, and at a cut the farthest first (the greedy k-center of its
+    experiments); the numbers.
+    """
+
+    clusters: int = 64
+    members: int = 4
+    sample: int = 64
+    radius: float = 0.0
+    seed: int = 0
+    kind: ClassVar[str] = "estimate"
+    state: ClassVar[str] = "sketch"
+    attended: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if min(self.clusters, self.members, self.sample) < 1 or self.radius < 0:
+            raise BadValue(
+                f"clusters={self.clusters}, members={self.members}, sample={self.sample}, radius={self.radius}: "
+                "expected at least 1 of each, and a distance of 0 or more"
+            )
+
+    def begin(self, batch: int, heads: int, head_dim: int, dtype: Any) -> sketch.Sketch:
+        return sketch.empty(batch, heads, self.clusters, self.members, self.sample, head_dim)
+
+    def absorb(self, beside, kept, lost, facts):
+        even = draws(lost.positions, self.seed, self.members)
+        u = draws(lost.positions, self.seed + self.members, self.sample)
+        by_size = jnp.log(jnp.maximum(u, 2.0**-25))  # over ||v||^2 the highest is a draw with those odds
+        return kept, beside.added(lost.keys, lost.values, lost.positions, even, by_size, self.radius)
+
+
+KINDS: dict[str, type[Evicted]] = {rule.kind: rule for rule in (Drop, Summarise, Estimate, Demote)}

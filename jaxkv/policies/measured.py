@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.errors import BadValue
 from jaxkv.policies.allocator import Allocate, Choice, Contest, Learned
-from jaxkv.policies.layers import Uniform
+from jaxkv.policies.layers import Uniform, scaled
 from jaxkv.policies.needs import calibrated
 from jaxkv.policies.shared import Shared, spared
 from jaxkv.store.pool import best
@@ -70,15 +70,15 @@ class Proportional(Measured):
     the sum of all scores, of the pool that the 1/beta of all of them make.
 
     Both count what is kept beyond the protected entries; every head keeps one of those. A KV head's score is the mean
-    of its query heads' in `retrieval [L, Hq]`, which `jaxkv calibrate` found. A layer's budget is what its heads get,
+    of its query heads' in `reasoning [L, Hq]`, which `jaxkv calibrate` found. A layer's budget is what its heads get,
     whole tokens per head on average and no more than the text; what a head has no text for goes to the others of its
-    layer. Source: HeadKV (arXiv 2410.19258), with scores of CompressKV's kind. Its release scores query heads, rounds
+    layer. Source: HeadKV (arXiv 2410.19258), its retrieval-reasoning form. Its release scores query heads, rounds
     the pool's 1/beta of the budget down, and tries eight betas from 1.005 to 10; the default is ours, one of them.
     """
 
     beta: float = 1.2
     kind: ClassVar[str] = "proportional"
-    needs: ClassVar[frozenset[str]] = frozenset({calibrated("retrieval")})
+    needs: ClassVar[frozenset[str]] = frozenset({calibrated("reasoning")})
 
     def __post_init__(self):
         if self.beta < 1:
@@ -86,7 +86,7 @@ class Proportional(Measured):
 
     def prepared(self, learned: Learned) -> Learned:
         """With `parts [L, Hq]`: the scores by their mean over all heads of all layers (1 where all are 0)."""
-        scores = jnp.asarray(learned["retrieval"], jnp.float32)
+        scores = jnp.asarray(learned["reasoning"], jnp.float32)
         mean = jnp.mean(scores)
         return {**learned, "parts": jnp.where(mean > 0, scores / jnp.where(mean > 0, mean, 1.0), 1.0)}
 
@@ -116,36 +116,18 @@ class Proportional(Measured):
 
 
 @dataclasses.dataclass(frozen=True)
-class Divided(Measured):
-    """The fraction `retrieval` of a layer's heads, those with the highest scores and at least one, share what the
-    others leave, as far as there is text; the others are local: `base` (a fraction of the budget beyond what is
-    protected, or one entry), and what the retrieval heads have no text for, evenly.
-
-    A KV head's score is the mean of its query heads' in `retrieval [L, Hq]`, or that of the best of them
-    (`of_group="max"`). A local head holds what is protected and the newest entries, at decode too. Source:
-    DuoAttention (arXiv 2410.10819) and RazorAttention (arXiv 2407.15891), under a total that both let grow with the
-    text.
+class Local(Measured):
+    """Some of a layer's heads retrieve, and share what the others leave, as far as there is text; the others are local:
+    `base` (a fraction of the budget beyond what is protected, or one entry), and what the retrieving heads have no text
+    for, evenly. A local head holds what is protected and the newest entries, at decode too.
     """
 
-    of_group: str = "mean"
     layers: Allocate = Uniform()
-    retrieval: float = 0.5
     base: float = 0.0
-    kind: ClassVar[str] = "divided"
 
     def __post_init__(self):
-        if self.of_group not in ("mean", "max"):
-            raise BadValue(f"of_group={self.of_group!r}: expected 'mean' or 'max'")
-        if not 0 < self.retrieval <= 1 or not 0 <= self.base <= 1:
-            raise BadValue(
-                f"retrieval={self.retrieval}, base={self.base}: expected the fraction of heads that retrieve, above 0 "
-                "and up to 1, and a fraction of the budget"
-            )
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """What dividing the budget over heads and layers needs."""
-        return self.layers.needs | {calibrated("retrieval")}
+        if not 0 <= self.base <= 1:
+            raise BadValue(f"base={self.base}: expected a fraction of the budget, from 0 to 1")
 
     @property
     def fraction(self) -> float:
@@ -161,11 +143,8 @@ class Divided(Measured):
         return self.layers.budgets(budget, layers, tokens, window, learned)
 
     def local(self, learned: Learned, heads: int) -> Bool[Array, "Hk"]:
-        """True for all but the best heads; ties go to the lower head."""
-        count = max(int(self.retrieval * heads + 0.5), 1)
-        group = learned["retrieval"].astype(jnp.float32).reshape(heads, -1)
-        scores = jnp.max(group, axis=-1) if self.of_group == "max" else jnp.mean(group, axis=-1)
-        return _place(-scores) >= count
+        """True for the heads that do not retrieve."""
+        raise NotImplementedError
 
     def quotas(
         self,
@@ -175,11 +154,87 @@ class Divided(Measured):
         held: Int[Array, "B Hk"],
         tokens: Int[Array, "B"],
     ) -> Int[Array, "B Hk"]:
-        """`guard` for every head; the rest for the retrieval heads evenly, then for the local ones."""
+        """`guard` for every head; the rest for the retrieving heads evenly, then for the local ones."""
         given, local = jnp.minimum(guard[:, None], held), self.local(learned, held.shape[-1])
         for shares in ((~local).astype(jnp.int32), local.astype(jnp.int32)):
             given += poured(total - jnp.sum(given, axis=-1), shares, held - given)
         return given
+
+
+@dataclasses.dataclass(frozen=True)
+class Divided(Local):
+    """The fraction `retrieval` of a layer's heads, those with the highest scores and at least one, retrieve.
+
+    A KV head's score is the mean of its query heads' in `retrieval [L, Hq]`, which `jaxkv calibrate` found, or that of
+    the best of them (`of_group="max"`). Source: DuoAttention (arXiv 2410.10819), under a total that it lets grow with
+    the text.
+    """
+
+    of_group: str = "mean"
+    retrieval: float = 0.5
+    kind: ClassVar[str] = "divided"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.of_group not in ("mean", "max"):
+            raise BadValue(f"of_group={self.of_group!r}: expected 'mean' or 'max'")
+        if not 0 < self.retrieval <= 1:
+            raise BadValue(
+                f"retrieval={self.retrieval}: expected the fraction of heads that retrieve, above 0, up to 1"
+            )
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What dividing the budget over heads and layers needs."""
+        return self.layers.needs | {calibrated("retrieval")}
+
+    def local(self, learned: Learned, heads: int) -> Bool[Array, "Hk"]:
+        """True for all but the best heads; ties go to the lower head."""
+        count = max(int(self.retrieval * heads + 0.5), 1)
+        group = learned["retrieval"].astype(jnp.float32).reshape(heads, -1)
+        scores = jnp.max(group, axis=-1) if self.of_group == "max" else jnp.mean(group, axis=-1)
+        return _place(-scores) >= count
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeating(Local):
+    """Heads retrieve by how they look at a text that repeats itself: of all query heads of the model the fraction
+    `induction` of those that look most at the tokens right behind earlier places of their own, and the fraction `echo`
+    of those that look most at these places, at least one head each; and with a head its whole group.
+
+    A layer may have none; then its heads share its budget evenly. The scores are `induction` and `echo [L, Hq]`, which
+    `jaxkv calibrate` found. Source: RazorAttention (arXiv 2407.15891), its 14 and 1 of 100, under a total that it lets
+    grow with the text.
+    """
+
+    induction: float = 0.14
+    echo: float = 0.01
+    kind: ClassVar[str] = "repeating"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 <= self.induction <= 1 or not 0 <= self.echo <= 1:
+            raise BadValue(
+                f"induction={self.induction}, echo={self.echo}: expected fractions of the model's heads, from 0 to 1"
+            )
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What dividing the budget over heads and layers needs."""
+        return self.layers.needs | {calibrated("induction"), calibrated("echo")}
+
+    def prepared(self, learned: Learned) -> Learned:
+        """With `repeats [L, Hq]`: which heads are among the best of all by either score; ties go to the lower head."""
+        best: Any = False
+        for name, share in (("induction", self.induction), ("echo", self.echo)):
+            scores = jnp.asarray(learned[name], jnp.float32)
+            count = max(int(share * scores.size + 0.5), 1)
+            best = best | (_place(-scores.reshape(-1)) < count).reshape(scores.shape)
+        return {**learned, "repeats": best}
+
+    def local(self, learned: Learned, heads: int) -> Bool[Array, "Hk"]:
+        """True for the heads of whose group none is among the best."""
+        return ~jnp.any(learned["repeats"].reshape(heads, -1), axis=-1)
 
 
 def at_least(
@@ -226,19 +281,3 @@ def poured(left: Int[Array, "B"], shares: Int[Array, "*B Hk"], room: Int[Array, 
 def _place(x: Float[Array, "*B Hk"] | Int[Array, "*B Hk"]) -> Int[Array, "*B Hk"]:
     """The place of each in ascending order, ties by the index."""
     return jnp.argsort(jnp.argsort(x, axis=-1, stable=True), axis=-1).astype(jnp.int32)
-
-
-def scaled(shares: np.ndarray, total: int, least: int, most: int) -> np.ndarray:
-    """Whole numbers from `least` to `most` that sum to `total`, in proportion to `shares [L]` but for these bounds.
-
-    `total` lies between L times `least` and L times `most`. The largest remainders are rounded up.
-    """
-    low, high = 0.0, most / max(float(shares.min()), 1e-9)
-    for _ in range(100):  # the scale at which the bounded parts sum to the total, by halving
-        scale = (low + high) / 2
-        low, high = (scale, high) if np.clip(shares * scale, least, most).sum() < total else (low, scale)
-    exact = np.clip(shares * high, least, most)
-    whole = np.floor(exact + 1e-6).astype(int)
-    order = np.argsort(whole - exact, kind="stable")
-    whole[order[: total - whole.sum()]] += 1
-    return whole

@@ -27,6 +27,7 @@ class Observer(Checked):
     replays: ClassVar[bool] = False  # each block of the prompt is run again behind itself
     drafts: ClassVar[bool] = False  # the tokens that look come from a first pass
     draft_window: int = 0  # and that is SnapKV's, with this window
+    lead: int = 0  # tokens of the block before that tell where a block begins, for `between`
 
     @property
     def at_end(self) -> bool:
@@ -36,6 +37,10 @@ class Observer(Checked):
     def behind(self, prompt: np.ndarray, vocab_size: int, encode: Encode | None) -> np.ndarray:
         """The tokens `[N]` that run behind every block of one prompt `[T]`; `encode` turns text into tokens."""
         return np.zeros(0, np.int32)
+
+    def between(self, before: np.ndarray, encode: Encode | None) -> np.ndarray:
+        """The tokens `[N]` that run behind a block with others before it, of which the last `lead` ones are given."""
+        raise NotImplementedError  # asked only where there is a lead
 
     def begins(self, ends: Int[Array, "B"], now: Int[Array, "B"]) -> Int[Array, "B"]:
         """The position of the first token behind a block that ends at `now`, of a text of `ends` tokens: that of the
@@ -145,49 +150,75 @@ class PseudoQueries(Observer):
 
 @dataclasses.dataclass(frozen=True)
 class Lookahead(Observer):
-    """`count` tokens that the model itself goes on with look, run behind each block like `PseudoQueries`.
+    """`count` tokens that the model itself goes on with look, run behind each block like `PseudoQueries`; and with them
+    the block's own last `local` ones.
 
     They come from a first pass: the prompt under SnapKV (window `draft_window`) at the same budget, then `count` greedy
-    tokens; on a cache that is already bounded, everything new is kept for that pass. Two prefills, bounded memory.
-    With `own_keys=False` their own keys stay out of the softmax, as in the release. Source: Lookahead Q-Cache (arXiv
-    2505.20334), which keeps the first pass's queries and the whole prompt's cache in between; here the tokens run again
-    behind the prompt.
+    tokens; on a cache that is already bounded, everything new is kept for that pass. Two prefills, bounded memory. With
+    `own_keys=False` the keys of the new tokens stay out of the softmax, as in the release. Source: Lookahead Q-Cache
+    (arXiv 2505.20334), which keeps the first pass's queries and the whole prompt's cache in between; here the tokens
+    run again behind the prompt. With `local` 8 its LAQ++.
     """
 
     count: int = 8
     draft_window: int = 32
     own_keys: bool = True
+    local: int = 0
     kind: ClassVar[str] = "lookahead"
     window: ClassVar[int] = 0
     drafts: ClassVar[bool] = True
 
     def __post_init__(self):
-        if self.count < 1 or self.draft_window < 1:
-            raise BadValue(f"count={self.count}, draft_window={self.draft_window}: expected at least 1 token each")
+        if self.count < 1 or self.draft_window < 1 or self.local < 0:
+            raise BadValue(
+                f"count={self.count}, draft_window={self.draft_window}, local={self.local}: expected at least 1 token "
+                "each, and no local ones or more"
+            )
 
     @property
     def extra(self) -> int:
         """Tokens run behind each block of the prompt."""
         return self.count
 
+    def looking(self, positions: Int[Array, "B T"], extra: int) -> Int[Array, "B N"]:
+        """The positions of the new tokens and of the `local` ones before them."""
+        return positions[:, -(extra + self.local) :]
+
 
 @dataclasses.dataclass(frozen=True)
 class Replay(Observer):
     """Every block of the prompt is run once more behind itself, behind an `instruction` (text), and that looks.
 
-    What the model needs to say the block again is what it has to keep; prefill costs twice or more. The softmax is
-    over all that is held. Source: KVzip (arXiv 2505.23416).
+    The instruction of a block with others before it is `again`, and behind that the last `lead` tokens before the
+    block, from where on it is to be said. What the model needs to say the block again is what it has to keep; prefill
+    costs twice or more. The softmax is over all that is held. With a block as long as the prompt, that is the whole
+    prompt. Source: KVzip (arXiv 2505.23416), whose blocks have 2000 tokens and look at themselves in an uncut cache.
     """
 
     instruction: str = "\n\nRepeat the previous context exactly."
+    again: str = "\n\nRepeat the part of the previous context exactly, starting with "
+    lead: int = 8
     kind: ClassVar[str] = "replay"
     window: ClassVar[int] = 0
     extra: ClassVar[int] = 0  # besides the block itself and the instruction
     replays: ClassVar[bool] = True
 
+    def __post_init__(self):
+        if self.lead < 0:
+            raise BadValue(f"lead={self.lead}: expected a number of tokens, 0 for none")
+
+    def begins(self, ends: Int[Array, "B"], now: Int[Array, "B"]) -> Int[Array, "B"]:
+        """The position behind the block."""
+        return now
+
     def behind(self, prompt: np.ndarray, vocab_size: int, encode: Encode | None) -> np.ndarray:
         """The instruction's tokens; none where there is no tokenizer."""
         return np.asarray(encode(self.instruction) if encode and self.instruction else (), np.int32)
+
+    def between(self, before: np.ndarray, encode: Encode | None) -> np.ndarray:
+        """The tokens of `again`, if there is a tokenizer, and the last ones before the block."""
+        again = np.asarray(encode(self.again) if encode and self.again else (), np.int32)
+        return np.concatenate([again, before[len(before) - min(self.lead, len(before)) :]])
 
 
 KINDS: dict[str, type[Observer]] = {

@@ -166,17 +166,22 @@ class Recency(Score):
 
 @dataclasses.dataclass(frozen=True)
 class KeyNorm(Score):
-    """score = -||k||_2 (RoPE keeps it; taken before RoPE). Source: Devoto et al. (arXiv 2406.11430)."""
+    """score = -||k||_2^power (RoPE keeps it; taken before RoPE). Source: Devoto et al. (arXiv 2406.11430), power 1."""
 
+    power: int = 1
     kind: ClassVar[str] = "key-norm"
     signed: ClassVar[bool] = True
     stats: ClassVar[tuple[str, ...]] = ("key_norm",)
+
+    def __post_init__(self):
+        if self.power < 1:
+            raise BadValue(f"power={self.power}: expected 1 or more")
 
     def enter(self, new: Entering) -> Stats:
         return {"key_norm": jnp.linalg.norm(new.keys.astype(jnp.float32), axis=-1)}
 
     def factors(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
-        return 0.0, -stats["key_norm"]
+        return 0.0, -(stats["key_norm"] if self.power == 1 else stats["key_norm"] ** self.power)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,9 +271,15 @@ class Random(Score):
 
 def drawn(positions: Int[Array, "B Hk S"], seed: int) -> Float[Array, "B Hk S"]:
     """A pseudo-random number in [0, 1) of position, head and seed, whatever the slot."""
+    return draws(positions, seed, 1)[..., 0]
+
+
+def draws(positions: Int[Array, "B Hk S"], seed: int, count: int) -> Float[Array, "B Hk S N"]:
+    """As many of them, of the seeds from `seed` on."""
     head = jnp.arange(positions.shape[1], dtype=jnp.uint32)[:, None]
     x = positions.astype(jnp.uint32) * jnp.uint32(0x9E3779B1) + head * jnp.uint32(0x85EBCA77)
-    x = x + jnp.uint32(seed % 2**32) * jnp.uint32(0xC2B2AE3D)
+    seeds = jnp.uint32(seed % 2**32) + jnp.arange(count, dtype=jnp.uint32)
+    x = x[..., None] + seeds * jnp.uint32(0xC2B2AE3D)
     for shift, times in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # mixes every bit into every other
         x = (x ^ (x >> shift)) * jnp.uint32(times)
     x = x ^ (x >> 16)

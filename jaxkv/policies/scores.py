@@ -13,7 +13,6 @@ from jaxkv.policies.by_queries import (
     WorstAttention,
 )
 from jaxkv.policies.combine import Maximum, Pooled, PromptFirst, Scaled, Then, Until, Weighted
-from jaxkv.policies.cover import Cover
 from jaxkv.policies.graph import Propagated
 from jaxkv.policies.patterns import Chains, Crush, Ladder, Neighbours, Place
 from jaxkv.policies.recurrence import Recurrence
@@ -45,7 +44,7 @@ KINDS: dict[str, type[Score]] = {
             WindowAttention,
             WorstAttention,
         ),
-        *(Recurrence, Ladder, Place, Neighbours, Crush, Chains, Cover),
+        *(Recurrence, Ladder, Place, Neighbours, Crush, Chains),
         *(Scaled, Weighted, Maximum, Then, Until, Pooled, PromptFirst, Propagated),
     )
 }

@@ -170,7 +170,7 @@ def asked(
     tokens, positions = left_padded(rows, blocks.length, lengths)
     pseudo = np.zeros((1, 0), np.int32)
     if policy.prefill is not None and plan.look:
-        pseudo = behind(params, rows, policy.prefill.observe)
+        pseudo = behind(params, rows, policy.prefill.observe, blocks)
     return Asked(
         answers(fresh, seen + len(rows[0])), prefix, plan.look, blocks, tokens, positions, pseudo, lengths, limits,
         left=request.max_new_tokens,
@@ -186,7 +186,7 @@ def pseudo_width(params: Params, policy: Policy) -> int:
     """How many tokens look from behind a prompt."""
     if policy.prefill is None:
         return 0
-    return behind(params, [np.zeros(1, np.int32)], policy.prefill.observe).shape[1]
+    return behind(params, [np.zeros(1, np.int32)], policy.prefill.observe, PromptBlocks(1, 0, 1)).shape[-1]
 
 
 def _with_budget(policy: Policy, budget: int) -> Policy:

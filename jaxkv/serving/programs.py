@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from jaxkv import run
 from jaxkv.policies.policy import Learned, Policy
-from jaxkv.run import Layers
+from jaxkv.run import Layers, of_block
 from jaxkv.serving import rows as device
 from jaxkv.serving.asked import Asked, Prefix, Shapes, pseudo_width
 from jaxkv.serving.rows import Rows, Told
@@ -105,7 +105,8 @@ class Programs:
             layers = self._empty if asked.prefix is None else asked.prefix.layers
             key = ("first", _shape(layers), asked.blocks.first, asked.look)
         part = list(asked.blocks)[number]
-        arrays = asked.tokens[:, part], asked.positions[:, part], asked.pseudo, asked.lengths, asked.ends, asked.limits
+        arrays = asked.tokens[:, part], asked.positions[:, part], of_block(asked.pseudo, number)
+        arrays += asked.lengths, asked.ends, asked.limits
         after, logits, _ = self._made[key](
             self._static.params.weights,
             layers,

@@ -12,6 +12,7 @@ from jaxkv.store.entries import Entries
 from jaxkv.store.line import Place
 from jaxkv.store.pages import Pages
 from jaxkv.store.pool import Pool
+from jaxkv.store.sketch import Sketch
 from jaxkv.store.slots import Slots
 from jaxkv.store.summary import Summary
 from jaxkv.store.threshold import Threshold
@@ -19,7 +20,7 @@ from jaxkv.store.tier import Tier
 
 KNOWN: dict[str, type] = {
     each.__name__: each
-    for each in (Slots, Pool, Place, Entries, Summary, Tier, Threshold, Pages, Codecs, Plain, Int, IntCode)
+    for each in (Slots, Pool, Place, Entries, Summary, Sketch, Tier, Threshold, Pages, Codecs, Plain, Int, IntCode)
 }
 
 

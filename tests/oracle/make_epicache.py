@@ -4,9 +4,10 @@
 
 PATH is a checkout of https://github.com/apple/ml-epicache (commit b742661). Its cache and scores (`attention/`) run
 unchanged beside the tiny llama2, called block by block as its `model/wrapper.py` does (`prefill_memory_constrained`),
-with equal heads (its level "pair-uniform"). What it would import and not use is stood in for: the flat kernel, and
-transformers' caches by the lists that they were. The tokens that look stand right behind the block; in the release the
-first of them stands on the block's last position (line 242 of the wrapper).
+with heads that compete and with equal ones (its levels "pair" and "pair-uniform"). What it would import and not use is
+stood in for: the flat kernel, and transformers' caches by the lists that they were. The tokens that look stand right
+behind the block; in the release the first of them stands on the block's last position (line 242 of the wrapper). Layer
+budgets are those of the wrapper's `allocate_layer_budget` from made-up similarities.
 """
 
 import sys
@@ -14,12 +15,17 @@ import types
 
 import numpy as np
 import torch
-import transformers
 from common import GOLDENS, save
 from llama import Llama, Seen
 from released import NOISE, TRIES, drawn, model, places, released, same, stand_in, under
 
-CASES = {"p60-c20-b16": (60, 20, 16), "p90-c30-b24": (90, 30, 24)}  # tokens, of a block, budget
+CASES = {  # tokens, of a block, budget, whether heads compete
+    "p60-c20-b16": (60, 20, 16, "pair-uniform"),
+    "p90-c30-b24": (90, 30, 24, "pair-uniform"),
+    "pair/p60-c20-b16": (60, 20, 16, "pair"),
+    "pair/p90-c30-b24": (90, 30, 24, "pair"),
+}
+LAYERS, POWER, MEAN = 32, 1.1, 1000  # of the layer budgets
 LOOKING = 8
 
 
@@ -32,7 +38,7 @@ class Lists:
 
 def run(release, tiny: Llama, ids: torch.Tensor, case: tuple, turn: int | None) -> dict[str, np.ndarray]:
     """What is kept of all but the last tokens, which look; with a turn, their queries with noise."""
-    length, block, budget = case
+    length, block, budget, level = case
     generator = torch.Generator().manual_seed(turn or 0)
     config = types.SimpleNamespace(
         num_hidden_layers=tiny.layers, num_attention_heads=tiny.heads, num_key_value_heads=tiny.kv_heads
@@ -53,12 +59,19 @@ def run(release, tiny: Llama, ids: torch.Tensor, case: tuple, turn: int | None) 
             cache._get_score_flatten(query * noise, keys, layer)
         if cache.evicted:
             cache.prepare(query, keys, values, layer, prefill_mode=True)
-        group = tiny.heads // tiny.kv_heads
-        keys, values = (x.reshape(tiny.kv_heads, -1, tiny.dim).repeat_interleave(group, 0) for x in (keys, values))
-        own, all_of = query.shape[2], keys.shape[1]
-        later = torch.arange(all_of)[None] > torch.arange(all_of - own, all_of)[:, None]
-        weights = seen.query @ keys.transpose(1, 2) / tiny.dim**0.5
-        return weights.masked_fill(later, float("-inf")).softmax(-1) @ values
+        out, group = [], tiny.heads // tiny.kv_heads
+        for head, (k, v) in enumerate(zip(heads(cache, layer, keys), heads(cache, layer, values), strict=True)):
+            own, all_of = query.shape[2], len(k)
+            later = torch.arange(all_of)[None] > torch.arange(all_of - own, all_of)[:, None]
+            weights = seen.query[head * group : (head + 1) * group] @ k.T / tiny.dim**0.5
+            out.append(weights.masked_fill(later, float("-inf")).softmax(-1) @ v)
+        return torch.cat(out)
+
+    def heads(cache, layer: int, x: torch.Tensor) -> list[torch.Tensor]:
+        """What each KV head holds, of a flat layer or one of equal heads."""
+        flat = x.reshape(-1, tiny.dim)
+        even = [len(flat) // tiny.kv_heads] * tiny.kv_heads
+        return list(flat.split(cache.info["len_k"][layer].tolist() if cache.evicted else even))
 
     for start in range(0, length, block):
         stop = min(start + block, length)
@@ -68,13 +81,29 @@ def run(release, tiny: Llama, ids: torch.Tensor, case: tuple, turn: int | None) 
         before = cache._seen_tokens
         tiny(ids[length:], torch.arange(stop, stop + LOOKING), attend)
         cache.slice_flattened(LOOKING, before)
-        cache.evict_flattened("pair-uniform")
-    held = (keys.view(tiny.kv_heads, -1, tiny.dim) for keys in cache.key_cache)
-    return {f"layer{layer}/kept": places(keys, given[layer]) for layer, keys in enumerate(held)}
+        cache.evict_flattened(level)
+    out = {}
+    for layer, keys in enumerate(cache.key_cache):
+        each = heads(cache, layer, keys)
+        kept = [places(k[None], given[layer][head : head + 1])[0] for head, k in enumerate(each)]
+        most = max(map(len, kept))
+        out[f"layer{layer}/kept"] = np.stack([np.pad(row, (0, most - len(row)), constant_values=-1) for row in kept])
+    return out
+
+
+def layer_budgets() -> dict[str, np.ndarray]:
+    """What the release gives its layers, from similarities of a fixed seed."""
+    wrapper = released(sys.argv[1], "model.wrapper").LongConvQAModel
+    alike = np.random.default_rng(0).random(LAYERS).astype(np.float32)
+    given = wrapper.allocate_layer_budget(
+        types.SimpleNamespace(device="cpu"), {"combined_scores": alike.tolist()}, MEAN, power=POWER
+    )
+    return {"similarity": alike, "budgets": given.numpy().astype(np.int32)}
 
 
 def main() -> None:
-    transformers.DynamicCache, transformers.HybridCache = Lists, object
+    found = sys.modules["transformers"]  # as it stands once others have imported from it
+    found.DynamicCache, found.HybridCache = Lists, object
     stand_in("tiny_api_cuda", update_flatten_view=None)
     release, tiny, arrays = released(sys.argv[1], "attention.kvcache").EvictCache, model(), {}
     for name, case in CASES.items():
@@ -88,7 +117,7 @@ def main() -> None:
             raise SystemExit(f"{name}: no prompt that is clear")
         prompt, looking = (x.numpy().astype(np.int32) for x in (ids[: case[0]], ids[case[0] :]))
         arrays |= under(name, {"ids": prompt, "looking": looking, **found})
-    save(GOLDENS / "policies" / "epicache.npz", arrays)
+    save(GOLDENS / "policies" / "epicache.npz", {**arrays, **under("layers", layer_budgets())})
 
 
 if __name__ == "__main__":
