@@ -193,14 +193,15 @@ def _pseudo(prompt: Prompt, sizes: Sequence[Policy]) -> list[np.ndarray]:
     if not observe.drafts:
         return [behind(prompt.params, [prompt.ids], observe)] * len(sizes)
     said = answers(prompt, [first_pass(policy) for policy in sizes], observe.extra, chunk=len(sizes))
-    return [np.array([each.tokens], np.int32) for _, each in sorted(said, key=lambda one: one[0])]
+    pairs = (one for batch in said for one in batch)
+    return [np.array([each.tokens], np.int32) for _, each in sorted(pairs, key=lambda one: one[0])]
 
 
 def answers(
     prompt: Prompt, policies: Sequence[Policy], count: int, *, chunk: int, enough: Enough = lambda _: False
-) -> Iterator[tuple[int, Said]]:
-    """(number of the policy, what it leads to) for each of them, up to `count` greedy tokens, at most `chunk` side by
-    side; a batch ends where all its answers are long `enough`. Policies come in the order of their decode steps."""
+) -> Iterator[list[tuple[int, Said]]]:
+    """(number of the policy, what it leads to) for each of them, up to `count` greedy tokens, in batches of at most
+    `chunk`; one ends where all its answers are long `enough`. Policies come in the order of their decode steps."""
     alike: dict[Policy, dict[Policy, list[int]]] = {}  # by decode steps, then by all but the size
     for number, policy in enumerate(policies):
         unsized = dataclasses.replace(policy, budget=None, ratio=None)
@@ -214,14 +215,14 @@ def answers(
                 waiting.setdefault(form, []).append((number, kept))
                 del kept  # what waits is the only one
                 if len(waiting[form]) == chunk:
-                    yield from _said(prompt, steps, waiting.pop(form), count, enough)
+                    yield _said(prompt, steps, waiting.pop(form), count, enough)
         while waiting:
-            yield from _said(prompt, steps, waiting.popitem()[1], count, enough)
+            yield _said(prompt, steps, waiting.popitem()[1], count, enough)
 
 
 def _said(
     prompt: Prompt, steps: Policy, some: list[tuple[int, Kept]], count: int, enough: Enough
-) -> Iterator[tuple[int, Said]]:
+) -> list[tuple[int, Said]]:
     """The answers of one batch, decoded under the steps that its policies share. `some` is emptied: each cache is in
     memory once."""
     rows, params = len(some), prompt.params
@@ -243,5 +244,7 @@ def _said(
         tokens = [[*before, *new] for before, new in zip(tokens, out.tokens.tolist(), strict=True)]
         cache = out.cache
     held_by = np.asarray(cache.held()).mean(axis=(0, 2))
-    for row, (number, share) in enumerate(shares):
-        yield number, Said(tokens[row], float(held_by[row]), int(cache.nbytes / rows * share))
+    return [
+        (number, Said(tokens[row], float(held_by[row]), int(cache.nbytes / rows * share)))
+        for row, (number, share) in enumerate(shares)
+    ]

@@ -125,7 +125,9 @@ def _needles(
     def drawn(kind: str, rng: random.Random) -> str:
         if kind == "numbers":
             return str(rng.randint(10**6, 10**7 - 1))
-        return rng.choice(_pairs()) if kind == "words" else str(uuid.UUID(int=rng.getrandbits(128), version=4))
+        if kind == "words":
+            return f"{rng.choice(_words_of('adjectives'))}-{rng.choice(_words_of('nouns'))}"
+        return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
     def said(key: str, value: str) -> str:
         return f"One of the special magic {of_value} for {key} is: {value}."
@@ -303,12 +305,7 @@ def _words_of(kind: str) -> list[str]:
         import wonderwords
     except ImportError:
         raise BadValue("RULER's words are wonderwords's, which is not installed: pip install 'jaxkv[eval]'") from None
-    return list(wonderwords.RandomWord().parts_of_speech[kind])
-
-
-@functools.cache
-def _pairs() -> list[str]:
-    return sorted({f"{adjective}-{noun}" for adjective in _words_of("adjectives") for noun in _words_of("nouns")})
+    return sorted(set(wonderwords.RandomWord().parts_of_speech[kind]))
 
 
 @functools.cache

@@ -105,10 +105,20 @@ def evaluate(
         told(work.cost, 0, len(steps), None)
     started, ran, whole = time.perf_counter(), 0, sum(step.work for step in steps)
     for number, step in enumerate(steps):
-        spent = time.perf_counter() - started
-        told(step.title, number, len(steps), spent / ran * (whole - ran) if ran else None)
+
+        def tell(title: str, part: float, before: int = ran, number: int = number, work: int = step.work) -> None:
+            worked = before + part * work
+            left = (time.perf_counter() - started) / worked * (whole - worked) if before else None
+            told(title, number, len(steps), left)
+
+        tell(step.title, 0.0)
+        left = set(step.keys) - done
         for some in step.records(done):
             store.add(record for record in some if record["key"] not in done)
+            left -= {record["key"] for record in some}
+            if left:
+                part = 1 - len(left) / len(step.keys)
+                tell(f"{step.title}, {len(step.keys) - len(left)} of {len(step.keys)} answers", part)
         ran += step.work
     told("done", len(steps), len(steps), 0.0)
     return store
@@ -176,10 +186,10 @@ def _shared(params: Params, settings: Settings, share: Share, done: set[str]) ->
         ended = not set(tokens).isdisjoint(params.config.stop_tokens)
         return ended or settled(example.scorer, answer_of(params, tokens))
 
-    prompt = one_prefill.hear(params, share.ids)
-    for at, said in one_prefill.answers(prompt, policies, example.max_new_tokens, chunk=settings.batch, enough=enough):
+    def record(at: int, said: one_prefill.Said) -> Record:
         answer = answer_of(params, said.tokens)
-        found = {
+        return {
+            **about(wanted[at], share.row),
             "score": score(example.scorer, answer, question.answers, question.classes),
             "answer": answer,
             "answers": list(question.answers),
@@ -187,7 +197,10 @@ def _shared(params: Params, settings: Settings, share: Share, done: set[str]) ->
             "kept": said.kept,
             "cache_bytes": said.cache_bytes,
         }
-        yield [{**about(wanted[at], share.row), **found}]
+
+    prompt = one_prefill.hear(params, share.ids)
+    batches = one_prefill.answers(prompt, policies, example.max_new_tokens, chunk=settings.batch, enough=enough)
+    yield from ([record(*one) for one in batch] for batch in batches)
 
 
 def _compressed_first(params: Params, settings: Settings, job: Job, policy: Policy) -> list[Record]:
