@@ -2,8 +2,12 @@
 
 import json
 import random
+import zipfile
 from pathlib import Path
 
+import huggingface_hub
+import pyarrow
+import pyarrow.parquet
 import pytest
 from letters import Letters
 
@@ -145,6 +149,38 @@ def test_rulers_words():
     said = one.context.rpartition("answer")[2].split("\n")[-1].split()[1::2]
     assert {said.count(word) for word in one.questions[0].answers} == {30}
     assert {said.count(word) for word in set(said) - set(one.questions[0].answers)} == {3}
+
+
+def test_sets_come_from_the_hub_without_a_folder(tmp_path, monkeypatch):
+    """LongBench's zip and GSM8K's Parquet, as their publishers keep them; where they can't be had, what to do."""
+    row = {"input": "", "context": "x = 1\n", "answers": ["y"], "all_classes": None}
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        archive.writestr("data/lcc.jsonl", json.dumps(row) + "\n")
+    problems = [{"question": f"Q{n}", "answer": f"#### {n}"} for n in range(9)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(problems), tmp_path / "problems")
+    asked = []
+
+    def download(repository, file, repo_type):
+        asked.append((repository, file, repo_type))
+        return str(tmp_path / ("data.zip" if file == "data.zip" else "problems"))
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    (example,) = published.read("longbench/lcc", words)
+    assert example.context == "Please complete the code given below. \nx = 1\nNext line of code:\n"
+    shots = published.read("gsm8k-8-shot", words, limit=3)
+    assert len(shots) == 3 and shots[2].questions[0].answers == ("2",)
+    assert asked == [
+        ("THUDM/LongBench", "data.zip", "dataset"),
+        ("openai/gsm8k", "main/train-00000-of-00001.parquet", "dataset"),
+        ("openai/gsm8k", "main/test-00000-of-00001.parquet", "dataset"),
+    ]
+
+    def unreachable(*_, **__):
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
+    with pytest.raises(BadValue, match=r"no network.*--data"):
+        published.read("gsm8k", words)
 
 
 def test_ruler_says_which_files_it_needs(tmp_path):
