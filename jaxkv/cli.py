@@ -262,7 +262,8 @@ class Eval:
     """Measure what policies cost on text: tasks, fidelity, memory, speed. Goes on where it was stopped."""
 
     run: Positional[str] = "default"
-    """A TOML file, or a shipped run: allocators, code, dapq, default, long-output, needles, ruler, text."""
+    """A TOML file, or a shipped run: allocators, dapq, default, gsm8k, long-output, longbench, needles, retrieval,
+    ruler, text."""
     model: str | None = None
     """Instead of the run's model."""
     dtype: str | None = None
@@ -270,7 +271,29 @@ class Eval:
     policies: tuple[str, ...] = ()
     """Instead of the run's policies: names, .toml files, or "all" of the catalogue."""
     budgets: tuple[int, ...] = ()
-    """Instead of the run's budgets."""
+    """Instead of the run's budgets and ratios."""
+    ratios: tuple[float, ...] = ()
+    """Fractions removed, instead of the run's budgets and ratios."""
+    weights: Literal["int8", "int4", "file"] | None = None
+    """Keep the model's matrices in blocks of 8 or 4 bits, or as a GGUF file has them (by default they are floats)."""
+    data: str | None = None
+    """Folder of published data sets, such as LongBench's files (by default they come from the hub)."""
+    tasks: tuple[str, ...] = ()
+    """Only these of the run's tasks: lcc, or longbench/lcc."""
+    limit: int | None = None
+    """Rows of each file of data."""
+    longest: int | None = None
+    """Cut longer prompts of data to so many tokens, in the middle."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of the prompts that are made, instead of the run's."""
+    batch: int | None = None
+    """Instead of the run's batch."""
+    block: int | None = None
+    """Prompt tokens that run at a time, instead of 2048."""
+    share_prefill: bool | None = None
+    """Run a prompt once for all policies that can share that."""
+    plan: bool = False
+    """Say what the run will cost, and run nothing."""
     parts: tuple[str, ...] = ()
     """Python files or modules that register parts of your own, besides the run's."""
     out: str | None = None
@@ -656,14 +679,19 @@ def _eval(command: Eval) -> int:
     from jaxkv.evaluation.results import Store
 
     _register(command.parts)
-    settings = evaluation.load(command.run)
-    given = ("model", "dtype", "policies", "budgets")
+    given = ("model", "dtype", "weights", "policies", "budgets", "ratios", "data", "batch", "block", "share_prefill")
     changes = {name: value for name in given if (value := getattr(command, name)) not in (None, ())}
-    if command.parts:
-        changes["parts"] = (*settings.parts, *command.parts)
-    settings = dataclasses.replace(settings, **changes)
+    if command.budgets or command.ratios:
+        changes |= {"budgets": command.budgets, "ratios": command.ratios}
+    each = {
+        name: value for name in ("limit", "longest", "lengths") if (value := getattr(command, name)) not in (None, ())
+    }
+    settings = evaluation.changed(evaluation.load(command.run), changes, command.tasks, each, command.parts)
     out = command.out or os.path.join("results", settings.name)
-    params = jaxkv.load(settings.model, dtype=settings.dtype)
+    params = jaxkv.load(settings.model, dtype=settings.dtype, weights=settings.weights)
+    if command.plan:
+        print(evaluation.cost(params, settings))
+        return 0
     try:
         store = evaluation.evaluate(params, settings, out, progress=_Jobs())
     except KeyboardInterrupt:

@@ -127,22 +127,54 @@ def _block(
 ) -> tuple[Layers, Float[Array, "B V"], Expected]:
     """Run a block of the prompt and cut what it leaves to the budget; the layers, and the logits of its last token.
 
+    With `top` also the likeliest tokens after each of the block's, where they are `wanted`.
+    """
+    model, length = model_of(config, weights), tokens.shape[1]
+    layers, hidden, last = through_block(
+        model, layers, tokens, positions, pseudo, lengths, ends, limits, config=config, policy=policy, plan=plan,
+        begins=begins, layout=layout, implementation=implementation, scan_layers=scan_layers, learned=learned,
+        whole=bool(top),
+    )  # fmt: skip
+    expected = _expected(model, hidden[:, last + 1 - length :], (tokens.shape[0], length), top, wanted)
+    logits = model.logits(hidden[:, last if top else 0])
+    return layers, layout.constrain(logits), expected
+
+
+def through_block(
+    model: Any,
+    layers: Layers,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    pseudo: Int[Array, "B N"],
+    lengths: Int[Array, "B"],
+    ends: Int[Array, "B"],
+    limits: Int[Array, "L B"],
+    *,
+    config: ModelConfig,
+    policy: Policy,
+    plan: Plan,
+    begins: bool,
+    layout: Layout = ONE_DEVICE,
+    implementation: str | None = None,
+    scan_layers: bool = False,
+    learned: Learned = NOTHING,
+    whole: bool = False,
+) -> tuple[Layers, Float[Array, "B _ M"], int]:
+    """A block of the prompt through a model (a `Decoder`, or what is called as one): the layers cut to the budget, the
+    hidden states of its last token, or of the `whole` block, and where in the block the last token stands.
+
     `lengths [B]` tokens were seen before the prompt, `ends [B]` are with it. The pseudo tokens run behind the block, at
     the positions that the observer gives them; when the block itself is replayed, they are its instruction and come
-    before it. With `top` also the likeliest tokens after each of the block's, where they are `wanted`.
+    before it.
     """
-    model, length, learned = model_of(config, weights), tokens.shape[1], policy.allocate.prepared(learned)
+    length, learned = tokens.shape[1], policy.allocate.prepared(learned)
     if begins:  # the slots of a cache to go on from lie as decoding left them; from here on they stay in time order
         layers = tuple(layout.gathered(layer).in_time_order() if layer.slots else layer for layer in layers)
     full = [layer for layer, spec in enumerate(config.specs) if spec.window is None]
-    replays = plan.look and policy.prefill is not None and policy.prefill.observe.replays
     front = ((0, 0), (-(length + pseudo.shape[1]) % layout.parts, 0))  # equal parts for the devices
     tokens, positions = jnp.pad(tokens, front), jnp.pad(positions, front, constant_values=EMPTY)
     now = jnp.where(positions[:, -1] < 0, lengths, positions[:, -1] + 1)  # a row of padding has not begun
-    begin = ends if policy.prefill is None else policy.prefill.observe.begins(ends, now)
-    again = (jnp.where(positions >= 0, tokens, EMPTY),) if replays else ()
-    behind = jnp.concatenate([pseudo, *again], axis=1)
-    places = jnp.where(behind >= 0, begin[:, None] + jnp.cumsum(behind >= 0, axis=1, dtype=jnp.int32) - 1, EMPTY)
+    behind, places = looking_on(policy, plan.look, tokens, positions, pseudo, ends, now)
 
     def attend_at(positions):
         return functools.partial(prefill_layer, policy, positions, now, layout, implementation)
@@ -173,13 +205,11 @@ def _block(
     ]
     everything, last = layout.lay("tokens", jnp.concatenate([tokens, behind], axis=1)), tokens.shape[1] - 1
     hidden, left = model(
-        everything, given, attend, layout.lay, behind=None if top else behind.shape[1], route=flow.route(passing),
+        everything, given, attend, layout.lay, behind=None if whole else behind.shape[1], route=flow.route(passing),
         sizes=plan.look and HIDDEN in policy.needs, scan=scan_layers,
     )  # fmt: skip
-    expected = _expected(model, hidden[:, tokens.shape[1] - length :], (tokens.shape[0], length), top, wanted)
     layers = divided(policy, cast(Any, left), full, plan, now, limits, lambda i: _of_layer(learned, i))
-    logits = model.logits(hidden[:, last if top else 0])
-    return tuple(map(layout.layer, layers)), layout.constrain(logits), expected
+    return tuple(map(layout.layer, layers)), hidden, last
 
 
 STATIC = ("config", "policy", "plan", "layout", "implementation", "top", "scan_layers")
@@ -210,6 +240,27 @@ def _expected(
         return tuple(x.reshape(-1, top)[: batch * length].reshape(*shape, top) for x in lax.map(some, rows))
 
     return lax.cond(wanted, all_rows, lambda: nothing)
+
+
+def looking_on(
+    policy: Policy,
+    look: bool,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    pseudo: Int[Array, "B N"],
+    ends: Int[Array, "B"],
+    now: Int[Array, "B"],
+) -> tuple[Int[Array, "B M"], Int[Array, "B M"]]:
+    """The tokens that run behind a block, and their positions: the pseudo tokens, where the observer puts them, and
+    the block once more where it is replayed (padding at -1).
+    """
+    observe = None if policy.prefill is None else policy.prefill.observe
+    begin = ends if observe is None else observe.begins(ends, now)
+    replays = look and observe is not None and observe.replays
+    again = (jnp.where(positions >= 0, tokens, EMPTY),) if replays else ()
+    behind = jnp.concatenate([pseudo, *again], axis=1)
+    places = begin[:, None] + jnp.cumsum(behind >= 0, axis=1, dtype=jnp.int32) - 1
+    return behind, jnp.where(behind >= 0, places, EMPTY)
 
 
 @jax.tree_util.register_dataclass

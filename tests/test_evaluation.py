@@ -195,7 +195,7 @@ def test_local_data_sets(tmp_path):
 
 
 def test_settings():
-    for name in ("default", "needles", "ruler", "long-output", "dapq", "code"):
+    for name in ("default", "needles", "retrieval", "ruler", "longbench", "gsm8k", "long-output", "dapq"):
         assert settings.load(name).tasks
     default = settings.load("default")
     names = ["full", "streaming-llm", "snapkv", "h2o", "tova", "knorm", "dapq", "longflow", "dapq-longflow"]

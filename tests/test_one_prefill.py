@@ -1,41 +1,138 @@
-"""The benchmark that shares one prefill between policies gives what each of them gives alone."""
+"""One prefill for all policies gives what each of them gives alone, question by question; a stopped run goes on."""
+
+import json
+import re
 
 import numpy as np
 import pytest
+from letters import Letters
+from small import SMALL
 
 import jaxkv
-from benchmarks.one_prefill import ask, measurable, run_whole
-from tests.small import SMALL
+from jaxkv.evaluation import jobs, one_prefill, runner, settings
+from jaxkv.evaluation.results import Store
+from jaxkv.policies.catalogue import catalogue
 
-NAMES = ("dapq", "snapkv", "laq", "tova", "criticalkv", "lagkv", "chunkkv")
+SAID = ("answer", "score", "prompt_tokens")
 
 
 @pytest.fixture(scope="module")
-def prompt(tiny):
-    """A prompt of 40 tokens behind padding."""
-    ids = np.random.default_rng(3).integers(3, 160, 40).astype(np.int32)
-    return run_whole(tiny("llama3"), ids, 48, 5)
+def lettered(tiny):
+    params = tiny("llama3")
+    return type(params)(params.weights, params.config, Letters(), learned=params.learned)
 
 
-@pytest.mark.some(1)
-@pytest.mark.parametrize("name", NAMES)
-def test_keeps_and_says_what_the_policy_does(prompt, name):
-    """Kept positions of every layer, and greedy tokens where nothing is evicted while decoding."""
-    policy = jaxkv.policy(name, budget=24, **SMALL.get(name, {}))
-    kept = prompt.kept(policy, 30)
-    alone = jaxkv.prefill(prompt.params, prompt.ids, policy=policy)
-    for one, other in zip(kept, alone.layers, strict=True):
-        assert [sorted(x[x >= 0]) for x in np.asarray(one.positions)[0]] == [
-            sorted(x[x >= 0]) for x in np.asarray(other.positions)[0]
-        ]
-    said = ask(prompt, [policy, policy], 30, 3)
-    if policy.decode is None:
-        alone = jaxkv.generate(prompt.params, prompt.ids, policy=policy, max_new_tokens=6, stop_tokens=())
-        assert np.array_equal(said, np.repeat(alone.tokens, 2, axis=0))
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Two prompts of letters, of 50 and 60 tokens."""
+    rng = np.random.default_rng(5)
+    rows = ["".join(chr(at) for at in rng.integers(40, 120, length)) for length in (50, 60)]
+    path = tmp_path_factory.mktemp("data") / "data.jsonl"
+    path.write_text("".join(json.dumps({"context": row, "answers": ["a"]}) + "\n" for row in rows))
+    return path
 
 
-def test_says_which_policies_it_cannot_measure():
-    """Pools, replays and layers that depend on each other are named."""
-    for name in ("adakv-h2o", "kvzip", "fastkv"):
-        assert measurable(jaxkv.policy(name, budget=24, **SMALL.get(name, {})), 40)
-    assert not measurable(jaxkv.policy("dapq", budget=24), 40) and measurable(jaxkv.policy("dapq", budget=24), 9999)
+def run_of(data, *policies, **more) -> settings.Settings:
+    task = {"file": str(data), "chat": False, "max_new_tokens": 8, "scorer": "any"}
+    entries = [{"name": name, **SMALL.get(name, {})} for name in policies]
+    return settings.from_dict(
+        {"policies": ["full", *entries], "budgets": [24, 32], "tasks": [task], "batch": 2, **more}
+    )
+
+
+def answers(store: Store) -> dict[tuple, tuple]:
+    """What each cell said to each question."""
+    return {
+        (r["policy"], r["budget"], r["example"]): tuple(r[name] for name in SAID)
+        for r in store.records()
+        if "skipped" not in r
+    }
+
+
+@pytest.mark.some(4)
+@pytest.mark.parametrize("name", sorted(catalogue()))
+def test_says_what_each_policy_says_alone(lettered, data, tmp_path, name):
+    run = run_of(data, name) if name != "full" else run_of(data)
+    shared = runner.evaluate(lettered, run_of(data, *[name][: name != "full"], share_prefill=True), tmp_path / "shared")
+    alone = runner.evaluate(lettered, run, tmp_path / "alone")
+    assert answers(shared) == answers(alone)
+    held = {record["key"]: record for record in alone.records()}
+    for record in shared.records():
+        assert record.get("kept") == pytest.approx(held[record["key"]].get("kept"), abs=0.01)
+
+
+def test_the_plan_says_what_it_costs_and_who_needs_a_prefill_of_its_own(lettered, data):
+    run = run_of(data, "snapkv", "fastkv", "epicache", share_prefill=True)
+    policies = {cell.label.split(" ")[0]: cell.policy for cell in run.cells()}
+    assert one_prefill.apart(policies["fastkv"], 60) and not one_prefill.apart(policies["snapkv"], 2048)
+    assert "blocks of 2048" in one_prefill.apart(policies["snapkv"], 2049)
+    said = runner.cost(lettered, run)
+    assert said.startswith("2 prompts of 110 tokens in all run once each, for ") and "fastkv" in said
+    own = sum(not one_prefill.apart(cell.policy, 60) for cell in run.cells())
+    assert f"for {2 * own} answers side by side" in said
+    assert re.search(rf"{2 * (len(run.cells()) - own)} more prefills of", said)
+
+
+def test_longer_blocks_let_more_policies_share(data):
+    usual, longer = run_of(data, "snapkv", "epicache"), run_of(data, "snapkv", "epicache", block=8192)
+    blocks = [{cell.label.split(" ")[0]: cell.policy.block for cell in run.cells()} for run in (usual, longer)]
+    assert blocks[0]["snapkv"] == 2048 and blocks[1]["snapkv"] == 8192
+    assert blocks[0]["epicache"] == blocks[1]["epicache"] < 2048
+
+
+def test_policies_that_decode_alike_stand_in_one_batch(lettered, data, tmp_path, monkeypatch):
+    """snapkv, dapq and spans add tokens; dapq-longflow and longflow overwrite by the same rule."""
+    batches = []
+    said = one_prefill._said
+    monkeypatch.setattr(one_prefill, "_said", lambda *args: batches.append(len(args[2])) or said(*args))
+    run = run_of(data, "snapkv", "dapq", "spans", "longflow", "dapq-longflow", share_prefill=True, batch=16)
+    store = runner.evaluate(lettered, run, tmp_path)
+    assert sorted(batches) == sorted([1, 4, 6] * 2), "full; two that overwrite; three that add, each at two budgets"
+    assert len(list(store.records())) == 2 * len(run.cells())
+
+
+def test_a_stopped_run_computes_only_what_is_missing(lettered, data, tmp_path, monkeypatch):
+    run = run_of(data, "snapkv", "tova", share_prefill=True)
+    whole = answers(runner.evaluate(lettered, run, tmp_path))
+    store = Store(tmp_path)
+    lines = store.path.read_text().splitlines(keepends=True)
+    store.path.write_text("".join(lines[:7]) + lines[7][:30])  # in the second prompt
+    heard, hear = [], one_prefill.hear
+    monkeypatch.setattr(one_prefill, "hear", lambda params, ids: heard.append(len(ids)) or hear(params, ids))
+    again = runner.evaluate(lettered, run, tmp_path)
+    assert answers(again) == whole and heard == [60]
+    assert len(store.path.read_text().splitlines()) == len(lines)
+
+
+def test_policies_that_were_not_measured_on_the_model_are_said_so(tiny, data, tmp_path):
+    params = tiny("llama3")
+    params = type(params)(params.weights, params.config, Letters())
+    run = run_of(data, "duo", "tova", share_prefill=True)
+    assert "duo" in (said := runner.cost(params, run)) and "not measured on this model" in said
+    records = list(runner.evaluate(params, run, tmp_path).records())
+    assert {record["policy"].split(" ")[0] for record in records if record["score"] is None} == {"duo"}
+    (cell,) = {jobs.measurable(params, cell).policy for cell in run.cells() if cell.label.startswith("duo")}
+    assert cell is None
+
+
+@pytest.mark.parametrize("scorer", ["code", "f1-line"])
+def test_answers_end_where_nothing_more_counts(scorer):
+    from jaxkv.evaluation.scorers import settled
+
+    assert not settled(scorer, "") and not settled(scorer, "\n\nx = 1") and settled(scorer, "\nx = 1\n")
+    assert not settled("all", "x\ny\n")
+
+
+def test_pools_and_looks_are_served(lettered):
+    """A pool, a line, a replayed prompt and pseudo tokens all cut one recording."""
+    ids = np.arange(3, 43, dtype=np.int32)
+    prompt = one_prefill.hear(lettered, ids)
+    for name in ("adakv", "layer-defensivekv", "kvzip", "dapq"):
+        policy = jaxkv.policy(name, budget=24, **SMALL.get(name, {}))
+        (kept,) = one_prefill.keep(prompt, [policy], 8)
+        alone = jaxkv.prefill(lettered, ids, policy=policy, room=8)
+        cache = jaxkv.store.KVCache(kept.layers, alone.lengths, alone.limits, alone.pending)
+        for one, other in zip(cache.views, alone.views, strict=True):
+            one, other = (np.sort(np.asarray(each.by_head().positions), axis=-1) for each in (one, other))
+            width = min(one.shape[-1], other.shape[-1])
+            assert np.array_equal(one[..., -width:], other[..., -width:])

@@ -15,7 +15,8 @@ def asked(tokenizer: Any, example: Example, question: Question) -> tuple[np.ndar
     """int32 ids of the part that ends with the context, and of the rest: question, turn format, the answer's prefix.
 
     Each is tokenised by itself, so that the question seen after a compressed context has the same tokens as the one in
-    a whole prompt. A model without a chat template gets the plain text, and so does an example that wants no chat: the
+    a whole prompt. Between them is an empty line, unless the question begins with a line of its own or there is none. A
+    model without a chat template gets the plain text, and so does an example that wants no chat: the
     last token of its context is then the rest, where it has no question. Raises `BadValue` without a tokenizer.
     """
     if tokenizer is None:
@@ -23,13 +24,14 @@ def asked(tokenizer: Any, example: Example, question: Question) -> tuple[np.ndar
     if not example.chat:
         context, rest = ids(tokenizer, example.context), ids(tokenizer, question.text + question.prefix)
         return (context, rest) if len(rest) else (context[:-1], context[-1:])
+    between = "" if not question.text or question.text.startswith("\n") else "\n\n"
     if getattr(tokenizer, "chat_template", None):
         turns = [{"role": role, "content": content} for role, content in example.turns]
-        last = {"role": "user", "content": f"{example.context}{MARK}\n\n{question.text}"}
+        last = {"role": "user", "content": f"{example.context}{MARK}{between}{question.text}"}
         text = tokenizer.apply_chat_template([*turns, last], tokenize=False, add_generation_prompt=True)
     else:
         talk = "".join(f"{role}: {content}\n" for role, content in example.turns)
-        text = f"{talk}{example.context}{MARK}\n\n{question.text}\n"
+        text = f"{talk}{example.context}{MARK}{between}{question.text}\n"
     context, _, rest = text.partition(MARK)
     return ids(tokenizer, context), ids(tokenizer, rest + question.prefix)
 

@@ -1,12 +1,12 @@
 """Data sets that the person has on disk: JSONL files in the form of RULER, LongBench, AIME, or ours."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from jaxkv.checks import MOST, fits, shown
-from jaxkv.errors import BadValue, first_line
+from jaxkv.errors import BadValue
 from jaxkv.evaluation.example import Example, Question
+from jaxkv.evaluation.lines import rows
 
 
 def read(
@@ -16,30 +16,17 @@ def read(
 
     Fields, under the names of each format: `context` (RULER: `input`, the whole prompt; MiniLongBench: `prompt`, the
     same); `question`, `input` beside a context (LongBench) or `problem` (AIME); `answers`, `outputs` or `answer`; and,
-    where given, `answer_prefix`, `max_new_tokens`, and `task`, `dataset` or the file's name. Without `chat` prompts go
-    to the model as they stand. Raises `BadValue` naming the file and line.
+    where given, `answer_prefix`, `max_new_tokens`, `all_classes`, and `task`, `dataset` or the file's name. Without
+    `chat` prompts go to the model as they stand. Raises `BadValue` naming the file and line.
     """
     path = Path(path).expanduser()
-    if not path.is_file():
-        raise BadValue(f"data set {str(path)!r}: no such file; expected a JSONL with context, question and answers")
     found: dict[tuple, list[Question]] = {}
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip() or (limit is not None and number > limit):
-                continue
-            where = f"{path}, line {number}"
-            try:
-                row = json.loads(line.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                raise BadValue(f"{where}: not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from None
-            except (ValueError, RecursionError) as error:
-                told = getattr(error, "msg", first_line(error))
-                raise BadValue(f"{where}: not JSON ({told}); expected one object per line") from None
-            name, context, question = _parts(row, where, path.stem)
-            tokens = row.get("max_new_tokens", max_new_tokens)
-            if not fits(tokens, int) or not 1 <= tokens <= MOST:
-                raise BadValue(f"{where}: max_new_tokens is {shown(tokens)}; expected a whole number of at least 1")
-            found.setdefault((name, context, tokens), []).append(question)
+    for where, row in rows(path, limit):
+        name, context, question = _parts(row, where, path.stem)
+        tokens = row.get("max_new_tokens", max_new_tokens)
+        if not fits(tokens, int) or not 1 <= tokens <= MOST:
+            raise BadValue(f"{where}: max_new_tokens is {shown(tokens)}; expected a whole number of at least 1")
+        found.setdefault((name, context, tokens), []).append(question)
     if not found:
         raise BadValue(f"{path} holds no examples: expected one object per line, with context, question and answers")
     return [
@@ -71,4 +58,7 @@ def _parts(row: Any, where: str, stem: str) -> tuple[str, str, Question]:
             f"{where}: neither context nor question; expected a field context, prompt, input, question or problem"
         )
     name = str(row.get("task") or row.get("dataset") or stem)
-    return name, context, Question(text, tuple(str(answer) for answer in answers), prefix)
+    classes = row.get("all_classes") or []
+    if not isinstance(classes, list) or not all(fits(each, str) for each in classes):
+        raise BadValue(f"{where}: all_classes is {shown(classes)}; expected a list of texts")
+    return name, context, Question(text, tuple(map(str, answers)), prefix, classes=tuple(classes))

@@ -11,13 +11,15 @@ Message = tuple[str, str]  # role, content
 @dataclasses.dataclass(frozen=True)
 class Question:
     """One question about a context. `prefix` is the start of the answer, given to the model; `depth` (0 first, 1 last)
-    is where in the context the answer lies, if it lies in one place.
+    is where in the context the answer lies, if it lies in one place. `classes` are all that an answer may be, where it
+    is one of a few.
     """
 
     text: str
     answers: tuple[str, ...]
     prefix: str = ""
     depth: int | float | None = None
+    classes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,9 @@ class Example:
         content = dataclasses.asdict(self)
         if self.chat:  # what it was before there were others
             del content["chat"]
+        for question in content["questions"]:
+            if not question["classes"]:
+                del question["classes"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 

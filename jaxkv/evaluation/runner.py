@@ -6,7 +6,7 @@ Every cell compiles programs of its own and calls them a few times: so prefill s
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.errors import BadValue, first_line
-from jaxkv.evaluation import asking, datasets, tasks, texts
+from jaxkv.evaluation import asking, datasets, jobs, one_prefill, published, tasks, texts
 from jaxkv.evaluation.example import Example
 from jaxkv.evaluation.fidelity import fidelity, reference
 from jaxkv.evaluation.forced import follow
+from jaxkv.evaluation.jobs import Job, Share, about, cell_said, key_of
 from jaxkv.evaluation.results import Record, Store
 from jaxkv.evaluation.retention import retained, story
-from jaxkv.evaluation.scorers import score
+from jaxkv.evaluation.scorers import score, settled
 from jaxkv.evaluation.settings import Cell, Settings, to_dict
 from jaxkv.generate import Generation, generate, prefill
 from jaxkv.policies.catalogue import catalogue
@@ -32,58 +33,54 @@ Progress = Callable[[str, int, int, int | float | None], None]  # (what, jobs do
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-    """One batch of one cell: `rows` are (example, number of its question)."""
+class Step:
+    """A part of the run. Its records come a batch at a time; those whose keys are done may be left out. `work` is the
+    tokens that run through the model in it, by which the time left is told."""
 
-    cell: Cell
-    mode: str
-    rows: tuple[tuple[Example, int], ...]
-
-    @property
-    def keys(self) -> list[str]:
-        """The names of its records."""
-        return [key_of(self.cell, self.mode, f"{example.digest}-{number}") for example, number in self.rows]
-
-    @property
-    def title(self) -> str:
-        """What the progress line shows."""
-        size = self.cell.budget if self.cell.ratio is None else self.cell.ratio
-        names = ", ".join(sorted({example.task for example, _ in self.rows}))
-        return f"{self.cell.label}{'' if size is None else f' at {size}'}, {self.mode}: {names}"
+    title: str
+    keys: tuple[str, ...]
+    work: int
+    records: Callable[[set[str]], Iterable[list[Record]]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """What is done between two writes to the store."""
+class Work:
+    """All steps of a run, and what they cost, in words."""
 
-    cell: Cell
-    title: str
-    keys: tuple[str, ...]  # of the records that it gives
-    records: Callable[[], list[Record]]
-
-
-def key_of(cell: Cell, mode: str, what: str) -> str:
-    """16 hexadecimal digits that name a record: the policy with all its parts and numbers, the mode, the example."""
-    return hashlib.sha256(f"{cell.label}|{cell.policy!r}|{mode}|{what}".encode()).hexdigest()[:16]
+    steps: list[Step]
+    cost: str
 
 
 def examples_of(settings: Settings, tokenizer: Any) -> list[Example]:
-    """The examples of every [[tasks]] table."""
-    out = []
+    """The examples of every [[tasks]] table, those of data with the middle cut out where they are too long."""
+    size, out = lambda example: asking.size(tokenizer, example), []
     for each in settings.tasks:
         if each.file:
-            tokens = each.max_new_tokens or 64
             found = datasets.read(
-                each.file, scorer=each.scorer, max_new_tokens=tokens, limit=each.limit, chat=each.chat
-            )
-            out += [asking.shortened(tokenizer, example, each.longest) for example in found]
+                _file(each.file, settings.data), scorer=each.scorer, max_new_tokens=each.max_new_tokens or 64,
+                limit=each.limit, chat=each.chat,
+            )  # fmt: skip
+        elif each.name in published.NAMES:
+            found = published.read(
+                each.name, size, folder=settings.data, lengths=each.lengths, examples=each.examples,
+                haystacks=each.haystacks, limit=each.limit, max_new_tokens=each.max_new_tokens, chat=each.chat,
+                seed=settings.seed,
+            )  # fmt: skip
         else:
             out += tasks.generate(
-                each.name, lambda example: asking.size(tokenizer, example), lengths=each.lengths, depths=each.depths,
-                haystacks=each.haystacks, examples=each.examples, questions=each.questions,
-                max_new_tokens=each.max_new_tokens, seed=settings.seed,
+                each.name, size, lengths=each.lengths, depths=each.depths, haystacks=each.haystacks,
+                examples=each.examples, questions=each.questions, max_new_tokens=each.max_new_tokens,
+                seed=settings.seed,
             )  # fmt: skip
+            continue
+        out += [asking.shortened(tokenizer, example, each.longest) for example in found]
     return out
+
+
+def _file(file: str, data: str) -> Path:
+    """A file of a run: where it says, or in the folder of the data."""
+    path = Path(file).expanduser()
+    return path if path.exists() or not data else Path(data).expanduser() / file
 
 
 def evaluate(
@@ -98,65 +95,64 @@ def evaluate(
         raise BadValue("an evaluation asks questions in text, and these params have no tokenizer: load them with one")
     store = Store(folder)
     done = store.open(to_dict(settings), model or params.fingerprint)
-    examples = examples_of(settings, params.tokenizer)
-    steps = [
-        Step(job.cell, job.title, tuple(job.keys), lambda job=job: _answers(params, settings, job))
-        for job in jobs(settings, examples, params.tokenizer)
-    ]
-    steps += _fidelity_steps(params, settings)
-    order = {(cell.label, cell.budget, cell.ratio): place for place, cell in enumerate(settings.cells())}
-    steps.sort(key=lambda step: order[step.cell.label, step.cell.budget, step.cell.ratio])  # stable: cell by cell
-    steps += _retention_steps(params, settings)
-    stale = store.leave_out({key for step in steps for key in step.keys})
-    steps = [step for step in steps if not done.issuperset(step.keys)]
-    if stale and progress is not None:
-        progress(f"{stale} records of data that has changed since are left out (stale.jsonl)", 0, len(steps), None)
-    started, times = time.perf_counter(), []
+    work = planned(params, settings)
+    stale = store.leave_out({key for step in work.steps for key in step.keys})
+    steps = [step for step in work.steps if not done.issuperset(step.keys)]
+    told = progress or (lambda *_: None)
+    if stale:
+        told(f"{stale} records of data that has changed since are left out (stale.jsonl)", 0, len(steps), None)
+    if settings.share_prefill:
+        told(work.cost, 0, len(steps), None)
+    started, ran, whole = time.perf_counter(), 0, sum(step.work for step in steps)
     for number, step in enumerate(steps):
-        if progress is not None:
-            left = None if not times else (time.perf_counter() - started) / number * (len(steps) - number)
-            progress(step.title, number, len(steps), left)
-        store.add(record for record in step.records() if record["key"] not in done)
-        times.append(time.perf_counter() - started)
-    if progress is not None:
-        progress("done", len(steps), len(steps), 0.0)
+
+        def tell(title: str, part: float, before: int = ran, number: int = number, work: int = step.work) -> None:
+            worked = before + part * work
+            left = (time.perf_counter() - started) / worked * (whole - worked) if before else None
+            told(title, number, len(steps), left)
+
+        tell(step.title, 0.0)
+        left = set(step.keys) - done
+        for some in step.records(done):
+            store.add(record for record in some if record["key"] not in done)
+            left -= {record["key"] for record in some}
+            if left:
+                part = 1 - len(left) / len(step.keys)
+                tell(f"{step.title}, {len(step.keys) - len(left)} of {len(step.keys)} answers", part)
+        ran += step.work
+    told("done", len(steps), len(steps), 0.0)
     return store
 
 
-def jobs(settings: Settings, examples: list[Example], tokenizer: Any) -> Iterator[Job]:
-    """Batches of rows of alike length and equal output, so that few programs are compiled; cell by cell."""
-    for mode in settings.modes:
-        rows = []
-        for example in examples:
-            if mode == "agnostic" and example.output:
-                continue  # its text is the output, which comes after the question
-            if mode == "agnostic" and not example.context:
-                raise BadValue(f"task {example.task!r} has no context to compress first: use modes = ['aware']")
-            rows += [(example, number) for number in range(len(example.questions))]
-        size = {id(example): asking.size(tokenizer, example) for example, _ in rows}
-
-        def shape(row: tuple[Example, int]) -> tuple:
-            return bool(row[0].output), row[0].max_new_tokens
-
-        rows.sort(key=lambda row: (*shape(row), -size[id(row[0])]))  # stable: an example's questions stay together
-        batches: list[list[tuple[Example, int]]] = []
-        for row in rows:
-            # Asked of a compressed context, a batch is so many contexts with all their questions, else so many rows.
-            full = batches and settings.batch == (
-                _contexts(batches[-1], row) if mode == "agnostic" else len(batches[-1])
-            )
-            if batches and not full and shape(batches[-1][0]) == shape(row):
-                batches[-1].append(row)
-            else:
-                batches.append([row])
-        for cell in settings.cells():
-            for batch in batches:
-                yield Job(cell, mode, tuple(batch))
+def planned(params: Params, settings: Settings) -> Work:
+    """Everything that a run does: prompts that run once for many cells, from the shortest on; then cell by cell."""
+    tokenizer, cells = params.tokenizer, [jobs.measurable(params, cell) for cell in settings.cells()]
+    examples = examples_of(settings, tokenizer)
+    shared = jobs.shares(settings, examples, cells, tokenizer) if settings.share_prefill else []
+    taken = {key for share in shared for job in share.jobs for key in job.keys}
+    alone = dataclasses.replace(settings, batch=1) if shared else settings
+    own = [job.without(taken) for job in jobs.jobs(alone, examples, cells, tokenizer)]
+    own = [job for job in own if job.rows]
+    by_cell = [(job.cell, _step(params, alone, job)) for job in own] + _fidelity_steps(params, settings, cells)
+    order = {(cell.label, cell.budget, cell.ratio): place for place, cell in enumerate(cells)}
+    by_cell.sort(key=lambda one: order[one[0].label, one[0].budget, one[0].ratio])  # stable
+    steps = [_shared_step(params, settings, share) for share in shared] + [step for _, step in by_cell]
+    return Work([*steps, *_retention_steps(params, settings)], jobs.cost(shared, own, tokenizer))
 
 
-def _contexts(rows: list[tuple[Example, int]], row: tuple[Example, int]) -> int:
-    """How many contexts other than the row's the rows are about."""
-    return len({id(example) for example, _ in rows} - {id(row[0])})
+def _step(params: Params, settings: Settings, job: Job) -> Step:
+    work = sum(asking.size(params.tokenizer, example) + example.max_new_tokens for example, _ in job.rows)
+    return Step(job.title, tuple(job.keys), work, lambda _: [_answers(params, settings, job)])
+
+
+def _shared_step(params: Params, settings: Settings, share: Share) -> Step:
+    work = len(share.ids) + len(share.cells) * share.row[0].max_new_tokens
+    return Step(share.title, share.keys, work, lambda done: _shared(params, settings, share, done))
+
+
+def cost(params: Params, settings: Settings) -> str:
+    """What a run will cost, in words, before anything runs."""
+    return planned(params, settings).cost
 
 
 def _answers(params: Params, settings: Settings, job: Job) -> list[Record]:
@@ -178,6 +174,33 @@ def _answers(params: Params, settings: Settings, job: Job) -> list[Record]:
         )  # fmt: skip
         waited = out.stats.prefill_seconds
     return _records(params, job, rows, [len(prompt) for prompt in prompts], out, waited)
+
+
+def _shared(params: Params, settings: Settings, share: Share, done: set[str]) -> Iterator[list[Record]]:
+    """The records of one question, asked of one prefill. How long anything took is not said: it is nobody's alone."""
+    (example, number), wanted = share.row, [job for job in share.jobs if not done.issuperset(job.keys)]
+    question = example.questions[number]
+    policies = [job.cell.policy for job in wanted if job.cell.policy is not None]
+
+    def enough(tokens: list[int]) -> bool:
+        ended = not set(tokens).isdisjoint(params.config.stop_tokens)
+        return ended or settled(example.scorer, answer_of(params, tokens))
+
+    def record(at: int, said: one_prefill.Said) -> Record:
+        answer = answer_of(params, said.tokens)
+        return {
+            **about(wanted[at], share.row),
+            "score": score(example.scorer, answer, question.answers, question.classes),
+            "answer": answer,
+            "answers": list(question.answers),
+            "prompt_tokens": len(share.ids),
+            "kept": said.kept,
+            "cache_bytes": said.cache_bytes,
+        }
+
+    prompt = one_prefill.hear(params, share.ids)
+    batches = one_prefill.answers(prompt, policies, example.max_new_tokens, chunk=settings.batch, enough=enough)
+    yield from ([record(*one) for one in batch] for batch in batches)
 
 
 def _compressed_first(params: Params, settings: Settings, job: Job, policy: Policy) -> list[Record]:
@@ -237,7 +260,7 @@ def _records(
         records.append(
             {
                 **about(job, rows[place]),
-                "score": score(example.scorer, answer, question.answers),
+                "score": score(example.scorer, answer, question.answers, question.classes),
                 "answer": answer,
                 "answers": list(question.answers),
                 "prompt_tokens": sizes[place],
@@ -257,30 +280,6 @@ def answer_of(params: Params, tokens: list[int]) -> str:
     ends = [at for at, token in enumerate(tokens) if token in params.config.stop_tokens]
     tokens = tokens[: ends[0]] if ends else tokens
     return params.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
-def about(job: Job, row: tuple[Example, int]) -> Record:
-    """What a record says of its cell and example."""
-    example, number = row
-    depth = example.questions[number].depth
-    return {
-        "kind": "answer",
-        "key": key_of(job.cell, job.mode, f"{example.digest}-{number}"),
-        "source": "jaxkv",
-        **_cell(job.cell),
-        "mode": job.mode,
-        "task": example.task,
-        "haystack": example.haystack,
-        "length": example.length,
-        "depth": example.depth if depth is None else depth,
-        "example": example.digest,
-        "question": number,
-    }
-
-
-def _cell(cell: Cell) -> Record:
-    said = {"policy": cell.label, "budget": cell.budget, "ratio": cell.ratio}
-    return said if cell.policy is None else {**said, "fidelity": cell.policy.fidelity, "bounded": cell.policy.bounded}
 
 
 def prose_rows(settings: Settings, tokenizer: Any, count: int, tokens: int, file: str = "") -> np.ndarray:
@@ -305,7 +304,7 @@ def text_of(file: str) -> str:
         ) from error
 
 
-def _fidelity_steps(params: Params, settings: Settings) -> list[Step]:
+def _fidelity_steps(params: Params, settings: Settings, cells: Sequence[Cell]) -> list[tuple[Cell, Step]]:
     """One step per cell; the full cache is asked once, by the first."""
     wanted = settings.fidelity
     if wanted is None:
@@ -317,24 +316,25 @@ def _fidelity_steps(params: Params, settings: Settings) -> list[Step]:
         what += hashlib.sha256(text_of(wanted.file).encode()).hexdigest()
     known: list[Any] = []
 
-    def step(cell: Cell, key: str) -> list[Record]:
-        about = {"kind": "fidelity", "key": key, "source": "jaxkv", **_cell(cell), "length": wanted.prompt}
+    def step(cell: Cell, key: str) -> Iterator[list[Record]]:
+        about = {"kind": "fidelity", "key": key, "source": "jaxkv", **cell_said(cell), "length": wanted.prompt}
         if cell.policy is None:
-            return [{**about, "skipped": cell.reason}]
+            yield [{**about, "skipped": cell.reason}]
+            return
         if not known:
             known.append(reference(params, prompt, continuation))
         found = fidelity(params, cell.policy, known[0])
         measured = {field.name: getattr(found, field.name).tolist() for field in dataclasses.fields(found)}
-        return [{**about, **measured}]
+        yield [{**about, **measured}]
 
-    out = []
-    for cell in settings.cells():
+    out, work = [], wanted.texts * (wanted.prompt + wanted.continuation)
+    for cell in cells:
         key = key_of(cell, "fidelity", what)
         left_out = wanted.budgets and cell.budget is not None and cell.budget not in wanted.budgets
         if not left_out:
             size = cell.budget if cell.ratio is None else cell.ratio
             title = f"{cell.label}{'' if size is None else f' at {size}'}: fidelity"
-            out.append(Step(cell, title, (key,), lambda cell=cell, key=key: step(cell, key)))
+            out.append((cell, Step(title, (key,), work, lambda _, cell=cell, key=key: step(cell, key))))
     return out
 
 
@@ -345,14 +345,14 @@ def _retention_steps(params: Params, settings: Settings) -> list[Step]:
         return out
     prompt = story(params.tokenizer, wanted.prompt)
 
-    def step(cell: Cell, key: str) -> list[Record]:
+    def step(cell: Cell, key: str) -> Iterator[list[Record]]:
         assert cell.policy is not None
         picture = retained(params, prompt, cell.policy, steps=wanted.steps, every=wanted.every)
-        return [{"kind": "retention", "key": key, "source": "jaxkv", **_cell(cell), **picture.to_dict()}]
+        yield [{"kind": "retention", "key": key, "source": "jaxkv", **cell_said(cell), **picture.to_dict()}]
 
     chosen = dataclasses.replace(settings, policies=wanted.policies, budgets=(wanted.budget,), ratios=())
     for cell in chosen.cells():
         key = key_of(cell, "retention", f"story, {wanted!r}")
         title = f"{cell.label} at {wanted.budget}: retention"
-        out.append(Step(cell, title, (key,), lambda cell=cell, key=key: step(cell, key)))
+        out.append(Step(title, (key,), wanted.prompt + wanted.steps, lambda _, cell=cell, key=key: step(cell, key)))
     return out

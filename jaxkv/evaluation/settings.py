@@ -3,13 +3,14 @@
 import dataclasses
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxkv.checks import Checked, shown
 from jaxkv.configs import config_files, read_toml
 from jaxkv.errors import BadValue, unknown
+from jaxkv.evaluation.published import NAMES
 from jaxkv.evaluation.scorers import SCORERS
 from jaxkv.evaluation.tasks import TASKS
 from jaxkv.evaluation.texts import HAYSTACKS
@@ -20,12 +21,14 @@ from jaxkv.policies.policy import from_dict as made_of
 from jaxkv.policies.policy import to_dict as table_of
 
 MODES = ("aware", "agnostic")
+USUAL = Policy.block
 OF_A_POLICY = tuple(field.name for field in dataclasses.fields(Policy))
 
 
 @dataclasses.dataclass(frozen=True)
 class Tasks(Checked):
-    """One [[tasks]] table: a task's name, or a JSONL `file`, with what `tasks.generate` or `datasets.read` takes.
+    """One [[tasks]] table: a task's name or a published data set's, or a JSONL `file`, with what `tasks.generate`,
+    `published.read` or `datasets.read` takes.
 
     Of a file's texts with more than `longest` tokens the middle is left out, as LongBench does; without `chat` they go
     to the model as they stand.
@@ -47,8 +50,8 @@ class Tasks(Checked):
     def __post_init__(self):
         if bool(self.name) == bool(self.file):
             raise BadValue(f"a [[tasks]] table with name={self.name!r} and file={self.file!r}: expected one of the two")
-        if self.name and self.name not in TASKS:
-            raise unknown("task", self.name, TASKS)
+        if self.name and self.name not in TASKS and self.name not in NAMES:
+            raise unknown("task", self.name, (*TASKS, *NAMES))
         if self.scorer not in SCORERS:
             raise unknown("scorer", self.scorer, SCORERS)
         for haystack in self.haystacks:
@@ -122,18 +125,27 @@ class Settings(Checked):
     `modes`: "aware" runs context and question as one prompt; "agnostic" compresses the context first and runs the
     question on that cache, under the policy too or, with `after="full"`, with nothing evicted any more (as kvpress
     measures).
+    With `share_prefill` a prompt runs once for all policies that can share that, and their answers are decoded side by
+    side, `batch` at a time; nothing is timed then. `block` is the prompt tokens that run at a time, in place of the
+    usual 2048: give the longest prompt's, so that all share; a policy whose blocks are part of the method keeps them.
+    `weights` keeps the model's matrices in blocks, as `jaxkv.load` does. `data` is the folder of published data sets
+    and of files that are not found otherwise; without it such sets come from the hub.
     """
 
     name: str = "evaluation"
     model: str = "smollm2-135m"
     dtype: str | None = None
+    weights: str | None = None
     policies: tuple[Any, ...] = ("full", "snapkv")
     budgets: tuple[int, ...] = ()
     ratios: tuple[float, ...] = ()
     modes: tuple[str, ...] = ("aware",)
     after: str = "policy"
     batch: int = 8
+    share_prefill: bool = False
+    block: int | None = None
     seed: int = 0
+    data: str = ""
     tasks: tuple[Tasks, ...] = ()
     fidelity: Fidelity | None = None
     retention: Retention | None = None
@@ -148,7 +160,7 @@ class Settings(Checked):
                 raise unknown("mode", mode, MODES)
         if self.after not in ("policy", "full"):
             raise BadValue(f"after={self.after!r}: expected 'policy' or 'full'")
-        at_least_one(self, "batch", "budgets")
+        at_least_one(self, "batch", "budgets", "block")
         for name in ("policies", "modes"):
             if not getattr(self, name):
                 raise BadValue(f"{name} is empty: expected at least one, or there is nothing to measure")
@@ -162,6 +174,8 @@ class Settings(Checked):
             options: dict[str, Any] = {"name": entry} if isinstance(entry, str) else dict(entry)
             name, label = options.pop("name", ""), options.pop("label", "")
             chosen = made_of(options.pop("table")) if "table" in options else named(name)
+            if self.block is not None and chosen.block == USUAL:
+                chosen = dataclasses.replace(chosen, block=self.block)
             label = label or " ".join([name, *(f"{key}={value}" for key, value in options.items())])
             if not chosen.evicts:
                 out.append(Cell(label, sized(chosen, **options), None, None))
@@ -201,6 +215,27 @@ def load(source: str | Path) -> Settings:
     if not path.is_file():
         raise unknown("evaluation (neither a shipped one nor a file)", str(source), shipped)
     return from_dict(read_toml(path), path.parent)
+
+
+def changed(
+    settings: Settings,
+    fields: Mapping[str, Any],
+    tasks: Sequence[str] = (),
+    each: Mapping[str, Any] | None = None,
+    parts: Sequence[str] = (),
+) -> Settings:
+    """The run with other `fields`, only those of its `tasks` (by name, the last part of it, or a file's), with what is
+    said of `each` of them, and more `parts`. Raises `UnknownName` for a task that it does not have."""
+
+    def called(task: Tasks) -> set[str]:
+        return {task.name, task.name.rpartition("/")[2], task.file, Path(task.file).stem} - {""}
+
+    for name in tasks:
+        if not any(name in called(task) for task in settings.tasks):
+            raise unknown("task of this run", name, sorted(set().union(*map(called, settings.tasks))))
+    chosen = [task for task in settings.tasks if not tasks or called(task).intersection(tasks)]
+    chosen = tuple(dataclasses.replace(task, **(each or {})) for task in chosen)
+    return dataclasses.replace(settings, **{**fields, "tasks": chosen, "parts": (*settings.parts, *parts)})
 
 
 def from_dict(table: dict[str, Any], folder: Path | None = None) -> Settings:

@@ -137,14 +137,14 @@ def _traced_once(attend: Attend, lay: Lay, sizes: bool) -> Callable[..., tuple[j
     the time between a call and its first token but for XLA's own (the compiled code is the same)."""
 
     @functools.partial(jax.jit, static_argnames=("spec", "behind"))
-    def run(layer: Layer, x: jax.Array, spec: AttentionSpec, state: Any, behind: int | None) -> tuple[jax.Array, Any]:
+    def run(layer: Any, x: jax.Array, spec: AttentionSpec, state: Any, behind: int | None) -> tuple[jax.Array, Any]:
         return layer(x, spec, state, attend, lay, behind, sizes)
 
     return run
 
 
 def _scanned(
-    run: Callable[..., tuple[jax.Array, Any]], layers: Sequence[Layer], x: jax.Array, spec: AttentionSpec, states: Any
+    run: Callable[..., tuple[jax.Array, Any]], layers: Sequence[Any], x: jax.Array, spec: AttentionSpec, states: Any
 ) -> tuple[jax.Array, list[Any]]:
     """Layers that are alike, one after the other in a loop: XLA compiles one of them, and each turn copies its weights
     to where that one has them (stacked ones would be in memory twice)."""
@@ -171,6 +171,39 @@ def _alike(specs: Sequence[AttentionSpec], states: Sequence[Any], behind: int | 
     last = len(forms) - 1
     apart = (at for at in range(1, last + 1) if forms[at] != forms[at - 1] or (at == last and behind is not None))
     return list(itertools.starmap(range, itertools.pairwise((0, *apart, last + 1))))
+
+
+def through[State](
+    layers: Sequence[Any],
+    specs: Sequence[AttentionSpec],
+    x: jax.Array,
+    states: Sequence[State],
+    attend: Attend,
+    lay: Lay,
+    behind: int | None,
+    route: Route | None,
+    sizes: bool,
+    scan: bool,
+) -> tuple[jax.Array, tuple[State, ...]]:
+    """The stream after all layers, and their new states: what `Decoder` does between embedding and last norm. The
+    layers are called as `Layer` is."""
+    new: list[State] = []
+    last = len(specs) - 1
+    run = _traced_once(attend, lay, sizes)
+    alone = [range(index, index + 1) for index in range(last + 1)]
+    for alike in _alike(specs, states, behind) if scan and route is None else alone:
+        index, spec = alike.start, specs[alike.start]
+        if len(alike) > 1:
+            x, some = _scanned(run, [layers[at] for at in alike], x, spec, [states[at] for at in alike])
+            new.extend(some)
+            continue
+        x, state = run(layers[index], x, spec, states[index], behind if index == last else None)
+        new.append(state)
+        if route is not None:
+            x, following = route(index, x, state.notes, attend)
+            if following is not attend:
+                attend, run = following, _traced_once(following, lay, sizes)
+    return x, tuple(new)
 
 
 class Decoder(nnx.Module):
@@ -210,23 +243,8 @@ class Decoder(nnx.Module):
         x = lay("stream", lookup(self.embed[...], tokens))
         if self.config.embed_scale is not None:
             x = x * jnp.asarray(self.config.embed_scale, x.dtype)
-        new: list[S] = []
-        last = self.config.num_layers - 1
-        run = _traced_once(attend, lay, sizes)
-        alone = [range(index, index + 1) for index in range(last + 1)]
-        for layers in _alike(self.specs, states, behind) if scan and route is None else alone:
-            index, spec = layers.start, self.specs[layers.start]
-            if len(layers) > 1:
-                x, some = _scanned(run, [self.layers[at] for at in layers], x, spec, [states[at] for at in layers])
-                new.extend(some)
-                continue
-            x, state = run(self.layers[index], x, spec, states[index], behind if index == last else None)
-            new.append(state)
-            if route is not None:
-                x, following = route(index, x, state.notes, attend)
-                if following is not attend:
-                    attend, run = following, _traced_once(following, lay, sizes)
-        return rms_norm(x, self.norm[...], self.config.norm_eps), tuple(new)
+        x, new = through(self.layers, self.specs, x, states, attend, lay, behind, route, sizes, scan)
+        return rms_norm(x, self.norm[...], self.config.norm_eps), new
 
     def logits(self, hidden: Float[Array, "*lead M"]) -> Float[Array, "*lead V"]:
         """Next-token logits, float32, soft-capped where the family does."""

@@ -187,6 +187,18 @@ class Policy(Checked):
         return self.decode is not None and self.allocate.bounded
 
     @property
+    def decoding(self) -> "Policy":
+        """The policy as decode steps see it, whatever it is called, however large and however it looked at the prompt:
+        those with equal ones run the same steps, so that their caches may be rows of one batch."""
+        phases: dict[str, Any] = {"prefill": None, "allocate": Uniform()}  # nothing is evicted any more
+        if self.prefill is not None and self.decode is not None:
+            phases = {"prefill": self.prefill, "allocate": self.allocate, "decode": self.decode}
+            acts = any(phase.evicted.acts for phase in self.phases)
+            if self.allocate == Uniform() and not acts:  # then nobody asks what the prompt's score was
+                phases["prefill"] = Phase(reserve=self.prefill.reserve)
+        return Policy("decode steps", **phases, rope=self.rope, read=self.read, store=self.store)
+
+    @property
     def extra(self) -> int:
         """Pseudo tokens run behind each block of the prompt."""
         return 0 if self.prefill is None else self.prefill.observe.extra

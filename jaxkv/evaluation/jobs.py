@@ -1,0 +1,167 @@
+"""What is asked of the model, in batches: of every policy and size alone, or of all that can share one prefill."""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkv.errors import BadValue
+from jaxkv.evaluation import asking, one_prefill
+from jaxkv.evaluation.example import Example
+from jaxkv.evaluation.results import Record
+from jaxkv.evaluation.settings import Cell, Settings
+from jaxkv.weights.params import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One batch of one cell: `rows` are (example, number of its question)."""
+
+    cell: Cell
+    mode: str
+    rows: tuple[tuple[Example, int], ...]
+
+    @property
+    def keys(self) -> list[str]:
+        """The names of its records."""
+        return [key_of(self.cell, self.mode, f"{example.digest}-{number}") for example, number in self.rows]
+
+    def without(self, keys: set[str]) -> "Job":
+        """The job without the rows that have these keys."""
+        rows = tuple(row for row, key in zip(self.rows, self.keys, strict=True) if key not in keys)
+        return dataclasses.replace(self, rows=rows)
+
+    @property
+    def title(self) -> str:
+        """What the progress line shows."""
+        size = self.cell.budget if self.cell.ratio is None else self.cell.ratio
+        names = ", ".join(sorted({example.task for example, _ in self.rows}))
+        return f"{self.cell.label}{'' if size is None else f' at {size}'}, {self.mode}: {names}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """A question that runs once for all its `cells`; `ids` are its whole prompt."""
+
+    row: tuple[Example, int]
+    ids: np.ndarray
+    cells: tuple[Cell, ...]
+
+    @property
+    def jobs(self) -> list[Job]:
+        """What each cell would do alone."""
+        return [Job(cell, "aware", (self.row,)) for cell in self.cells]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The names of its records."""
+        return tuple(key for job in self.jobs for key in job.keys)
+
+    @property
+    def title(self) -> str:
+        """What the progress line shows."""
+        return f"{self.row[0].task}: {len(self.ids)} tokens, {len(self.cells)} policies and sizes"
+
+
+def key_of(cell: Cell, mode: str, what: str) -> str:
+    """16 hexadecimal digits that name a record: the policy with all its parts and numbers, the mode, the example."""
+    return hashlib.sha256(f"{cell.label}|{cell.policy!r}|{mode}|{what}".encode()).hexdigest()[:16]
+
+
+def measurable(params: Params, cell: Cell) -> Cell:
+    """The cell; without its policy where that needs numbers that were not measured on this model."""
+    if cell.policy is None or all(name in params.learned for name in cell.policy.learns):
+        return cell
+    lost = ", ".join(name for name in cell.policy.learns if name not in params.learned)
+    return dataclasses.replace(cell, policy=None, reason=f"{lost}: not measured on this model (jaxkv calibrate)")
+
+
+def jobs(settings: Settings, examples: list[Example], cells: Sequence[Cell], tokenizer: Any) -> Iterator[Job]:
+    """Batches of rows of alike length and equal output, so that few programs are compiled; cell by cell."""
+    for mode in settings.modes:
+        rows = []
+        for example in examples:
+            if mode == "agnostic" and example.output:
+                continue  # its text is the output, which comes after the question
+            if mode == "agnostic" and not example.context:
+                raise BadValue(f"task {example.task!r} has no context to compress first: use modes = ['aware']")
+            rows += [(example, number) for number in range(len(example.questions))]
+        size = {id(example): asking.size(tokenizer, example) for example, _ in rows}
+
+        def shape(row: tuple[Example, int]) -> tuple:
+            return bool(row[0].output), row[0].max_new_tokens
+
+        rows.sort(key=lambda row: (*shape(row), -size[id(row[0])]))  # stable: an example's questions stay together
+        batches: list[list[tuple[Example, int]]] = []
+        for row in rows:
+            # Asked of a compressed context, a batch is so many contexts with all their questions, else so many rows.
+            full = batches and settings.batch == (
+                _contexts(batches[-1], row) if mode == "agnostic" else len(batches[-1])
+            )
+            if batches and not full and shape(batches[-1][0]) == shape(row):
+                batches[-1].append(row)
+            else:
+                batches.append([row])
+        for cell in cells:
+            for batch in batches:
+                yield Job(cell, mode, tuple(batch))
+
+
+def _contexts(rows: list[tuple[Example, int]], row: tuple[Example, int]) -> int:
+    """How many contexts other than the row's the rows are about."""
+    return len({id(example) for example, _ in rows} - {id(row[0])})
+
+
+def shares(settings: Settings, examples: list[Example], cells: Sequence[Cell], tokenizer: Any) -> list[Share]:
+    """The questions that several cells ask of one prefill, from the shortest prompt on."""
+    found = []
+    for example in examples if "aware" in settings.modes else ():
+        for number, question in enumerate(() if example.output else example.questions):
+            ids = np.concatenate(asking.asked(tokenizer, example, question))
+            some = [cell for cell in cells if cell.policy is not None and not one_prefill.apart(cell.policy, len(ids))]
+            found.append(Share((example, number), ids, tuple(some)))
+    return sorted((share for share in found if len(share.cells) > 1), key=lambda share: len(share.ids))
+
+
+def cost(shares: Sequence[Share], own: Sequence[Job], tokenizer: Any) -> str:
+    """How many prefills, of how many tokens, for how many answers; who needs a prefill of its own, and why."""
+    answers, tokens = sum(len(share.cells) for share in shares), sum(len(share.ids) for share in shares)
+    said = [f"{len(shares)} prompts of {tokens} tokens in all run once each, for {answers} answers side by side"]
+    prefills, tokens, why = 0, 0, {}
+    for job in own:
+        if job.cell.policy is None:
+            why.setdefault(job.cell.label, f"{job.cell.label} is not measured: {job.cell.reason}")
+            continue
+        sizes = [asking.size(tokenizer, example) for example, _ in job.rows]
+        prefills, tokens = prefills + len(sizes), tokens + sum(sizes)
+        reason = one_prefill.apart(job.cell.policy, max(sizes)) or f"asked in the mode {job.mode!r}, or alone"
+        why[job.cell.label] = f"{job.cell.label} prefills for itself: {reason}"
+    if prefills:
+        said.append(f"{prefills} more prefills of {tokens} tokens in all")
+    return "; ".join([*said, *why.values()])
+
+
+def about(job: Job, row: tuple[Example, int]) -> Record:
+    """What a record says of its cell and example."""
+    example, number = row
+    depth = example.questions[number].depth
+    return {
+        "kind": "answer",
+        "key": key_of(job.cell, job.mode, f"{example.digest}-{number}"),
+        "source": "jaxkv",
+        **cell_said(job.cell),
+        "mode": job.mode,
+        "task": example.task,
+        "haystack": example.haystack,
+        "length": example.length,
+        "depth": example.depth if depth is None else depth,
+        "example": example.digest,
+        "question": number,
+    }
+
+
+def cell_said(cell: Cell) -> Record:
+    said = {"policy": cell.label, "budget": cell.budget, "ratio": cell.ratio}
+    return said if cell.policy is None else {**said, "fidelity": cell.policy.fidelity, "bounded": cell.policy.bounded}

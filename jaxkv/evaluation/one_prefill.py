@@ -1,0 +1,250 @@
+"""One prefill of a prompt for every policy and size: what each keeps of it, and the answers, decoded side by side.
+
+A prompt that runs as one block attends to itself whole, whatever is evicted behind it. So the model runs once and what
+it made of the prompt in every layer is kept (`models.recorded`); each policy then cuts that by the very program that
+`jaxkv.prefill` runs, and its answer is decoded under it. Policies whose decode steps are the same stand in one batch.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxkv import run
+from jaxkv.generate import behind, first_pass, generate
+from jaxkv.models import AttentionSpec, ModelConfig
+from jaxkv.models.recorded import Heard, Recorded
+from jaxkv.models.rope import rotate
+from jaxkv.plan import SIZES, Plan, planned, rounded
+from jaxkv.policies.policy import Policy, check_scores
+from jaxkv.programs import held, make_room
+from jaxkv.prompts import left_padded
+from jaxkv.store import KVCache
+from jaxkv.store.line import narrowed
+from jaxkv.weights.params import Params
+from pallas_kernels.prefill_attend.api import prefill_attend
+
+PIECE = 16  # decode steps between two looks at whether the answers are long enough
+Enough = Callable[[list[int]], bool]  # whether what may follow these tokens changes nothing
+
+
+def apart(policy: Policy, tokens: int) -> str:
+    """Why the policy needs a prefill of its own for a prompt of so many tokens; nothing where it does not."""
+    if policy.flow.going_on:
+        return "only some tokens go on to its deeper layers"
+    return f"it runs blocks of {policy.block} tokens" if tokens > policy.block else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Said:
+    """What a policy led to: its tokens, the entries held at their end (tokens per KV head, on average), and the bytes
+    of a cache with the slots that its own budget needs."""
+
+    tokens: list[int]
+    kept: float
+    cache_bytes: int
+
+
+@held
+@functools.partial(jax.jit, static_argnames="config")
+def _listen(
+    weights, tokens: Int[Array, "1 T"], positions: Int[Array, "1 T"], before: list[Heard], past: Int[Array, "1 P"],
+    *, config: ModelConfig,
+) -> tuple[Float[Array, "1 V"], list[Heard]]:  # fmt: skip
+    """Run tokens behind those that were heard `before` at positions `past`: the last logits, and what was heard."""
+
+    def attend(spec: AttentionSpec, query, key, value, state: Heard, sizes):
+        keys, values = (jnp.concatenate(each, axis=1) for each in ((state.key, key), (state.value, value)))
+        places = jnp.concatenate([past, positions], axis=1)
+        turned = rotate(jnp.swapaxes(query, 1, 2), positions[:, None], spec.rope)
+        read = rotate(jnp.swapaxes(keys, 1, 2), places[:, None], spec.rope)
+        context = prefill_attend(
+            turned, read, jnp.swapaxes(values, 1, 2), positions, jnp.broadcast_to(places[:, None], read.shape[:3]),
+            scale=spec.scale, window=spec.window, softcap=spec.softcap,
+        )  # fmt: skip
+        return jnp.swapaxes(context, 1, 2), Heard(query, key, value, sizes)
+
+    model = run.model_of(config, weights)
+    hidden, heard = model(tokens, before, attend, sizes=True, scan=True)
+    return model.logits(hidden[:, -1]), list(heard)
+
+
+@held
+@functools.partial(jax.jit, static_argnames=("config", "policy", "plan", "dtype"))
+def _cut(
+    weights, heard: list[Heard], looks: list[Heard] | None, tokens: Int[Array, "1 T"], positions: Int[Array, "1 T"],
+    pseudo: Int[Array, "1 N"], ends: Int[Array, "1"], limits: Int[Array, "L 1"], learned: run.Learned,
+    *, config: ModelConfig, policy: Policy, plan: Plan, dtype: Any,
+) -> run.Layers:  # fmt: skip
+    """What the policy keeps of the prompt in every layer, `looks` looking on from behind it."""
+    if looks is not None:
+        heard = [each.followed(by) for each, by in zip(heard, looks, strict=True)]
+    layers, *_ = run.through_block(
+        Recorded(run.model_of(config, weights), heard), run.empty_layers(config, policy, 1, dtype), tokens, positions,
+        pseudo, jnp.zeros_like(ends), ends, limits, config=config, policy=policy, plan=plan, begins=True,
+        scan_layers=True, learned=learned,
+    )  # fmt: skip
+    return layers
+
+
+def nothing(config: ModelConfig, dtype: Any) -> list[Heard]:
+    """What was heard before the first token."""
+    empty = lambda heads, spec: jnp.zeros((1, 0, heads, spec.head_dim), dtype)  # noqa: E731
+    return [
+        Heard(
+            empty(config.num_heads, spec), empty(spec.num_kv_heads, spec), empty(spec.num_kv_heads, spec),
+            jnp.zeros((1, 0), jnp.float32),
+        )
+        for spec in config.specs
+    ]  # fmt: skip
+
+
+@dataclasses.dataclass
+class Prompt:
+    """One prompt, run once: its tokens, left-padded, with what every layer made of them, and the first new token."""
+
+    params: Params
+    ids: np.ndarray
+    tokens: np.ndarray
+    positions: np.ndarray
+    heard: list[Heard]
+    first: int
+    looks: dict[bytes, list[Heard]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def ends(self) -> np.ndarray:
+        """Tokens of the prompt, int32 [1]."""
+        return np.array([len(self.ids)], np.int32)
+
+    def looked(self, tokens: Array, places: Array) -> list[Heard]:
+        """What tokens behind the prompt make of it; the same ones run once."""
+        key = np.asarray(tokens).tobytes() + np.asarray(places).tobytes()
+        if key not in self.looks:
+            self.looks[key] = _listen(
+                self.params.weights, tokens, places, self.heard, jnp.asarray(self.positions), config=self.params.config
+            )[1]
+        return self.looks[key]
+
+
+def hear(params: Params, ids: np.ndarray) -> Prompt:
+    """The prompt in one block, left-padded to one of few lengths."""
+    make_room()
+    tokens, positions = left_padded([ids], rounded(len(ids), SIZES), np.zeros(1, np.int32))
+    logits, heard = _listen(
+        params.weights, jnp.asarray(tokens), jnp.asarray(positions), nothing(params.config, params.dtype),
+        jnp.zeros((1, 0), jnp.int32), config=params.config,
+    )  # fmt: skip
+    return Prompt(params, ids, tokens, positions, heard, int(jnp.argmax(logits[0])))
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A policy at one size: what it keeps of the prompt, and the share of its slots that its own budget needs."""
+
+    layers: run.Layers
+    limits: np.ndarray
+    share: float
+
+
+def keep(prompt: Prompt, sizes: Sequence[Policy], room: int) -> Iterator[Kept]:
+    """What one policy keeps at each of its `sizes` (it differs in budget or ratio alone), with slots for `room` tokens
+    more. All have the slots that the largest needs in a prompt of this padded length: so few programs are compiled."""
+    params, config, length = prompt.params, prompt.params.config, prompt.tokens.shape[1]
+    learned = params.learned_for(sizes[0].learns, sizes[0].name)
+    none, empty = np.zeros(1, np.int32), np.zeros(config.num_layers, np.int64)
+
+    def shapes(policy: Policy, tokens: int) -> tuple[Plan, np.ndarray]:
+        found, _, limits = planned(policy, config, none, empty, np.array([tokens]), room, learned=learned)
+        return found, limits
+
+    own = [shapes(policy, len(prompt.ids)) for policy in sizes]
+    largest = max(range(len(sizes)), key=lambda at: int(own[at][1].sum(dtype=np.int64)))
+    wide = shapes(sizes[largest], min(length, config.max_position - room))[0]
+    wide = dataclasses.replace(wide, slots=tuple(map(max, wide.slots, *(each.slots for each, _ in own))))
+    wide = dataclasses.replace(wide, reach=max(wide.reach, *(each.reach for each, _ in own)))
+    pseudo = _pseudo(prompt, sizes)
+    for (mine, limits), tokens in zip(own, pseudo, strict=True):
+        make_room()
+        tokens = tokens if mine.look else tokens[:, :0]
+        behind, places = run.looking_on(
+            sizes[largest], mine.look, jnp.asarray(prompt.tokens), jnp.asarray(prompt.positions), jnp.asarray(tokens),
+            jnp.asarray(prompt.ends), jnp.asarray(prompt.ends),
+        )  # fmt: skip
+        layers = _cut(
+            params.weights, prompt.heard, prompt.looked(behind, places) if behind.shape[1] else None, prompt.tokens,
+            prompt.positions, tokens, prompt.ends, limits, learned, config=config, policy=sizes[largest],
+            plan=dataclasses.replace(wide, look=mine.look), dtype=params.dtype,
+        )  # fmt: skip
+        check_scores(sizes[largest])
+        yield Kept(layers, limits, sum(mine.slots) / sum(wide.slots))
+
+
+def _pseudo(prompt: Prompt, sizes: Sequence[Policy]) -> list[np.ndarray]:
+    """The tokens `[1, N]` that look from behind the prompt, at each size: of a policy that drafts them, what its own
+    first pass goes on with."""
+    observe = sizes[0].prefill.observe if sizes[0].prefill is not None else None
+    if observe is None:
+        return [np.zeros((1, 0), np.int32)] * len(sizes)
+    if not observe.drafts:
+        return [behind(prompt.params, [prompt.ids], observe)] * len(sizes)
+    said = answers(prompt, [first_pass(policy) for policy in sizes], observe.extra, chunk=len(sizes))
+    pairs = (one for batch in said for one in batch)
+    return [np.array([each.tokens], np.int32) for _, each in sorted(pairs, key=lambda one: one[0])]
+
+
+def answers(
+    prompt: Prompt, policies: Sequence[Policy], count: int, *, chunk: int, enough: Enough = lambda _: False
+) -> Iterator[list[tuple[int, Said]]]:
+    """(number of the policy, what it leads to) for each of them, up to `count` greedy tokens, in batches of at most
+    `chunk`; one ends where all its answers are long `enough`. Policies come in the order of their decode steps."""
+    alike: dict[Policy, dict[Policy, list[int]]] = {}  # by decode steps, then by all but the size
+    for number, policy in enumerate(policies):
+        unsized = dataclasses.replace(policy, budget=None, ratio=None)
+        alike.setdefault(policy.decoding, {}).setdefault(unsized, []).append(number)
+    for steps, methods in alike.items():
+        waiting: dict[Any, list[tuple[int, Kept]]] = {}  # by the form of what they keep
+        for numbers in methods.values():
+            for number, kept in zip(numbers, keep(prompt, [policies[at] for at in numbers], count), strict=True):
+                kept = dataclasses.replace(kept, layers=tuple(layer.keeping(steps.stats) for layer in kept.layers))
+                form = (jax.tree.structure(kept.layers), *map(jax.typeof, jax.tree.leaves(kept.layers)))
+                waiting.setdefault(form, []).append((number, kept))
+                del kept  # what waits is the only one
+                if len(waiting[form]) == chunk:
+                    yield _said(prompt, steps, waiting.pop(form), count, enough)
+        while waiting:
+            yield _said(prompt, steps, waiting.popitem()[1], count, enough)
+
+
+def _said(
+    prompt: Prompt, steps: Policy, some: list[tuple[int, Kept]], count: int, enough: Enough
+) -> list[tuple[int, Said]]:
+    """The answers of one batch, decoded under the steps that its policies share. `some` is emptied: each cache is in
+    memory once."""
+    rows, params = len(some), prompt.params
+    shares = [(number, kept.share) for number, kept in some]
+    layers = jax.tree.map(lambda *each: jnp.concatenate(each), *(kept.layers for _, kept in some))
+    cache = KVCache(
+        layers=narrowed(layers),
+        lengths=jnp.full(rows, len(prompt.ids), jnp.int32),
+        limits=jnp.asarray(np.concatenate([kept.limits for _, kept in some], axis=1)),
+        pending=jnp.full(rows, prompt.first, jnp.int32),
+        policy=steps,
+        model=params.fingerprint,
+    )
+    tokens = [[prompt.first] for _ in some]
+    some.clear()
+    del layers
+    while len(tokens[0]) < count and not all(map(enough, tokens)):
+        out = generate(params, None, cache=cache, max_new_tokens=min(PIECE, count - len(tokens[0])), stop_tokens=())
+        tokens = [[*before, *new] for before, new in zip(tokens, out.tokens.tolist(), strict=True)]
+        cache = out.cache
+    held_by = np.asarray(cache.held()).mean(axis=(0, 2))
+    return [
+        (number, Said(tokens[row], float(held_by[row]), int(cache.nbytes / rows * share)))
+        for row, (number, share) in enumerate(shares)
+    ]
