@@ -18,8 +18,9 @@ from jaxkv.errors import BadValue
 from jaxkv.policies import Demote, Merge, Pages
 from jaxkv.policies.evicted import Leaving
 from jaxkv.store import tier
-from jaxkv.store.codecs import Codecs, Int
+from jaxkv.store.codecs import Codecs
 from jaxkv.store.entries import Entries
+from jaxkv.store.integers import Int
 from jaxkv.store.pages import indexed
 from jaxkv.store.threshold import Threshold
 from pallas_kernels.masking import masked_softmax

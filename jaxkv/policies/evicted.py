@@ -15,8 +15,8 @@ from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
 from jaxkv.store import summary, tier
 from jaxkv.store.codecs import Codecs
-from jaxkv.store.codecs import Int as Integers
 from jaxkv.store.entries import Entries
+from jaxkv.store.integers import Int as Integers
 
 
 @dataclasses.dataclass(frozen=True)
