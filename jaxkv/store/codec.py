@@ -31,27 +31,27 @@ class Codec(Checked):
         """The array that the code stands for, in any float: the store gives it the model's dtype."""
         raise NotImplementedError
 
+    def encode_all(self, x: Float[Array, "*slots D"], positions: Int[Array, "*slots"]) -> Any:
+        """The code of all slots of a store; position -1 marks an empty one, which may hold anything."""
+        return self.encode(x)
+
+    @property
+    def together(self) -> int:
+        """How many tokens share a part of the code."""
+        return 1
+
     def check(self, head_dim: int) -> None:
         """Raises `BadValue` where heads of this width have no code."""
 
     def empty(self, shape: tuple[int, ...], head_dim: int, dtype: Any) -> Any:
         """The code of zeros in slots of this shape."""
-        return self.encode(jnp.zeros((*shape, head_dim), dtype))
+        return self.encode_all(jnp.zeros((*shape, head_dim), dtype), jnp.full(shape, -1, jnp.int32))
 
 
 class Shared(Codec):
     """What a codec that is not `apart` has instead: some of the code of `[B, Hk, C]` slots belongs to several."""
 
     apart: ClassVar[bool] = False
-
-    @property
-    def together(self) -> int:
-        """How many tokens share."""
-        raise NotImplementedError
-
-    def encode_all(self, x: Float[Array, "B Hk C D"], positions: Int[Array, "B Hk C"]) -> Any:
-        """The code of all slots; position -1 marks an empty one, which may hold anything."""
-        raise NotImplementedError
 
     def written(
         self,
@@ -67,9 +67,6 @@ class Shared(Codec):
 
     def encode(self, x: Float[Array, "*slots D"]) -> Any:
         raise NotImplementedError("slots share their code: encode_all")
-
-    def empty(self, shape: tuple[int, ...], head_dim: int, dtype: Any) -> Any:
-        return self.encode_all(jnp.zeros((*shape, head_dim), dtype), jnp.full(shape, -1, jnp.int32))
 
 
 @dataclasses.dataclass(frozen=True)

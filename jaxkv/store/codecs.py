@@ -36,7 +36,7 @@ class Codecs(Checked):
                 f"residual={self.residual}: expected 0 or more tokens in full precision, and keys or values in a codec"
             )
         for codec in (self.keys, self.values):
-            tokens = 1 if codec.apart else codec.together
+            tokens = codec.together
             if self.residual % tokens or (not codec.apart and not self.residual):
                 raise BadValue(
                     f"residual={self.residual} with {codec.kind!r}, where {tokens} tokens share a scale: expected a "

@@ -85,7 +85,7 @@ class Store:
         positions = fields.get("positions", self.positions)
         for name in ("keys", "values"):
             if name in fields:
-                fields[name] = coded(getattr(self.codecs, name), fields[name], positions)
+                fields[name] = getattr(self.codecs, name).encode_all(fields[name], positions)
         return self.replaced(entries=dataclasses.replace(self.entries, **fields))
 
     def keeping(self, names: tuple[str, ...]) -> Any:
@@ -191,8 +191,3 @@ class Store:
         """The store whose next tokens go to `slot`, in these rows."""
         chosen = slot if rows is None else jnp.where(rows[:, None], slot, self.next_slot)
         return self.replaced(next_slot=chosen)
-
-
-def coded(codec: Any, x: Float[Array, "B *S D"], positions: Int[Array, "B *S"]) -> Any:
-    """The codec's code of keys or values in slots with these positions."""
-    return codec.encode(x) if codec.apart else codec.encode_all(x, positions)
