@@ -35,7 +35,7 @@ STORES = {
     "2 bits, keys by channel": Codecs(IntByChannel(2, 32), Int(2, 32), residual=32),
     "half of the channels": Codecs(Sparse(0.5), Sparse(0.5), residual=32),
 }
-AT_EQUAL_BYTES = ("bfloat16", "8 bits", "4 bits, turned", "keys 4, values 2", "2 bits, keys by channel")
+AT_EQUAL_BYTES = ("bfloat16", "8 bits", "4 bits, turned", "4 bits, keys by channel", "2 bits, keys by channel")
 SHARES = (2, 4, 8, 16, 32)
 
 
@@ -54,7 +54,7 @@ def cases(options: argparse.Namespace, head_dim: int) -> Iterator[tuple[str, Cod
     """What is measured: its label, store, budget (None: everything), and policy."""
     for label, store in STORES.items():
         yield label, store, None, dataclasses.replace(jaxkv.policy("full"), store=store)
-    for share in SHARES:
+    for share in options.shares:
         for label in AT_EQUAL_BYTES:
             budget = budget_of(STORES[label], share, options.tokens + options.new_tokens, head_dim)
             if budget >= options.least:
@@ -62,12 +62,19 @@ def cases(options: argparse.Namespace, head_dim: int) -> Iterator[tuple[str, Cod
                 yield f"1/{share} {label}", STORES[label], budget, chosen
 
 
+def place(row: dict[str, Any]) -> tuple[int, int]:
+    """Where a row stands: everything held first, then by bytes, largest first."""
+    if row["budget"] is None:
+        return 0, list(STORES).index(row["case"])
+    share, label = row["case"].split(" ", 1)
+    return int(share[2:]), list(STORES).index(label)
+
+
 def measured(params: Any, against: Reference, options: argparse.Namespace, known: dict) -> Iterator[dict[str, Any]]:
-    """KL of each case that is not known."""
+    """Of each case that is not known yet: entries, share of the bytes, KL and top-1."""
     head_dim, text = params.config.head_dim, options.tokens + options.new_tokens
     for label, store, budget, policy in cases(options, head_dim):
         if label in known:
-            yield known[label]
             continue
         found = fidelity(params, policy, against)
         held = taken(store, budget or text, head_dim) / taken(Codecs(), text, head_dim)
@@ -85,6 +92,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--texts", type=int, default=2)
+    parser.add_argument("--shares", type=int, nargs="+", default=list(SHARES), help="1/2 of the bytes, 1/4, ...")
     parser.add_argument("--least", type=int, default=8, help="the smallest budget that is measured")
     parser.add_argument("--name", default="precision", help="of the JSON file in benchmarks/results")
     options = parser.parse_args()
@@ -93,9 +101,9 @@ def main() -> None:
     path = RESULTS / f"{options.name}.json"
     before = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else []
     against = reference(params, whole[:, : options.tokens], whole[:, options.tokens :])
-    results = []
+    results = [*before]
     for row in measured(params, against, options, {row["case"]: row for row in before}):
-        results.append(row)
+        results = sorted([*results, row], key=place)
         write(options.name, {**vars(options), "results": results})
     header = ("case", "entries a head", "bytes of bfloat16's", "KL", "same top token")
     shown = [(row["case"], row["budget"] or "all", row["bytes"], row["kl"], row["top1"]) for row in results]
