@@ -90,8 +90,9 @@ def hints(cls: type) -> Mapping[str, Any]:
 
 
 def check_fields(part: Any) -> None:
-    """Raises `BadValue` for a field whose value is not of its declared type, a whole number beyond 31 bits (a seed:
-    63), and in jaxkv's own classes for infinity. Numbers of NumPy become Python's, so that they can be written down.
+    """Raises `BadValue` for a field whose value is not of its declared type, a whole number beyond 31 bits (a seed or
+    bytes: 63), and in jaxkv's own classes for infinity. Numbers of NumPy become Python's, so that they can be written
+    down.
     """
     own = type(part).__module__.startswith("jaxkv.")
     for name, hint in hints(type(part)).items():
@@ -105,7 +106,7 @@ def check_fields(part: Any) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, float) and own and math.isinf(number):
                 raise BadValue(f"{name}={number} of {where}: expected a finite number")
-            most = 2**63 - 1 if name == "seed" else MOST
+            most = 2**63 - 1 if name in ("seed", "bytes") else MOST
             if isinstance(number, int) and not -most <= number <= most:
                 raise BadValue(f"{name}={shown(number)} of {where}: expected a number of at most {most}")
 

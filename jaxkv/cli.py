@@ -31,6 +31,8 @@ class Cut:
     """Tokens kept per KV head and layer (256 when neither this nor --ratio nor the policy's file says)."""
     ratio: float | None = None
     """Fraction of the prompt removed, instead of a budget."""
+    bytes: int | None = None
+    """Bytes that the keys and values of one row may take, instead of a budget."""
     option: tuple[str, ...] = ()
     """Options of the policy's parts, as name=value: --option window=32 sinks=4."""
     parts: tuple[str, ...] = ()
@@ -48,10 +50,10 @@ class Cut:
                 raise BadValue(f"option {item!r}: expected name=value, such as window=32")
             options[name] = _value(value)
         chosen, budget = named(self.policy), self.budget
-        sizes = (budget, self.ratio, chosen.budget, chosen.ratio)
+        sizes = (budget, self.ratio, self.bytes, chosen.budget, chosen.ratio, chosen.bytes)
         if chosen.evicts and all(size is None for size in sizes):
             budget = DEFAULT_BUDGET
-        return sized(chosen, budget=budget, ratio=self.ratio, **options)
+        return sized(chosen, budget=budget, ratio=self.ratio, bytes=self.bytes, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,6 +237,8 @@ class Info:
     budget: int = DEFAULT_BUDGET
     tokens: int = 8192
     """Length of the text that the full cache is reckoned for."""
+    policy: str | None = None
+    """A name from `jaxkv policies`, or a .toml file: what its cache takes, with statistics and what lies beside it."""
     batch: int = 1
     dtype: str = "float32"
     json: bool = False
@@ -639,12 +643,31 @@ def _info(command: Info) -> int:
         f"full_cache_bytes_at_{command.tokens}_tokens": held(command.tokens),
         f"cache_bytes_at_budget_{command.budget}": held(min(command.budget, command.tokens)),
     }
+    if command.policy is not None:
+        facts |= _cache_under(command.policy, command, config)
     if command.json:
         print(json.dumps(facts))
     else:
         for name, value in facts.items():
             print(f"{name.replace('_', ' '):34} {f'{value:,}' if isinstance(value, int) else value}")
     return 0
+
+
+def _cache_under(name: str, command: Info, config: Any) -> dict[str, int]:
+    """Bytes of the cache that a policy holds while it decodes: all of it, and of it keys and values."""
+    from jaxkv.policies.catalogue import named, sized
+    from jaxkv.sizes import size_of, slots_at
+
+    chosen = named(name)
+    policy = sized(chosen, budget=command.budget if chosen.evicts else None)
+    if policy.bounded:
+        slots = slots_at(policy, config, command.budget)
+    else:
+        slots = [min(command.tokens, spec.window or command.tokens) for spec in config.specs]
+    size = size_of(policy, config, command.dtype, slots)
+    where = f"budget_{command.budget}" if policy.bounded else f"{command.tokens}_tokens"
+    what = {"cache_bytes": size.all, "keys_and_values_bytes": size.keys_values}
+    return {f"{key}_under_{policy.name}_at_{where}": command.batch * value for key, value in what.items()}
 
 
 def _calibrate(command: Calibrate) -> int:

@@ -12,6 +12,7 @@ from jaxkv.plan import SIZES
 from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.policy import Policy
 from jaxkv.sampling import Sampler
+from jaxkv.sizes import fitted
 from jaxkv.speculative.draft_model import DraftModel, SelfDraft
 from jaxkv.speculative.session import Speculative
 from jaxkv.store import KVCache
@@ -112,10 +113,13 @@ def sequence_of(name: str, values: Any, kind: type, expected: str) -> tuple:
 
 
 def checked_policy(params: Params, policy: Policy | None, cache: KVCache | None) -> Policy:
-    """The policy to run under. Raises `BadCheckpoint` where the cache was made under another model or policy."""
+    """The policy to run under, with the budget that its bytes allow. Raises `BadCheckpoint` where the cache was made
+    under another model or policy."""
     full = catalogue()["full"]
     if policy is not None and not isinstance(policy, Policy):
         raise BadValue(f"policy={shown(policy)}: expected a Policy, such as jaxkv.policy('dapq-longflow', budget=256)")
+    if policy is not None and policy.bytes is not None:
+        policy = fitted(policy, params.config, params.dtype, params.learned_for(policy.learns, policy.name))
     if cache is None:
         return full if policy is None else policy
     if cache.model != params.fingerprint:

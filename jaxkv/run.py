@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxkv.attend import Ask, Facts, LayerIn, decode_layer, divided, prefill_layer
-from jaxkv.models import ModelConfig, graphdef
+from jaxkv.models import AttentionSpec, ModelConfig, graphdef
 from jaxkv.models.decoder import Decoder
 from jaxkv.plan import Plan, PromptBlocks
 from jaxkv.policies.flow import Block
@@ -46,17 +46,20 @@ def _of_layer(learned: Learned, layer: int) -> dict[str, Array]:
 
 def empty_layers(config: ModelConfig, policy: Policy, batch: int, dtype) -> Layers:
     """Stores without a slot, where a prompt begins."""
-    layers = []
-    for spec in config.specs:
-        kind = policy.allocate.store if spec.window is None else "slots"
-        beside = policy.beside(batch, spec.num_kv_heads, spec.head_dim, dtype) if spec.window is None else {}
-        if policy.looks:
-            beside[LOOKS] = looks.empty(batch, spec.num_heads, policy.looks, spec.head_dim, dtype)
-        policy.store.check(spec.head_dim)
-        shape = (batch, spec.num_kv_heads, spec.head_dim, dtype)
-        weighs = policy.weighs and spec.window is None
-        layers.append(empty_store(kind, *shape, policy.stats, policy.store, beside, weighs))
-    return tuple(layers)
+    return tuple(empty_layer(spec, policy, batch, dtype) for spec in config.specs)
+
+
+def empty_layer(spec: AttentionSpec, policy: Policy, batch: int, dtype) -> Any:
+    """One layer's store without a slot. Raises `BadValue` where heads of its width have no code."""
+    kind = policy.allocate.store if spec.window is None else "slots"
+    beside = policy.beside(batch, spec.num_kv_heads, spec.head_dim, dtype) if spec.window is None else {}
+    if policy.looks:
+        beside[LOOKS] = looks.empty(batch, spec.num_heads, policy.looks, spec.head_dim, dtype)
+    policy.store.check(spec.head_dim)
+    beside |= policy.store.beside(batch, spec.num_kv_heads, spec.head_dim, dtype)
+    shape = (batch, spec.num_kv_heads, spec.head_dim, dtype)
+    weighs = policy.weighs and spec.window is None
+    return empty_store(kind, *shape, policy.stats, policy.store, beside, weighs)
 
 
 def prefill(

@@ -37,6 +37,8 @@ FORMS = Check(FORM, BOTH, "test_forms.py::test_prompt_and_steps")
 MERGED = Check(CODE, PART, "test_merging.py::test_merging_as_released")
 FORMS_AT_DECODE = Check(FORM, DECODE, "test_forms.py::test_prompt_and_steps")
 
+CODED = Check(FORM, PART, "test_codecs.py::test_a_method_holds_its_codes")
+
 SCOPE = Check(CODE, DECODE, "test_scope.py::test_a_layer_keeps_what_the_rule_says")
 
 CHECKS: dict[str, Check | tuple[Check, ...]] = {
@@ -75,7 +77,12 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "headkv": (HEADS, Check(CODE, PART, "test_head_budgets.py::test_headkv_as_released")),
     "keepkv": (MERGED, FORMS),
     "keydiff": (TWINS, FORMS_AT_DECODE),
+    "kivi": (
+        Check(CODE, PART, "test_codecs.py::test_codes_as_kivi_packs_them"),
+        Check(FORM, BOTH, "test_codecs.py::test_blocks_of_a_text_are_those_of_its_tokens"),
+    ),
     "knorm": TINY,
+    "kv-adaquant": CODED,
     "kvcrush": Check(FORM, PART, "test_family.py::test_an_even_sample_of_behaviour"),
     "kvmerger": FORMS,
     "kvzip": RELEASED,
@@ -93,10 +100,12 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "look-m": (MERGED, FORMS),
     "lu-kv": Check(KVPRESS, PREFILL, "test_head_budgets.py::test_curves_as_in_kvpress"),
     "mpcache": Check(FORM, PREFILL, "test_family.py::test_a_look_once"),
+    "mustafar": CODED,
     "non-causal": TWINS,
     "prefixkv": Check(CODE, BOTH, "test_model_pool.py::test_prefixkv_as_released"),
     "pyramidkv": RELEASED,
     "q-filters": Check(CODE, BOTH, "test_released.py::test_q_filters_step_by_step"),
+    "qpruning": CODED,
     "quest": FORMS,
     "quickvideo": RELEASED,
     "r-kv": (

@@ -25,7 +25,7 @@ from behaviour import SETTINGS, TRIES
 
 from jaxkv.policies import catalogue
 
-FLAGS = ("--xla_backend_optimization_level=0", "--xla_cpu_max_isa=SSE4_2")
+FLAGS = ("--xla_backend_optimization_level=0", "--xla_cpu_max_isa=AVX")  # before AVX no float16
 OFF = 1e-6  # of a weight
 BATCH = 8  # policies that two processes run before they are stored
 

@@ -137,7 +137,7 @@ def _overwritten(
     assert moved is not None
     moved = dataclasses.replace(moved, positions=store.positions)
     after = store.beside if not rule.state else {**store.beside, rule.state: state}
-    return dataclasses.replace(store, entries=store.encoded(moved), beside=after)
+    return dataclasses.replace(store, beside=after).holding(moved, moved.filled)
 
 
 def _judge(

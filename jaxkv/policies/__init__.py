@@ -90,7 +90,10 @@ from jaxkv.policies.score import Recency as Recency
 from jaxkv.policies.score import Score as Score
 from jaxkv.policies.score import ScoreInputs as ScoreInputs
 from jaxkv.policies.select import Select as Select
-from jaxkv.store.codecs import Codec as Codec
+from jaxkv.store.by_channel import IntByChannel as IntByChannel
+from jaxkv.store.codec import Codec as Codec
 from jaxkv.store.codecs import Codecs as Codecs
-from jaxkv.store.codecs import Int as Int
 from jaxkv.store.described import register_state as register_state
+from jaxkv.store.floats import Fp8 as Fp8
+from jaxkv.store.integers import Int as Int
+from jaxkv.store.sparse import Sparse as Sparse

@@ -12,7 +12,8 @@ from jaxkv.configs import config_files
 from jaxkv.errors import BadValue, JaxkvError, first_line, unknown
 from jaxkv.policies.policy import Policy, from_dict, made
 
-OF_THE_METHOD = ("name", "title", "paper", "fidelity", "differs", "budget", "ratio")  # fields that are no options
+SIZES = ("budget", "ratio", "bytes")
+OF_THE_METHOD = ("name", "title", "paper", "fidelity", "differs", *SIZES)  # fields that are no options
 PHASES = ("prefill", "decode")
 PARTS_OF_A_POLICY = ("allocate", "flow", "read", "store")
 PARTS_OF_A_PHASE = ("observe", "score", "aggregate", "select", "evicted")
@@ -58,41 +59,57 @@ def named(name: str | os.PathLike) -> Policy:
         raise type(error)(f"{path}: {error}") from error
 
 
-def policy(name: str | os.PathLike, *, budget: int | None = None, ratio: float | None = None, **options: Any) -> Policy:
-    """The named method under a budget (tokens per KV head and layer) or a ratio (fraction removed).
+def policy(
+    name: str | os.PathLike,
+    *,
+    budget: int | None = None,
+    ratio: float | None = None,
+    bytes: int | None = None,
+    **options: Any,
+) -> Policy:
+    """The named method under a budget (tokens per KV head and layer), a ratio (fraction removed), or bytes: what the
+    keys and values of one row may take in all layers and heads together, with what the method holds beside them.
 
-    A path, or a name that ends in ".toml", is read from that file; its own `budget` or `ratio` counts where none is
-    given here. Options are fields of its parts (`window=32`, `sinks=4`, `content="random"`), set wherever the policy
-    has such a field; `prefill_` or `decode_` in front sets it in that phase alone. `observe`, `score`, `aggregate`,
-    `select`, `evicted`, `allocate`, `read`, `flow` and `store` are whole parts or their tables: `score=Attention()`,
-    `allocate={"kind": "cake"}`, `store={"keys": {"kind": "int", "bits": 8}}`. `prefill` and `decode` are whole phases,
-    or the name of a policy whose phase it is: `decode="h2o"` bounds what only adds while decoding. Raises
-    `UnknownName` with the nearest names, and `BadValue` for both or neither of budget and ratio, a budget below sinks +
-    recent + 1, and a file that is not there or not TOML.
+    A path, or a name that ends in ".toml", is read from that file; its own `budget`, `ratio` or `bytes` counts where
+    none is given here. Options are fields of its parts (`window=32`, `sinks=4`, `content="random"`), set wherever the
+    policy has such a field; `prefill_` or `decode_` in front sets it in that phase alone. `observe`, `score`,
+    `aggregate`, `select`, `evicted`, `allocate`, `read`, `flow` and `store` are whole parts or their tables:
+    `score=Attention()`, `allocate={"kind": "cake"}`, `store={"keys": {"kind": "int", "bits": 8}}`. `prefill` and
+    `decode` are whole phases, or the name of a policy whose phase it is: `decode="h2o"` bounds what only adds while
+    decoding. Raises `UnknownName` with the nearest names, and `BadValue` for none or several of the sizes, a budget
+    below sinks + recent + 1, and a file that is not there or not TOML.
     """
-    return sized(named(name), budget=budget, ratio=ratio, **options)
+    return sized(named(name), budget=budget, ratio=ratio, bytes=bytes, **options)
 
 
-def sized(chosen: Policy, *, budget: int | None = None, ratio: float | None = None, **options: Any) -> Policy:
-    """The policy under a budget or a ratio (its own, where neither is given), with options, as in `policy`."""
-    if budget is None and ratio is None:
-        budget, ratio = chosen.budget, chosen.ratio
+def sized(
+    chosen: Policy,
+    *,
+    budget: int | None = None,
+    ratio: float | None = None,
+    bytes: int | None = None,
+    **options: Any,
+) -> Policy:
+    """The policy under a budget, a ratio or bytes (its own, where none is given), with options, as in `policy`."""
+    if budget is None and ratio is None and bytes is None:
+        budget, ratio, bytes = chosen.budget, chosen.ratio, chosen.bytes
     name, chosen = chosen.name, _with_options(chosen, options)
-    given = [f"{key}={value}" for key, value in (("budget", budget), ("ratio", ratio)) if value is not None]
+    sizes = {"budget": budget, "ratio": ratio, "bytes": bytes}
+    given = [f"{key}={value}" for key, value in sizes.items() if value is not None]
     if chosen.evicts and len(given) != 1:
         raise BadValue(
             f"policy {name!r} got {' and '.join(given) or 'neither budget nor ratio'}: expected exactly one of "
-            "budget= (tokens per KV head) and ratio= (fraction removed)"
+            "budget= (tokens per KV head), ratio= (fraction removed) and bytes= (of keys and values, per row)"
         )
     if not chosen.evicts and given:
         raise BadValue(f"policy {name!r} keeps everything, so it takes no {given[0]}: leave it out")
-    return dataclasses.replace(chosen, budget=budget, ratio=ratio)
+    return dataclasses.replace(chosen, **sizes)
 
 
 def _with_options(policy: Policy, options: dict[str, Any]) -> Policy:
     """The policy with whole parts set at once, and then the fields of parts one after another."""
     if options:  # how faithful a method is, is said of its file as it stands
-        policy = dataclasses.replace(policy, fidelity="", differs="", budget=None, ratio=None)
+        policy = dataclasses.replace(policy, fidelity="", differs="", budget=None, ratio=None, bytes=None)
     new = {option: options[option] for option in ("rope", "block") if option in options}
     new |= {part: made(part, options[part]) for part in PARTS_OF_A_POLICY if part in options}
     new |= {which: _phase(which, options[which]) for which in PHASES if which in options}

@@ -18,8 +18,8 @@ from jaxkv.errors import BadValue
 from jaxkv.policies.score import draws
 from jaxkv.store import sketch, summary, tier
 from jaxkv.store.codecs import Codecs
-from jaxkv.store.codecs import Int as Integers
 from jaxkv.store.entries import Entries
+from jaxkv.store.integers import Int as Integers
 
 
 @dataclasses.dataclass(frozen=True)

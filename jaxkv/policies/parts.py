@@ -23,7 +23,7 @@ from jaxkv.policies.observe import Observer
 from jaxkv.policies.read import Read
 from jaxkv.policies.score import Score
 from jaxkv.store import codecs
-from jaxkv.store.codecs import Codec
+from jaxkv.store.codec import Codec
 from jaxkv.store.described import register_state
 
 TRAITS = ("kind", "stats", "needs", "remembers", "linear", "signed", "aware", "together", "parts", "store", "state")

@@ -99,7 +99,9 @@ class Phase(Checked):
 
 @dataclasses.dataclass(frozen=True)
 class Policy(Checked):
-    """Parts and numbers. `budget` is tokens kept per KV head and layer on average; `ratio` the fraction removed.
+    """Parts and numbers. `budget` is tokens kept per KV head and layer on average; `ratio` the fraction removed;
+    `bytes` what the keys and values of one row may take, in all layers and heads together, with what the rules hold
+    beside them: the model's shape turns it into a budget.
 
     Without `prefill` nothing is ever evicted; without `decode` new tokens are added to what the prompt left.
     `rope="text"` keeps keys at their positions in the text; `rope="cache"` rotates them by their place in the cache,
@@ -115,6 +117,7 @@ class Policy(Checked):
     allocate: Allocate = Uniform()
     budget: int | None = None
     ratio: float | None = None
+    bytes: int | None = None
     rope: str = "text"
     flow: Flow = Straight()
     read: Read = All()
@@ -161,6 +164,7 @@ class Policy(Checked):
             )
         for part in (self.allocate, self.flow, self.read, *(phase.evicted for phase in self.phases)):
             part.check(self)
+        self.store.suits(self)
         if self.budget is not None and self.budget < self.floor:
             raise BadValue(
                 f"budget={self.budget} of policy {self.name!r}: expected at least {self.floor} "
@@ -168,6 +172,8 @@ class Policy(Checked):
             )
         if self.budget is not None and self.budget > UNLIMITED:
             raise BadValue(f"budget={self.budget}: expected at most 2**30; policy 'full' keeps everything")
+        if self.bytes is not None and self.bytes < 1:
+            raise BadValue(f"bytes={self.bytes}: expected how many the keys and values of a row may take, at least 1")
         if self.ratio is not None and not 0 <= self.ratio < 1:
             raise BadValue(f"ratio={self.ratio}: expected a fraction removed, from 0 up to but not including 1")
 
@@ -260,7 +266,7 @@ class Policy(Checked):
         if not self.evicts:
             return (UNLIMITED,) * layers
         if self.budget is None and self.ratio is None:
-            raise BadValue(f"policy {self.name!r} has neither budget nor ratio: give one of them")
+            raise BadValue(f"policy {self.name!r} has neither budget nor ratio: give one of them, or bytes and a model")
         budget = self.budget
         if budget is None:
             assert self.ratio is not None

@@ -1,126 +1,91 @@
-"""Codecs: how keys or values lie in a slot.
-
-A codec turns an array `[*slots, D]` into its code, a pytree of arrays that begin with the slots' dimensions, and back.
-Every slot's code is its own (no scale is shared between slots), so eviction, gathers and overwrites need not know.
-"""
+"""Codecs of a store: that of the keys, that of the values, and how many of the newest tokens stay as they are."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt8
 
 from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
-
-
-class Codec(Checked):
-    """The form of keys or values in a slot."""
-
-    kind: ClassVar[str]
-    plain: ClassVar[bool] = False  # the code is the array itself
-
-    def encode(self, x: Float[Array, "*slots D"]) -> Any:
-        """The code of every slot."""
-        raise NotImplementedError
-
-    def decode(self, code: Any) -> Float[Array, "*slots D"]:
-        """The array that the code stands for."""
-        raise NotImplementedError
-
-    def check(self, head_dim: int) -> None:
-        """Raises `BadValue` where heads of this width have no code."""
-
-    def empty(self, shape: tuple[int, ...], head_dim: int, dtype: Any) -> Any:
-        """The code of zeros in slots of this shape."""
-        return self.encode(jnp.zeros((*shape, head_dim), dtype))
-
-
-@dataclasses.dataclass(frozen=True)
-class Plain(Codec):
-    """As the model makes them."""
-
-    kind: ClassVar[str] = "plain"
-    plain: ClassVar[bool] = True
-
-    def encode(self, x: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
-        return x
-
-    def decode(self, code: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
-        return code
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class IntCode:
-    """Integers of `bits` bits in bytes (two of 4 bits in one), and the scale and the lowest value of each slot."""
-
-    codes: UInt8[Array, "*slots N"]
-    scale: Float[Array, "*slots"]
-    low: Float[Array, "*slots"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Int(Codec):
-    """x^ = low + scale * code, low = min x and scale = (max x - min x) / (2^bits - 1) over the slot's D channels.
-
-    `bits` is 8 or 4; scale and low have the model's dtype, so at D = 64 in bfloat16 a slot takes 68 or 36 bytes
-    instead of 128. A slot whose channels are all equal decodes to their value. Source: the asymmetric quantiser per
-    token that KIVI (arXiv 2402.02750) has for values.
-    """
-
-    bits: int = 8
-    kind: ClassVar[str] = "int"
-
-    def __post_init__(self):
-        if self.bits not in (4, 8):
-            raise BadValue(f"bits={self.bits}: expected 4 or 8")
-
-    def check(self, head_dim: int) -> None:
-        if self.bits == 4 and head_dim % 2:
-            raise BadValue(f"a head of {head_dim} channels has no code of 4 bits, two to a byte: use bits=8")
-
-    def encode(self, x: Float[Array, "*slots D"]) -> IntCode:
-        levels = 2**self.bits - 1
-        low, high = jnp.min(x, axis=-1), jnp.max(x, axis=-1)
-        wide = high.astype(jnp.float32) - low.astype(jnp.float32)
-        scale = (wide / levels).astype(x.dtype)
-        step = jnp.where(scale > 0, scale, jnp.ones((), x.dtype)).astype(jnp.float32)[..., None]
-        codes = jnp.round((x.astype(jnp.float32) - low.astype(jnp.float32)[..., None]) / step)
-        codes = jnp.clip(codes, 0, levels).astype(jnp.uint8)
-        if self.bits == 4:
-            codes = codes[..., 0::2] | (codes[..., 1::2] << 4)
-        return IntCode(codes, scale, low)
-
-    def decode(self, code: IntCode) -> Float[Array, "*slots D"]:
-        codes = code.codes
-        if self.bits == 4:
-            codes = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
-        low, scale = (x.astype(jnp.float32)[..., None] for x in (code.low, code.scale))
-        return (low + scale * codes.astype(jnp.float32)).astype(code.scale.dtype)
-
+from jaxkv.store import window
+from jaxkv.store.by_channel import IntByChannel
+from jaxkv.store.codec import Codec, Plain
+from jaxkv.store.floats import Fp8
+from jaxkv.store.integers import Int
+from jaxkv.store.sparse import Sparse
+from jaxkv.store.window import WINDOW
 
 PLAIN = Plain()
-KINDS: dict[str, type[Codec]] = {codec.kind: codec for codec in (Plain, Int)}
+KINDS: dict[str, type[Codec]] = {codec.kind: codec for codec in (Plain, Int, IntByChannel, Fp8, Sparse)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Codecs(Checked):
-    """The codec of the keys and that of the values."""
+    """The codec of the keys and that of the values. The newest `residual` tokens are read in full precision: they lie
+    in a window beside the slots as well. They leave it one by one, or all at once when it is full where a scale is
+    shared by several tokens, as in KIVI (arXiv 2402.02750).
+    """
 
     keys: Codec = PLAIN
     values: Codec = PLAIN
+    residual: int = 0
+
+    def __post_init__(self):
+        if self.residual < 0 or (self.residual and self.plain):
+            raise BadValue(
+                f"residual={self.residual}: expected 0 or more tokens in full precision, and keys or values in a codec"
+            )
+        for codec in (self.keys, self.values):
+            tokens = codec.together
+            if self.residual % tokens or (not codec.apart and not self.residual):
+                raise BadValue(
+                    f"residual={self.residual} with {codec.kind!r}, where {tokens} tokens share a scale: expected a "
+                    f"multiple of {tokens} tokens in full precision, such as residual={tokens}"
+                )
 
     @property
     def plain(self) -> bool:
         """Whether both are as the model makes them."""
         return self.keys.plain and self.values.plain
 
+    @property
+    def apart(self) -> bool:
+        """Whether every slot's code is its own."""
+        return self.keys.apart and self.values.apart
+
     def check(self, head_dim: int) -> None:
         """Raises `BadValue` where heads of this width have no code."""
         self.keys.check(head_dim)
         self.values.check(head_dim)
+
+    def suits(self, policy: Any) -> None:
+        """Raises `BadValue` for a policy whose entries cannot lie so."""
+        if not self.apart and (policy.allocate.pooled or policy.read.state):
+            raise BadValue(
+                f"policy {policy.name!r} with a scale that several tokens share: expected equal heads that read all "
+                "they hold (allocate kind 'uniform', read kind 'all'), or a codec with a scale per token, such as "
+                "{'kind': 'int', 'bits': 4}"
+            )
+
+    def beside(self, batch: int, heads: int, head_dim: int, dtype: Any) -> dict[str, Any]:
+        """What lies beside a layer's slots where a prompt begins: the residual window, if there is one."""
+        if not self.residual:
+            return {}
+        coded = {"keys": not self.keys.plain, "values": not self.values.plain}
+        return {WINDOW: window.empty(batch, heads, self.residual, head_dim, dtype, **coded)}
+
+    def bytes(self, slots: int, head_dim: int, dtype: Any) -> int:
+        """Bytes of keys and values of one KV head with so many slots, the residual window among them."""
+
+        found: list[int] = []
+
+        def made() -> None:
+            codes = [codec.empty((1, 1, slots), head_dim, dtype) for codec in (self.keys, self.values)]
+            beside = self.beside(1, 1, head_dim, dtype).values()
+            found.extend([*(leaf.nbytes for leaf in jax.tree.leaves(codes)), *(state.kv_bytes for state in beside)])
+
+        jax.eval_shape(made)
+        return sum(found)
 
 
 PLAIN_BOTH = Codecs()

@@ -7,20 +7,28 @@ import jax
 import numpy as np
 
 from jaxkv.errors import BadCheckpoint
-from jaxkv.store.codecs import Codecs, Int, IntCode, Plain
+from jaxkv.store.by_channel import BlockCode
+from jaxkv.store.codecs import KINDS, Codecs
 from jaxkv.store.entries import Entries
+from jaxkv.store.floats import FloatCode
+from jaxkv.store.integers import IntCode
 from jaxkv.store.line import Place
 from jaxkv.store.pages import Pages
 from jaxkv.store.pool import Pool
 from jaxkv.store.sketch import Sketch
 from jaxkv.store.slots import Slots
+from jaxkv.store.sparse import SparseCode
 from jaxkv.store.summary import Summary
 from jaxkv.store.threshold import Threshold
 from jaxkv.store.tier import Tier
+from jaxkv.store.window import Window
 
 KNOWN: dict[str, type] = {
     each.__name__: each
-    for each in (Slots, Pool, Place, Entries, Summary, Sketch, Tier, Threshold, Pages, Codecs, Plain, Int, IntCode)
+    for each in (
+        *(Slots, Pool, Place, Entries, Summary, Sketch, Tier, Threshold, Pages, Window),
+        *(Codecs, *KINDS.values(), IntCode, BlockCode, FloatCode, SparseCode),
+    )
 }
 
 

@@ -117,9 +117,8 @@ class Pool(Store):
         kept = chosen.reshape(chosen.shape[0], -1)
         owner = owners(entries.positions).reshape(kept.shape)
         heads = entries.positions.shape[1]
-        return arranged(
-            self.encoded(flattened(entries)), owner, kept, heads * slots, room, heads, beside, self.codecs
-        )  # fmt: skip
+        codes, beside = self.loosened(flattened(entries)), self.renewed(beside, entries, chosen)
+        return arranged(codes, owner, kept, heads * slots, room, heads, beside, self.codecs)
 
     def arranged(
         self,
@@ -260,7 +259,7 @@ class Pool(Store):
         def back(x: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(mine.reshape(*mine.shape, *(1,) * (old.ndim - 2)), self._flat(x), old)
 
-        return jax.tree.map(back, self.encoded(new), self.entries), beside
+        return jax.tree.map(back, self.loosened(new), self.entries), self.renewed(beside, new, stay)
 
     def _flat(self, x: Shaped[Array, "B Hk P *X"]) -> Shaped[Array, "B P *X"]:
         """What was computed by KV head, in the pool's own slots (anything in nobody's)."""
@@ -270,6 +269,10 @@ class Pool(Store):
         return jnp.take_along_axis(x.reshape(x.shape[0], -1, *x.shape[3:]), at, axis=1)
 
     # ---- room
+
+    def sized(self, slots: int) -> "Pool":
+        """The empty store with so many slots per KV head, on average."""
+        return self.widened(slots)
 
     def grown(self, held: int, tokens: int, window: int | None, lacking: int = 0) -> "Pool":
         """The pool with slots for so many tokens more in every head, in steps of GROW."""

@@ -43,6 +43,11 @@ class Slots(Store):
         """C, the number of slots per KV head."""
         return self.positions.shape[-1]
 
+    @property
+    def owner(self) -> Int[Array, "B Hk C"]:
+        """The KV head of every slot."""
+        return owners(self.positions)
+
     def held(self) -> Int[Array, "B Hk"]:
         """Entries held by each KV head."""
         return jnp.sum(self.positions >= 0, axis=-1, dtype=jnp.int32)
@@ -61,17 +66,25 @@ class Slots(Store):
 
     def by_head(self) -> Entries:
         """The entries by KV head `[B, Hk, C]`, plain."""
-        return self.plain(self.entries)
+        return self.plain(self.loose())
 
     def in_time_order(self) -> "Slots":
         """The slots in time order, the empty ones first."""
-        return dataclasses.replace(self, entries=in_time_order(self.entries))
+        return dataclasses.replace(self, entries=self.settling(in_time_order(self.loose())))
+
+    def holding(
+        self, entries: Entries, chosen: Bool[Array, "B Hk S"], slots: Int[Array, "B Hk C"] | None = None
+    ) -> "Slots":
+        """The store with plain entries, at `slots` of them if given, of which the chosen ones are held."""
+        here = entries if slots is None else chosen_at(entries, slots)
+        coded = self.settling(self.loosened(here))
+        return dataclasses.replace(self, entries=coded, beside=self.renewed(self.beside, entries, chosen))
 
     def rebuilt(
         self, entries: Entries, chosen: Bool[Array, "B Hk S"], slots: int, room: Int[Array, "B"], beside: dict[str, Any]
     ) -> "Slots":
         """The chosen ones of plain entries, which stand in time order, in `slots` slots behind the empty ones."""
-        return self.holding(chosen_at(entries, packed(chosen, slots)), beside=beside)
+        return dataclasses.replace(self, beside=beside).holding(entries, chosen, packed(chosen, slots))
 
     # ---- a decode step
 
@@ -108,7 +121,7 @@ class Slots(Store):
         """The entry `[B, Hk, 1]` in every head's next slot, plain; position -1 where it is empty or the row is not
         active."""
         at = self.next_slot[..., None]
-        gone = taken(self.entries, at, jnp.take_along_axis(self.positions, at, axis=-1))
+        gone = taken(self.loose(), at, jnp.take_along_axis(self.positions, at, axis=-1))
         return self.plain(gone).masked(active[:, None, None])
 
     def step(
@@ -161,11 +174,11 @@ class Slots(Store):
 
         def cut(store: Slots) -> Slots:
             live = alive(store.positions, now, window)
-            ordered = in_time_order(store.entries.masked(live).with_stats(worth=worth(store)))
+            ordered = in_time_order(store.loose().masked(live).with_stats(worth=worth(store)))
             count = jnp.where(due, each, store.slots)
             chosen = choose(ordered.stats["worth"], ordered.positions, owners(ordered.positions), count)
             entries, beside = store.absorbing(ordered.keeping(tuple(store.stats)), chosen, absorb)
-            kept = chosen_at(entries, packed(chosen, store.slots))
+            kept = store.settling(chosen_at(entries, packed(chosen, store.slots)))
             kept = dataclasses.replace(store, entries=kept, beside=beside)
             return kept.aimed(kept.empty_slot(now, window))
 
@@ -181,7 +194,11 @@ class Slots(Store):
         dim, dtype = self.keys.shape[-1], self.keys.dtype
         weighs = self.entries.weight is not None
         more = empty(batch, heads, slots - held, dim, dtype, tuple(self.stats), self.codecs, weighs=weighs)
-        return dataclasses.replace(self, entries=appended(self.entries, more.entries))
+        return dataclasses.replace(self, entries=self.settling(appended(self.loose(), more.loose())))
+
+    def sized(self, slots: int) -> "Slots":
+        """The empty store with so many slots per KV head."""
+        return self.resized(slots)
 
     def grown(self, held: int, tokens: int, window: int | None, lacking: int = 0) -> "Slots":
         """The store with slots for `tokens` more than the `held` ones (or its window's), in steps of GROW; the next
@@ -192,7 +209,8 @@ class Slots(Store):
         if self.slots >= min(tokens, slots):
             return self
         first = jnp.full(self.next_slot.shape, self.slots, jnp.int32)
-        return dataclasses.replace(self.resized(slots), next_slot=first)
+        ready = self if self.codecs.apart else self.in_time_order()  # the newest beside the new slots
+        return dataclasses.replace(ready.resized(slots), next_slot=first)
 
     def divisible(self, parts: int) -> "Slots":
         """The store with slots added until `parts` devices can have equally many."""

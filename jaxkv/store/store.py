@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.store.codecs import Codecs
-from jaxkv.store.entries import Entries
+from jaxkv.store.entries import Entries, owners
+from jaxkv.store.window import WINDOW
 from pallas_kernels.arguments import Token
 
 Worth = Callable[[Any], Float[Array, "B *S"]]  # of a store's slots
@@ -43,14 +44,26 @@ class Store:
         return self.entries.stats
 
     @property
+    def owner(self) -> Int[Array, "B *S"]:
+        """The KV head of every slot."""
+        raise NotImplementedError
+
+    @property
     def keys(self) -> Float[Array, "B *S D"]:
         """The keys, decoded where a codec holds them."""
-        return self.codecs.keys.decode(self.entries.keys)
+        return self._exact("keys", self.codecs.keys.decode(self.entries.keys), self.positions, self.owner)
 
     @property
     def values(self) -> Float[Array, "B *S D"]:
         """The values, decoded where a codec holds them."""
-        return self.codecs.values.decode(self.entries.values)
+        return self._exact("values", self.codecs.values.decode(self.entries.values), self.positions, self.owner)
+
+    def _exact(self, name: str, x: Any, positions: Int[Array, "B *S"], owner: Int[Array, "B *S"]) -> Any:
+        """Decoded keys or values, with those of the residual window as the model made them."""
+        codec = getattr(self.codecs, name)
+        if codec.plain or WINDOW not in self.beside:
+            return x
+        return self.beside[WINDOW].over(name, x, positions, owner, whole=not codec.apart)
 
     @property
     def heads(self) -> int:
@@ -69,48 +82,87 @@ class Store:
 
     def changed(self, **fields: Any) -> Any:
         """The store with other `keys`, `values` (plain arrays), `positions` or `stats`."""
-        for name, codec in (("keys", self.codecs.keys), ("values", self.codecs.values)):
+        positions = fields.get("positions", self.positions)
+        for name in ("keys", "values"):
             if name in fields:
-                fields[name] = codec.encode(fields[name])
+                fields[name] = getattr(self.codecs, name).encode_all(fields[name], positions)
         return self.replaced(entries=dataclasses.replace(self.entries, **fields))
-
-    def holding(self, entries: Entries, **fields: Any) -> Any:
-        """The store with other entries, given plain."""
-        return self.replaced(entries=self.encoded(entries), **fields)
 
     def keeping(self, names: tuple[str, ...]) -> Any:
         """The store with these statistics alone."""
         return self.replaced(entries=self.entries.keeping(names))
 
-    def plain(self, entries: Entries) -> Entries:
-        """Entries of this store with keys and values decoded."""
-        keys, values = self.codecs.keys.decode(entries.keys), self.codecs.values.decode(entries.values)
+    def loose(self) -> Entries:
+        """The entries in a form in which each can be moved alone: in codes, but decoded where slots share theirs."""
+        entries = self.entries
+        if not self.codecs.keys.apart:
+            entries = dataclasses.replace(entries, keys=self.keys)
+        if not self.codecs.values.apart:
+            entries = dataclasses.replace(entries, values=self.values)
+        return entries
+
+    def loosened(self, entries: Entries) -> Entries:
+        """Plain entries in the form of `loose`."""
+        keys, values = (
+            codec.encode(x) if codec.apart else x
+            for codec, x in ((self.codecs.keys, entries.keys), (self.codecs.values, entries.values))
+        )
         return dataclasses.replace(entries, keys=keys, values=values)
 
-    def encoded(self, entries: Entries) -> Entries:
-        """Plain entries in this store's codes."""
-        keys, values = self.codecs.keys.encode(entries.keys), self.codecs.values.encode(entries.values)
+    def settling(self, entries: Entries) -> Entries:
+        """Entries in the form of `loose` as they lie in the slots."""
+        keys, values = (
+            x if codec.apart else codec.encode_all(x, entries.positions)
+            for codec, x in ((self.codecs.keys, entries.keys), (self.codecs.values, entries.values))
+        )
         return dataclasses.replace(entries, keys=keys, values=values)
+
+    def plain(self, entries: Entries) -> Entries:
+        """Entries by head, in the form of `loose`, as numbers."""
+        owner = owners(entries.positions)
+        keys, values = (
+            self._exact(name, codec.decode(x), entries.positions, owner) if codec.apart else x
+            for name, codec, x in (
+                ("keys", self.codecs.keys, entries.keys),
+                ("values", self.codecs.values, entries.values),
+            )
+        )
+        return dataclasses.replace(entries, keys=keys, values=values)
+
+    def renewed(self, beside: dict[str, Any], entries: Entries, chosen: Bool[Array, "B Hk S"]) -> dict[str, Any]:
+        """What is beside the slots, with the residual window filled from the chosen ones of plain entries by head."""
+        if WINDOW not in beside:
+            return beside
+        return {**beside, WINDOW: beside[WINDOW].filled_from(entries, chosen)}
 
     def absorbing(self, entries: Entries, chosen: Bool[Array, "B Hk S"], absorb: Absorb) -> tuple[Entries, dict]:
-        """Coded entries by head and what is beside the slots, after the entries not `chosen` have left."""
+        """Entries by head, in the form of `loose`, and what is beside the slots, after those not `chosen` have left."""
         plain = self.plain(entries)
         new, beside = absorb(self.beside, plain, chosen)
-        return entries if new is plain else self.encoded(new), beside
+        return (entries, beside) if new is plain else (self.loosened(new), self.renewed(beside, new, chosen))
 
     def attended(self, result: Any, token: Token) -> Any:
         """The store after an attention pass that wrote the token into plain keys and values."""
         keys, values = (
-            getattr(result, name)
-            if codec.plain
-            else jax.tree.map(lambda x, new: self.put(x, new, token.position >= 0), code, codec.encode(new))
-            for name, codec, code, new in (
-                ("keys", self.codecs.keys, self.entries.keys, token.key),
-                ("values", self.codecs.values, self.entries.values, token.value),
-            )
+            getattr(result, name) if getattr(self.codecs, name).plain else self._written(name, new, token.position, x)
+            for name, new, x in (("keys", token.key, result.keys), ("values", token.value, result.values))
         )
         entries = dataclasses.replace(self.entries, keys=keys, values=values, positions=result.positions)
-        return self.replaced(entries=entries, next_slot=result.next_slot)
+        return self.replaced(entries=entries, next_slot=result.next_slot, beside=self._seen(token))
+
+    def _written(self, name: str, new: Float[Array, "B Hk D"], position: Int[Array, "B"], x: Any) -> Any:
+        """The code of keys or values with `new` in every head's next slot; `x` are all of them, decoded."""
+        codec, code, active = getattr(self.codecs, name), getattr(self.entries, name), position >= 0
+        if codec.apart:
+            return jax.tree.map(lambda x, new: self.put(x, new, active), code, codec.encode(new))
+        at = self.put(self.positions, jnp.broadcast_to(position[:, None], self.next_slot.shape), active)
+        return codec.written(code, self.put(x, new, active), at, self.next_slot, active)
+
+    def _seen(self, token: Token) -> dict[str, Any]:
+        """What is beside the slots, with the token in the residual window."""
+        if WINDOW not in self.beside:
+            return self.beside
+        return {**self.beside, WINDOW: self.beside[WINDOW].with_token(token.key, token.value, token.position)}
 
     def single(self, active: Bool[Array, "B"]) -> Any:
         """The store whose next slots stand for one token, in rows that are active, where entries have weights."""
@@ -122,13 +174,14 @@ class Store:
 
     def with_token(self, token: Token) -> Any:
         """The store with the token in every head's next slot, without attending; rows that have finished stay."""
-        active = token.position >= 0
-        put = lambda x, new: self.put(x, new, active)  # noqa: E731
-        new = self.codecs.keys.encode(token.key), self.codecs.values.encode(token.value)
-        keys, values = jax.tree.map(put, (self.entries.keys, self.entries.values), new)
+        keys, values = (
+            self._written(name, new, token.position, None if getattr(self.codecs, name).apart else getattr(self, name))
+            for name, new in (("keys", token.key), ("values", token.value))
+        )
         at = jnp.broadcast_to(token.position[:, None], self.next_slot.shape)
-        entries = dataclasses.replace(self.entries, keys=keys, values=values, positions=put(self.positions, at))
-        return self.replaced(entries=entries)
+        positions = self.put(self.positions, at, token.position >= 0)
+        entries = dataclasses.replace(self.entries, keys=keys, values=values, positions=positions)
+        return self.replaced(entries=entries, beside=self._seen(token))
 
     def put(self, x: Any, new: Any, active: Bool[Array, "B"]) -> Any:
         """`x`, an array over the slots, with `new [B, Hk, ...]` in every head's next slot, in rows that are active."""

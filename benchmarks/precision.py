@@ -1,0 +1,115 @@
+"""Tokens or bits: KL from the full cache on prose, teacher-forced, at equal bytes of keys and values.
+
+First every store of `STORES` with all entries held, then a policy with as many entries as a share of the full bfloat16
+cache's bytes holds under each store. Bytes are those that the arrays take where the model is in bfloat16: codes and
+scales are the same in any dtype, the residual window is counted in 2 bytes a number. Rows that are there already stay
+in the JSON file.
+
+    python -m benchmarks.precision
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from benchmarks.report import RESULTS, prose_rows, table, write
+from jaxkv.evaluation.fidelity import Reference, fidelity, reference
+from jaxkv.policies import Codecs, Fp8, Int, IntByChannel, Sparse
+
+STORES = {
+    "bfloat16": Codecs(),
+    "8 bits": Codecs(Int(8), Int(8)),
+    "fp8": Codecs(Fp8(), Fp8()),
+    "4 bits": Codecs(Int(4), Int(4)),
+    "4 bits, groups of 32": Codecs(Int(4, 32), Int(4, 32)),
+    "4 bits, turned": Codecs(Int(4, hadamard=True), Int(4, hadamard=True)),
+    "4 bits, keys by channel": Codecs(IntByChannel(4, 32), Int(4, 32), residual=32),
+    "keys 4, values 2": Codecs(Int(4, hadamard=True), Int(2, 32)),
+    "3 bits, turned": Codecs(Int(3, hadamard=True), Int(3, hadamard=True)),
+    "2 bits, keys by channel": Codecs(IntByChannel(2, 32), Int(2, 32), residual=32),
+    "half of the channels": Codecs(Sparse(0.5), Sparse(0.5), residual=32),
+}
+AT_EQUAL_BYTES = ("bfloat16", "8 bits", "4 bits, turned", "4 bits, keys by channel", "2 bits, keys by channel")
+SHARES = (2, 4, 8, 16, 32)
+
+
+def taken(store: Codecs, slots: int, head_dim: int) -> int:
+    """Bytes of keys and values of one KV head in bfloat16."""
+    return store.bytes(slots, head_dim, "bfloat16")
+
+
+def budget_of(store: Codecs, share: int, tokens: int, head_dim: int) -> int:
+    """The most entries that a share of the full cache's bytes holds, 0 for none, at most all of the text."""
+    whole = taken(Codecs(), tokens, head_dim)
+    return max((n for n in range(1, tokens + 1) if taken(store, n, head_dim) * share <= whole), default=0)
+
+
+def cases(options: argparse.Namespace, head_dim: int) -> Iterator[tuple[str, Codecs, int | None, jaxkv.Policy]]:
+    """What is measured: its label, store, budget (None: everything), and policy."""
+    for label, store in STORES.items():
+        yield label, store, None, dataclasses.replace(jaxkv.policy("full"), store=store)
+    for share in options.shares:
+        for label in AT_EQUAL_BYTES:
+            budget = budget_of(STORES[label], share, options.tokens + options.new_tokens, head_dim)
+            if budget >= options.least:
+                chosen = jaxkv.policy(options.policy, budget=budget, store=STORES[label])
+                yield f"1/{share} {label}", STORES[label], budget, chosen
+
+
+def place(row: dict[str, Any]) -> tuple[int, int]:
+    """Where a row stands: everything held first, then by bytes, largest first."""
+    if row["budget"] is None:
+        return 0, list(STORES).index(row["case"])
+    share, label = row["case"].split(" ", 1)
+    return int(share[2:]), list(STORES).index(label)
+
+
+def measured(params: Any, against: Reference, options: argparse.Namespace, known: dict) -> Iterator[dict[str, Any]]:
+    """Of each case that is not known yet: entries, share of the bytes, KL and top-1."""
+    head_dim, text = params.config.head_dim, options.tokens + options.new_tokens
+    for label, store, budget, policy in cases(options, head_dim):
+        if label in known:
+            continue
+        found = fidelity(params, policy, against)
+        held = taken(store, budget or text, head_dim) / taken(Codecs(), text, head_dim)
+        row = {"case": label, "budget": budget, "bytes": held, "kl": float(found.kl.mean())}
+        row["top1"] = float(found.top1.mean())
+        print(label, f"budget {budget} bytes {held:.3f} KL {row['kl']:.5f} top-1 {row['top1']:.3f}", flush=True)
+        yield row
+
+
+def main() -> None:
+    """Measure, print the tables, store the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--policy", default="h2o")
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--texts", type=int, default=2)
+    parser.add_argument("--shares", type=int, nargs="+", default=list(SHARES), help="1/2 of the bytes, 1/4, ...")
+    parser.add_argument("--least", type=int, default=8, help="the smallest budget that is measured")
+    parser.add_argument("--name", default="precision", help="of the JSON file in benchmarks/results")
+    options = parser.parse_args()
+    params = jaxkv.load(options.model, dtype=jnp.float32)
+    whole = np.asarray(prose_rows(params.tokenizer, options.texts, options.tokens + options.new_tokens), np.int32)
+    path = RESULTS / f"{options.name}.json"
+    before = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else []
+    against = reference(params, whole[:, : options.tokens], whole[:, options.tokens :])
+    results = [*before]
+    for row in measured(params, against, options, {row["case"]: row for row in before}):
+        results = sorted([*results, row], key=place)
+        write(options.name, {**vars(options), "results": results})
+    header = ("case", "entries a head", "bytes of bfloat16's", "KL", "same top token")
+    shown = [(row["case"], row["budget"] or "all", row["bytes"], row["kl"], row["top1"]) for row in results]
+    print(table(f"{options.policy}, {options.tokens} tokens of prose and {options.new_tokens} more", header, shown))
+    print("written to", path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Bytes of a cache before there is one, and the budget that fits into so many."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxkv.errors import BadValue
+from jaxkv.models import AttentionSpec, ModelConfig
+from jaxkv.plan import whole
+from jaxkv.policies.policy import NOTHING, Learned, Policy
+from jaxkv.run import empty_layer
+
+LEAST = 4096  # a part whose smallest budget is larger than that, and twice what is protected, is wrong
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Bytes of one row's cache: of `keys_values` and what the policy's rules hold beside them, and `all` of it, with
+    positions and statistics."""
+
+    keys_values: int
+    all: int
+
+
+def size_of(policy: Policy, config: ModelConfig, dtype: Any, slots: Sequence[int]) -> Size:
+    """Bytes of one row's cache with so many slots per KV head in each layer, read off the arrays that it would have."""
+    each = [_layer(policy, spec, str(dtype), count) for spec, count in zip(config.specs, slots, strict=True)]
+    return Size(sum(size.keys_values for size in each), sum(size.all for size in each))
+
+
+@functools.lru_cache(maxsize=4096)
+def _layer(policy: Policy, spec: AttentionSpec, dtype: str, slots: int) -> Size:
+    found: list[Size] = []
+
+    def made() -> None:
+        store = empty_layer(spec, policy, 1, jax.numpy.dtype(dtype)).sized(slots)
+        store = policy.read.indexed(store)
+        found.append(Size(store.kv_bytes, sum(leaf.nbytes for leaf in jax.tree.leaves(store))))
+
+    jax.eval_shape(made)
+    return found[0]
+
+
+def slots_at(policy: Policy, config: ModelConfig, budget: int, learned: Learned = NOTHING) -> list[int]:
+    """Slots per KV head of each layer under a budget, for a text as long as the model's context; where tokens are only
+    added while decoding, those of the prompt."""
+    each = dataclasses.replace(policy, budget=budget, ratio=None, bytes=None)
+    limits = each.budgets(config.max_position, config.num_layers, learned)
+    limits = [min(limit, spec.window or limit) for limit, spec in zip(limits, config.specs, strict=True)]
+    return [limit if policy.decode is None else whole(policy, limit) for limit in limits]
+
+
+def least(policy: Policy) -> int:
+    """The smallest budget under which all parts of a policy can work."""
+    budget = policy.floor
+    while True:
+        try:
+            dataclasses.replace(policy, budget=budget, ratio=None)
+        except BadValue:
+            if budget >= 2 * policy.floor + LEAST:
+                raise
+            budget += 1
+        else:
+            return budget
+
+
+def fitted(policy: Policy, config: ModelConfig, dtype: Any, learned: Learned = NOTHING) -> Policy:
+    """The policy with the largest budget, up to the model's context, at which a row's keys and values, and what lies
+    beside them, take at most its `bytes`; as it is, where it has none.
+
+    Raises `BadValue` where the smallest budget takes more.
+    """
+    if policy.bytes is None:
+        return policy
+    parts = dataclasses.replace(policy, bytes=None)
+
+    @functools.cache
+    def taken(budget: int) -> int:
+        return size_of(parts, config, dtype, slots_at(parts, config, budget, learned)).keys_values
+
+    low = least(parts)
+    high = max(config.max_position, low)
+    if taken(low) > policy.bytes:
+        raise BadValue(
+            f"bytes={policy.bytes} of policy {policy.name!r}: its smallest budget, {low} tokens per KV head, takes "
+            f"{taken(low)} bytes of keys and values per row with this model; raise bytes=, or give keys and values "
+            "fewer bits with store="
+        )
+    if taken(high) <= policy.bytes:
+        low = high
+    while high - low > 1:  # fits at low, not at high; bytes grow by nearly as much with every token
+        guess = low + (policy.bytes - taken(low)) * (high - low) // (taken(high) - taken(low))
+        guess = min(max(guess, low + 1), high - 1)
+        low, high = (guess, high) if taken(guess) <= policy.bytes else (low, guess)
+    return dataclasses.replace(parts, budget=low)

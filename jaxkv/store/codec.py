@@ -1,0 +1,88 @@
+"""Codec: how keys or values lie in a slot.
+
+A codec turns an array `[*slots, D]` into its code, a pytree of arrays that begin with the slots' dimensions, and back.
+Every slot's code is its own (no scale is shared between slots), so eviction, gathers and overwrites need not know. A
+codec that is not `apart` shares something between slots: see `by_channel.py`.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv.checks import Checked
+
+FEW = float(jnp.finfo(jnp.float16).max)
+
+
+class Codec(Checked):
+    """The form of keys or values in a slot."""
+
+    kind: ClassVar[str]
+    plain: ClassVar[bool] = False  # the code is the array itself
+    apart: ClassVar[bool] = True  # every slot's code is its own
+
+    def encode(self, x: Float[Array, "*slots D"]) -> Any:
+        """The code of every slot."""
+        raise NotImplementedError
+
+    def decode(self, code: Any) -> Float[Array, "*slots D"]:
+        """The array that the code stands for, in any float: the store gives it the model's dtype."""
+        raise NotImplementedError
+
+    def encode_all(self, x: Float[Array, "*slots D"], positions: Int[Array, "*slots"]) -> Any:
+        """The code of all slots of a store; position -1 marks an empty one, which may hold anything."""
+        return self.encode(x)
+
+    @property
+    def together(self) -> int:
+        """How many tokens share a part of the code."""
+        return 1
+
+    def check(self, head_dim: int) -> None:
+        """Raises `BadValue` where heads of this width have no code."""
+
+    def empty(self, shape: tuple[int, ...], head_dim: int, dtype: Any) -> Any:
+        """The code of zeros in slots of this shape."""
+        return self.encode_all(jnp.zeros((*shape, head_dim), dtype), jnp.full(shape, -1, jnp.int32))
+
+
+class Shared(Codec):
+    """What a codec that is not `apart` has instead: some of the code of `[B, Hk, C]` slots belongs to several."""
+
+    apart: ClassVar[bool] = False
+
+    def written(
+        self,
+        code: Any,
+        x: Float[Array, "B Hk C D"],
+        positions: Int[Array, "B Hk C"],
+        slot: Int[Array, "B Hk"],
+        active: Bool[Array, "B"],
+    ) -> Any:
+        """The code after `x` and its position came into every head's `slot`, in rows that are active. `x` holds what
+        the other slots stand for, as exactly as it is known."""
+        raise NotImplementedError
+
+    def encode(self, x: Float[Array, "*slots D"]) -> Any:
+        raise NotImplementedError("slots share their code: encode_all")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain(Codec):
+    """As the model makes them."""
+
+    kind: ClassVar[str] = "plain"
+    plain: ClassVar[bool] = True
+
+    def encode(self, x: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
+        return x
+
+    def decode(self, code: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
+        return code
+
+
+def small(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """The number in float16, the largest one where it is larger: scales and offsets, whatever the model's dtype."""
+    return jnp.clip(x, -FEW, FEW).astype(jnp.float16)

@@ -1,0 +1,94 @@
+"""The residual window: the newest tokens' keys and values as the model makes them, beside their codes."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv.store.entries import EMPTY, Entries
+
+WINDOW = "window"  # the name under which it lies beside the slots
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """The last R tokens of each KV head: the one at position p in place p % R. `seen` counts the row's tokens. None
+    where keys or values are plain in the slots.
+
+    Every entry has its code in a slot as well, from the exact numbers; the window is read instead of it. So gathers,
+    cuts and evictions move codes alone, and an entry that has been evicted is simply not asked for.
+    """
+
+    keys: Float[Array, "B Hk R D"] | None
+    values: Float[Array, "B Hk R D"] | None
+    positions: Int[Array, "B Hk R"]
+    seen: Int[Array, "B"]
+
+    attends: ClassVar[bool] = False
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of its keys and values."""
+        return sum(x.nbytes for x in (self.keys, self.values) if x is not None)
+
+    def over(
+        self,
+        name: str,
+        x: Float[Array, "B *S D"],
+        positions: Int[Array, "B *S"],
+        owner: Int[Array, "B *S"],
+        whole: bool,
+    ) -> Float[Array, "B *S D"]:
+        """`x`, the decoded "keys" or "values" of entries at these positions of these heads, with what the window holds
+        put over it. `whole`: tokens leave the window R at a time, when it is full; otherwise one by one."""
+        held = getattr(self, name)
+        batch, heads, size, dim = held.shape
+        at = jnp.minimum(owner, heads - 1) * size + positions % size
+        flat = at.reshape(batch, -1)
+        there = jnp.take_along_axis(self.positions.reshape(batch, -1), flat, axis=1).reshape(positions.shape)
+        exact = jnp.take_along_axis(held.reshape(batch, -1, dim), flat[..., None], axis=1)
+        seen = self.seen.reshape(batch, *(1,) * (positions.ndim - 1))
+        inside = (positions >= 0) & (there == positions) & (owner < heads)
+        if whole:
+            inside &= positions >= seen // size * size
+        return jnp.where(inside[..., None], exact.reshape(x.shape), x)
+
+    def with_token(
+        self, key: Float[Array, "B Hk D"], value: Float[Array, "B Hk D"], position: Int[Array, "B"]
+    ) -> "Window":
+        """The window after a decode step; a row whose position is -1 has finished."""
+        batch, heads, size = self.positions.shape
+        at = jnp.where(position >= 0, position % size, size)  # out of range, so dropped
+        index = jnp.arange(batch)[:, None], jnp.arange(heads)[None, :], at[:, None]
+
+        def put(old: Any, new: Array) -> Any:
+            return None if old is None else old.at[index].set(new.astype(old.dtype), mode="drop")
+
+        positions = put(self.positions, jnp.broadcast_to(position[:, None], (batch, heads)))
+        return Window(put(self.keys, key), put(self.values, value), positions, jnp.maximum(self.seen, position + 1))
+
+    def filled_from(self, entries: Entries, chosen: Bool[Array, "B Hk S"]) -> "Window":
+        """The window anew, of the `chosen` ones of plain entries: those among the row's newest R tokens."""
+        size = self.positions.shape[2]
+        newest = jnp.max(entries.positions, axis=(1, 2), initial=EMPTY)
+        seen = jnp.maximum(self.seen, newest + 1)
+        stay = chosen & entries.filled & (entries.positions >= (seen - size)[:, None, None])
+        rows, heads = jnp.arange(stay.shape[0])[:, None, None], jnp.arange(stay.shape[1])[None, :, None]
+        at = (rows, heads, jnp.where(stay, entries.positions % size, size))  # out of range, so dropped
+
+        def put(old: Any, new: Array) -> Any:
+            return None if old is None else jnp.zeros_like(old).at[at].set(new.astype(old.dtype), mode="drop")
+
+        positions = jnp.full_like(self.positions, EMPTY).at[at].set(entries.positions, mode="drop")
+        return Window(put(self.keys, entries.keys), put(self.values, entries.values), positions, seen)
+
+
+def empty(
+    batch: int, heads: int, size: int, head_dim: int, dtype: Any, keys: bool = True, values: bool = True
+) -> Window:
+    """A window of `size` tokens that has seen none; for keys, for values, or for both."""
+    of_keys, of_values = (jnp.zeros((batch, heads, size, head_dim), dtype) if some else None for some in (keys, values))
+    return Window(of_keys, of_values, jnp.full((batch, heads, size), EMPTY, jnp.int32), jnp.zeros(batch, jnp.int32))
