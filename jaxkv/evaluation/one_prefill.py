@@ -20,7 +20,7 @@ from jaxkv.generate import behind, first_pass, generate
 from jaxkv.models import AttentionSpec, ModelConfig
 from jaxkv.models.recorded import Heard, Recorded
 from jaxkv.models.rope import rotate
-from jaxkv.plan import SIZES, Plan, planned, rounded
+from jaxkv.plan import SIZES, Plan, PromptBlocks, planned, rounded
 from jaxkv.policies.policy import Policy, check_scores
 from jaxkv.programs import held, make_room
 from jaxkv.prompts import left_padded
@@ -191,7 +191,8 @@ def _pseudo(prompt: Prompt, sizes: Sequence[Policy]) -> list[np.ndarray]:
     if observe is None:
         return [np.zeros((1, 0), np.int32)] * len(sizes)
     if not observe.drafts:
-        return [behind(prompt.params, [prompt.ids], observe)] * len(sizes)
+        whole = PromptBlocks(prompt.tokens.shape[1], 0, prompt.tokens.shape[1])
+        return [run.of_block(behind(prompt.params, [prompt.ids], observe, whole), 0)] * len(sizes)
     said = answers(prompt, [first_pass(policy) for policy in sizes], observe.extra, chunk=len(sizes))
     pairs = (one for batch in said for one in batch)
     return [np.array([each.tokens], np.int32) for _, each in sorted(pairs, key=lambda one: one[0])]
