@@ -348,8 +348,9 @@ STORES = {
 UNDER = ["h2o", "snapkv", "adakv-h2o", "global-h2o", "keydiff", "weightedkv", "tiered-h2o", "streaming-llm", "quest"]
 SMALL = {"snapkv": {"window": 6}, "keydiff": {"every": 4}, "weightedkv": {"sinks": 2}, "tiered-h2o": {"slots": 8}}
 SMALL |= {"adakv-h2o": {"interval": 4, "shift": 2}, "quest": {"count": 16, "page": 4, "dense": 1}}
+LONG = ("h2o", "adakv-h2o", "snapkv")  # the other pairs are slow
 PAIRS = [
-    (name, store) for store in STORES for name in UNDER
+    pytest.param(name, store, marks=() if name in LONG else pytest.mark.slow) for store in STORES for name in UNDER
     if store != "channel" or name not in ("adakv-h2o", "global-h2o", "quest")
 ]  # fmt: skip
 

@@ -49,8 +49,15 @@ def answers(store: Store) -> dict[tuple, tuple]:
     }
 
 
+KINDS = (  # of store, flow, observer, codec, and of what decoding does; `-m slow` runs every other policy
+    "adakv", "compactor", "dapq-longflow", "full", "global-h2o", "h2o", "keydiff", "kivi", "kvzip", "lacache", "lagkv",
+    "laq", "laq-plus-plus", "quest", "razorattention", "subgen", "tiered-h2o",
+)  # fmt: skip
+NAMES = [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in sorted(catalogue())]
+
+
 @pytest.mark.some(4)
-@pytest.mark.parametrize("name", sorted(catalogue()))
+@pytest.mark.parametrize("name", NAMES)
 def test_says_what_each_policy_says_alone(lettered, data, tmp_path, name):
     run = run_of(data, name) if name != "full" else run_of(data)
     shared = runner.evaluate(lettered, run_of(data, *[name][: name != "full"], share_prefill=True), tmp_path / "shared")
