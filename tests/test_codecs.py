@@ -428,7 +428,7 @@ def test_bytes_of_a_method_are_its_bits(name, bits, scales):
     assert store.bytes(0, 64, "bfloat16") == pytest.approx(store.residual * 2 * 64 * 2, rel=0.03)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "pyramidkv", "adakv-h2o", "global-h2o", "tiered-h2o", "tova"])
 def test_a_policy_of_so_many_bytes(tiny, name):
     """The largest budget whose cache takes no more, read off the arrays: one token more would."""

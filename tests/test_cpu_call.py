@@ -109,6 +109,7 @@ print(float(cpu.block_product(jnp.ones((1, 32)), codes, scale, None).sum()))
 """
 
 
+@pytest.mark.long
 def test_a_later_process_does_not_compile(tmp_path):
     """What numba compiled lies beside JAX's programs; what was damaged there is compiled anew."""
 

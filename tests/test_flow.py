@@ -77,7 +77,7 @@ def test_refusals(tiny):
     with pytest.raises(BadValue, match="kernel"):
         Propagate(kernel=4)
     with pytest.raises(BadValue, match="without replay"):
-        dataclasses.replace(jaxkv.policy("kvzip", budget=12), flow=Propagate())
+        dataclasses.replace(jaxkv.policy("kvzip", budget=12, allocate={"kind": "uniform"}), flow=Propagate())
     policy, tokens = jaxkv.policy("fastkv", budget=12, window=4), np.arange(3, 63)
     with pytest.raises(BadValue, match="PromptLookup"):
         jaxkv.generate(tiny(FAMILY), tokens, policy=policy, speculative=AASD())

@@ -130,6 +130,7 @@ def test_answers_end_where_nothing_more_counts(scorer):
     assert not settled("all", "x\ny\n")
 
 
+@pytest.mark.long
 def test_pools_and_looks_are_served(lettered):
     """A pool, a line, a replayed prompt and pseudo tokens all cut one recording."""
     ids = np.arange(3, 43, dtype=np.int32)

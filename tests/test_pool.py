@@ -42,7 +42,7 @@ def ids(length, seed=0):
 
 # kvpress' method -> the golden's file, our policy, and its options
 KVPRESS = {
-    "adakv-snapkv-w8-k5": ("more", "adakv", {"window": 8, "kernel": 5, "pool": "avg", "by": "guard"}),
+    "adakv-snapkv-w8-k5": ("more", "adakv", {"window": 8, "kernel": 5, "pool": "avg", "mixing": False}),
     "adakv-knorm": ("pools", "knorm", {}),
     "adakv-keydiff-a0.5": ("pools", "keydiff", {"safeguard": 0.5}),
     "adakv-expected-n512-e0.01": ("pools", "expected-attention", {"epsilon": 0.01}),

@@ -121,6 +121,8 @@ def imported(folder: str) -> dict[str, set[str]]:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level and node.module:
                 names = [node.module]
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_needed":
+                names = [str(arg.value) for arg in node.args[:1] if isinstance(arg, ast.Constant)]  # asked for by name
             for name in {name.partition(".")[0] for name in names} - own - sys.stdlib_module_names:
                 found.setdefault(name, set()).add(path)
     return found

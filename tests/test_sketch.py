@@ -66,6 +66,7 @@ class Sketch:
         return below, above
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("sizes", [(40,), (16, 12, 12)], ids=str)
 def test_what_is_estimated(sizes):
     """A prompt in one block or three and 8 tokens that overwrite, of two rows, one of them padded: outputs by the
@@ -157,6 +158,7 @@ def sketched(rule, keys, values, at, cuts=1):
     return state
 
 
+@pytest.mark.long
 def test_estimates_are_right_on_average():
     """Over 300 seeds numerator and denominator come near to the sums over all entries; one sketch alone does not."""
     rng = np.random.default_rng(0)

@@ -36,6 +36,7 @@ from jaxkv.speculative.tree import ABSENT, Shape, Tree, chain, lineage, placed, 
 from jaxkv.speculative.verify import follows
 from jaxkv.store import EMPTY, Entries, KVCache, Slots
 from jaxkv.store import slots as stores
+from jaxkv.store.codecs import Codecs
 
 FAMILY = "llama3"
 SHOWN = ["full", "longflow", "streaming-llm", "streaming-llm/text", "dapq", "dapq-longflow"]
@@ -800,4 +801,5 @@ def test_every_policy_speculates_or_says_why_not():
     beside = {"quest", "subgen", "tiered-h2o"}  # a tree knows no index of pages, no sketch and no second tier
     growing = {name for name, known in catalogue().items() if known.decode and known.decode.score.grows}
     merging = {name for name, known in catalogue().items() if known.decode and known.decode.evicted.moves}
-    assert refused == slow | bent | pooled | measured | beside | growing | merging and bent
+    coded = {name for name, known in catalogue().items() if known.store != Codecs()}
+    assert refused == slow | bent | pooled | measured | beside | growing | merging | coded and bent and coded

@@ -27,18 +27,18 @@ from pallas_kernels.ragged_decode.segments import per_head
 class Adaptive(Shared):
     """The KV heads of a layer compete for its budget: the best entries of all heads stay, wherever they are.
 
-    Every head keeps at least its best `safeguard` (a fraction of the budget); or, with `by="mix"`, gets of what is not
+    Every head keeps at least its best `safeguard` (a fraction of the budget); or, when `mixing`, gets of what is not
     protected round((1 - safeguard) n + safeguard m) of its best, n being how many it won and m the mean. With `of`, the
     heads' shares come from that score, and inside each head the policy's own decides. `layers` gives each layer its
     budget. At decode the borders between the heads move every `interval` steps (0: never): the lowest `shift` entries
     per head on average, of all heads together, make room for as many new ones in every head. A decode phase with
     `every` > 1 moves the borders whenever it cuts. The cache is a pool of exactly the budget. Layers with a sliding
-    window stay uniform. Source: AdaKV (arXiv 2407.11550), "mix" as in its release (`AdaptiveSnapKVCluster`), "guard" as
-    in kvpress; the moves are ours.
+    window stay uniform. Source: AdaKV (arXiv 2407.11550), mixing as in its release (`AdaptiveSnapKVCluster`), the
+    safeguard as in kvpress; the moves are ours.
     """
 
     safeguard: float = 0.2
-    by: str = "guard"
+    mixing: bool = False
     of: Score | None = None
     layers: Allocate = Uniform()
     interval: int = 0
@@ -48,8 +48,6 @@ class Adaptive(Shared):
     def __post_init__(self):
         if not 0 <= self.safeguard <= 1:
             raise BadValue(f"safeguard={self.safeguard}: expected a fraction of the budget, from 0 to 1")
-        if self.by not in ("guard", "mix"):
-            raise BadValue(f"by={self.by!r}: expected 'guard', the best of each head are safe, or 'mix', numbers move")
         if self.interval < 0 or self.shift < 1:
             raise BadValue(
                 f"interval={self.interval}, shift={self.shift}: expected at least 0 steps (0: never) and 1 entry"
@@ -86,7 +84,7 @@ class Adaptive(Shared):
 
     def guard(self, limits: Int[Array, "B"], phases: Sequence[Any]) -> Int[Array, "B"]:
         """The safeguard, and at decode what is protected and one entry that can go."""
-        return safeguarded(self.safeguard if self.by == "guard" else 0.0, limits, phases)
+        return safeguarded(0.0 if self.mixing else self.safeguard, limits, phases)
 
     def choose(self, contest: Contest) -> Choice:
         """The best of all heads together. With `of`, that settles how many each head keeps of a prompt, and inside
@@ -95,10 +93,10 @@ class Adaptive(Shared):
         each = jnp.minimum(contest.each, contest.slots)
         worth, place = contest.worth(of, each), (contest.positions, contest.owner)
         kept, safe = compete(worth, *place, contest.heads, contest.heads * each, jnp.minimum(contest.guard, each))
-        if of is None and self.by == "guard":
+        if of is None and not self.mixing:
             return Choice(kept, worth)
         quota = per_head(kept, contest.owner, contest.heads)
-        if self.by == "mix":
+        if self.mixing:
             held = per_head(contest.positions >= 0, contest.owner, contest.heads)
             quota = self.mixed(quota, per_head(worth == jnp.inf, contest.owner, contest.heads), each, held)
         if of is not None:
