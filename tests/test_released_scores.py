@@ -172,7 +172,7 @@ def test_windows_as_released(name, window, pool, kernel):
 @pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv", "fastkv"])
 def test_snapkv_scores_by_loops(tiny, scored, name):
-    """With the released pool and kernel and a window of 8: pooled by query head, then over the group."""
+    """With the released pool and kernel and a window of 8: pooled by query head, then summed (AdaKV: summed first)."""
     params, ids = tiny("llama3"), np.random.default_rng(2).permutation(100)[:60].astype(np.int32)
     even = {"pyramidkv": {"beta": 1.0}, "fastkv": {"keep": 1.0}}.get(name, {})  # every layer sees and keeps as much
     policy = jaxkv.policy(name, budget=24, window=8, **even)
@@ -183,11 +183,13 @@ def test_snapkv_scores_by_loops(tiny, scored, name):
     reach, heads = aggregate.kernel // 2, roomy.views[0].heads
     for head in range(heads):
         keys = np.asarray(roomy.views[0].keys[0, head], np.float64)[-60:]
-        total = 0
+        masses = []
         for query in queries.reshape(heads, -1, *queries.shape[1:])[head]:
             logits = query @ keys.T * scale
             shares = np.where(np.arange(60) <= np.arange(52, 60)[:, None], np.exp(logits - logits.max()), 0.0)
-            mass = (shares / shares.sum(-1, keepdims=True)).sum(0)[:-8]
+            masses.append((shares / shares.sum(-1, keepdims=True)).sum(0)[:-8])
+        total = 0
+        for mass in [sum(masses)] if aggregate.pooled == "groups" else masses:
             near = [mass[max(i - reach, 0) : i + reach + 1] for i in range(len(mass))]
             total += np.array([x.max() if aggregate.pool == "max" else x.sum() / aggregate.kernel for x in near])
         worth = worths[0][head, :-8]
