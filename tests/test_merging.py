@@ -72,6 +72,7 @@ parts = st.builds(
 )
 
 
+@pytest.mark.long
 @given(part=parts, seed=st.integers(0, 999), one=st.booleans())
 @settings(max_examples=25, deadline=None)
 def test_every_choice_equals_its_form(part, seed, one):

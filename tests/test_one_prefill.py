@@ -56,7 +56,7 @@ KINDS = (  # of store, flow, observer, codec, and of what decoding does; `-m slo
 NAMES = [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in sorted(catalogue())]
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_says_what_each_policy_says_alone(lettered, data, tmp_path, name):
     run = run_of(data, name) if name != "full" else run_of(data)

@@ -66,7 +66,7 @@ class Sketch:
         return below, above
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [(40,), (16, 12, 12)], ids=str)
 def test_what_is_estimated(sizes):
     """A prompt in one block or three and 8 tokens that overwrite, of two rows, one of them padded: outputs by the
