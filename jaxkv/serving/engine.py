@@ -65,9 +65,10 @@ class Engine:
 
     `rows` requests run at a time and `queue` more may wait. A row has the slots that the policy needs for a prompt of
     `longest` tokens and `max_new_tokens` new ones: its budget, where it evicts while decoding, and then longer texts
-    fit as well. Prompts run in the policy's blocks, at most `blocks` of them between chunks of `steps` decode steps;
-    `sizes` of a first block per doubling are compiled. It takes every policy but those that divide a budget over
-    layers or draft before they read, and meshes of one host that leave rows whole; no speculative decoding. What it
+    fit as well. Prompts run in the policy's blocks, at most `blocks` of them between chunks of `steps` decode steps
+    (fewer while rows are free and prompts wait); `sizes` of a first block per doubling are compiled. It takes every
+    policy but those that divide a budget over layers or draft before they read, and meshes of one host that leave rows
+    whole; no speculative decoding. What it
     does not take is a `BadValue` before compilation.
     """
 
@@ -93,7 +94,7 @@ class Engine:
         )  # fmt: skip
         self.params, self.policy = params, checked_policy(params, policy, None)
         self._learned = params.learned_for(self.policy.learns, self.policy.name)
-        self._sizes, self._blocks, self.queue = sizes, blocks, queue
+        self._sizes, self._steps, self._blocks, self.queue = sizes, steps, blocks, queue
         self.shapes = shapes_of(params, self.policy, self._learned, longest, max_new_tokens, sizes)
         self._programs = Programs(
             Static(params, self.policy, self.shapes, self._learned, rows, steps, implementation, scan_layers)
@@ -295,9 +296,13 @@ class Engine:
             self._reading = None
 
     def _chunk(self) -> _Flying:
-        """Start a chunk of steps."""
+        """Start a chunk of steps; a shorter one while prompts wait for rows that are free, for a step costs as much
+        however few rows run."""
         assert self._rows is not None  # warm
-        self._rows, told, kept = self._programs.chunk(self._rows, self._ended.copy())
+        steps, taken = self._steps, sum(seat is not None for seat in self._seats)
+        if self._queue or self._reading is not None:
+            steps = max(1, steps * taken // len(self._seats))
+        self._rows, told, kept = self._programs.chunk(self._rows, self._ended.copy(), steps)
         self._ended[:] = False
         return _Flying(tuple(self._seats), told, kept)
 

@@ -126,12 +126,12 @@ class Programs:
         """The rows, which are donated, with another one at place `at`."""
         return self._made["insert"](rows, row, self._put(np.int32(at)))
 
-    def chunk(self, rows: Rows, ended: np.ndarray) -> tuple[Rows, Told, Float[Array, "B"]]:
-        """A chunk of decode steps of all rows, which are donated; what was told, and what each row's cache holds."""
-        static = self._static
-        steps = self._put(np.int32(static.steps))
+    def chunk(self, rows: Rows, ended: np.ndarray, steps: int) -> tuple[Rows, Told, Float[Array, "B"]]:
+        """A chunk of `steps` decode steps of all rows, which are donated; what was told, and what each row's cache
+        holds."""
+        static, many = self._static, self._put(np.int32(steps))
         return self._made["chunk"](
-            static.params.weights, rows, steps, self._put(ended), learned=static.learned
+            static.params.weights, rows, many, self._put(ended), learned=static.learned
         )  # fmt: skip
 
     def kept(self, layers: Layers) -> Float[Array, "1"]:
