@@ -74,7 +74,7 @@ def test_the_plan_says_what_it_costs_and_who_needs_a_prefill_of_its_own(lettered
     assert one_prefill.apart(policies["fastkv"], 60) and not one_prefill.apart(policies["snapkv"], 2048)
     assert "blocks of 2048" in one_prefill.apart(policies["snapkv"], 2049)
     said = runner.cost(lettered, run)
-    assert said.startswith("2 prompts of 110 tokens in all run once each, for ") and "fastkv" in said
+    assert said.startswith("2 prompts run once each, 110 tokens in all, for ") and "fastkv" in said
     own = sum(not one_prefill.apart(cell.policy, 60) for cell in run.cells())
     assert f"for {2 * own} answers side by side" in said
     assert re.search(rf"{2 * (len(run.cells()) - own)} more prefills of", said)
@@ -96,6 +96,17 @@ def test_policies_that_decode_alike_stand_in_one_batch(lettered, data, tmp_path,
     store = runner.evaluate(lettered, run, tmp_path)
     assert sorted(batches) == sorted([1, 4, 6] * 2), "full; two that overwrite; three that add, each at two budgets"
     assert len(list(store.records())) == 2 * len(run.cells())
+
+
+def test_many_policies_come_in_parts(lettered, data, monkeypatch):
+    """All prompts for two of them, then for the others, so that no more programs are held than needed."""
+    monkeypatch.setattr(jobs, "TOGETHER", 2)
+    run = run_of(data, "snapkv", "h2o", "dapq", share_prefill=True)
+    steps = runner.planned(lettered, run).steps
+    assert [len(step.keys) for step in steps] == [3, 3, 4, 4], "full and snapkv; dapq, which decodes as snapkv, and h2o"
+    keys = [key for step in steps for key in step.keys]
+    assert len(keys) == len(set(keys)) == 2 * len(run.cells())
+    assert runner.cost(lettered, run).startswith("2 prompts run 2 times, for as many parts of the policies, 220 tokens")
 
 
 def test_a_stopped_run_computes_only_what_is_missing(lettered, data, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,10 @@ from jaxkv.evaluation import asking, one_prefill
 from jaxkv.evaluation.example import Example
 from jaxkv.evaluation.results import Record
 from jaxkv.evaluation.settings import Cell, Settings
+from jaxkv.policies.policy import Policy
 from jaxkv.weights.params import Params
+
+TOGETHER = 24  # policies that ask of one prefill: their programs stay in the process while all prompts run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,20 +119,33 @@ def _contexts(rows: list[tuple[Example, int]], row: tuple[Example, int]) -> int:
 
 
 def shares(settings: Settings, examples: list[Example], cells: Sequence[Cell], tokenizer: Any) -> list[Share]:
-    """The questions that several cells ask of one prefill, from the shortest prompt on."""
+    """The questions that several cells ask of one prefill, from the shortest prompt on: all of them for `TOGETHER`
+    policies, those of the same decode steps next to each other, then for as many more."""
+    steps: dict[Policy, dict[str, list[Cell]]] = {}
+    for cell in cells:
+        if cell.policy is not None:
+            steps.setdefault(cell.policy.decoding, {}).setdefault(cell.label, []).append(cell)
+    policies = [sizes for labels in steps.values() for sizes in labels.values()]
     found = []
     for example in examples if "aware" in settings.modes else ():
         for number, question in enumerate(() if example.output else example.questions):
-            ids = np.concatenate(asking.asked(tokenizer, example, question))
-            some = [cell for cell in cells if cell.policy is not None and not one_prefill.apart(cell.policy, len(ids))]
-            found.append(Share((example, number), ids, tuple(some)))
-    return sorted((share for share in found if len(share.cells) > 1), key=lambda share: len(share.ids))
+            found.append(((example, number), np.concatenate(asking.asked(tokenizer, example, question))))
+    found.sort(key=lambda one: len(one[1]))
+    out, parts = [], -(-len(policies) // TOGETHER)
+    for some in itertools.batched(policies, -(-len(policies) // max(parts, 1)) or 1):
+        for row, ids in found:
+            sharing = [cell for sizes in some for cell in sizes if not one_prefill.apart(cell.policy, len(ids))]
+            out.append(Share(row, ids, tuple(sharing)))
+    return [share for share in out if len(share.cells) > 1]
 
 
 def cost(shares: Sequence[Share], own: Sequence[Job], tokenizer: Any) -> str:
     """How many prefills, of how many tokens, for how many answers; who needs a prefill of its own, and why."""
     answers, tokens = sum(len(share.cells) for share in shares), sum(len(share.ids) for share in shares)
-    said = [f"{len(shares)} prompts of {tokens} tokens in all run once each, for {answers} answers side by side"]
+    prompts = len({(id(share.row[0]), share.row[1]) for share in shares})
+    parts = len(shares) // max(prompts, 1)
+    once = "once each" if parts < 2 else f"{parts} times, for as many parts of the policies"
+    said = [f"{prompts} prompts run {once}, {tokens} tokens in all, for {answers} answers side by side"]
     prefills, tokens, why = 0, 0, {}
     for job in own:
         if job.cell.policy is None:
