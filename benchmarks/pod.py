@@ -14,7 +14,6 @@ import math
 import os
 import time
 import tomllib
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to ask about
@@ -26,7 +25,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 import jaxkv
-from benchmarks.report import RESULTS, table, write
+from benchmarks.report import RESULTS, into_page, table, write
 from jaxkv.configs import config_files
 from jaxkv.lowering import held_by_one, lower
 from jaxkv.models import ModelConfig
@@ -194,15 +193,6 @@ HEADER = (
     "program", "batch", "weights GiB", "cache GiB", "decode GiB", "of HBM", "collectives/token", "MiB/token",
     "limit ms/token", "prefill: layers", "temporary GiB", "collectives/block", "MiB/block",
 )  # fmt: skip
-
-
-def into_page(page: Path, name: str, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    """Put the table between the markers of that name in a page."""
-    lines = [header, ("---",) * len(header), *rows]
-    markdown = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    before, _, rest = page.read_text(encoding="utf-8").partition(f"<!-- {name} -->\n")
-    after = rest.partition(f"<!-- end of {name} -->")[2]
-    page.write_text(f"{before}<!-- {name} -->\n{markdown}\n<!-- end of {name} -->{after}", encoding="utf-8")
 
 
 def main() -> None:

@@ -68,6 +68,15 @@ def write(name: str, result: dict[str, Any]) -> Path:
     return path
 
 
+def into_page(page: Path, name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Put the table between the markers of that name in a page."""
+    lines = [header, ("---",) * len(header), *rows]
+    markdown = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    before, _, rest = page.read_text(encoding="utf-8").partition(f"<!-- {name} -->\n")
+    after = rest.partition(f"<!-- end of {name} -->")[2]
+    page.write_text(f"{before}<!-- {name} -->\n{markdown}\n<!-- end of {name} -->{after}", encoding="utf-8")
+
+
 def prose_rows(tokenizer: Any, batch: int, length: int) -> list[list[int]]:
     """`batch` rows of `length` token ids: the prose from different places on, repeated as often as needed."""
     ids = tokenizer(prose(), add_special_tokens=False)["input_ids"]

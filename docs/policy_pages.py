@@ -6,13 +6,11 @@ A page has the paper, what the policy is made of, how faithful it is, what check
 measured of it (`benchmarks/results/`), and what `docs/notes.md` says of it.
 """
 
-import csv
 import dataclasses
 import functools
 import inspect
 import json
 import re
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,17 +27,10 @@ from jaxkv.policies.parts import PARTS
 from jaxkv.policies.policy import to_dict
 
 RESULTS = ROOT / "benchmarks" / "results"
-# `eval-all.csv` was measured on 2026-11-21 and 22. These were other forms then (CHANGELOG): measure again, take out.
-OTHER_FORMS = {
-    "a2sf", "ada-pyramidkv", "adakv", "cake", "compresskv", "critical-adakv", "criticalkv", "d2o", "defensivekv", "duo",
-    "elastic-cache", "ems", "epicache", "fastkv", "graphkv", "headkv", "knorm", "kvcrush", "kvzip", "kvzip-plus",
-    "lacache", "laq", "laq-longflow", "layer-compresskv", "layer-defensivekv", "mpcache", "prefixkv", "pyramidkv",
-    "r-kv", "razorattention", "scope", "snapkv", "subgen",
-}  # fmt: skip
-OLD_NAMES = {"dapq": "spans", "dapq-longflow": "spans-longflow"}  # name in the file -> today's
+OLD_NAMES = {"dapq": "spans", "dapq-longflow": "spans-longflow"}  # name in the files of costs -> today's
 SETTING = (
-    "SmolLM2-135M, 16 questions about a needle in 288 tokens and 8 texts of prose, 128 tokens kept; "
-    "`jaxkv eval default --policies all --budgets 128`, one core of an AMD EPYC, jax 0.12.0.1, 2026-11-21 and 22"
+    "SmolLM2-135M, 48 questions about a needle in 512 tokens and 8 texts of prose, 128 tokens kept; "
+    "`jaxkv eval catalogue`, two cores of an AMD EPYC, jax 0.12.0.1, 2026-11-23"
 )
 COST_SETTING = (
     "the first six layers of SmolLM2-135M, budget 256 after 2048 tokens; `python -m benchmarks.family_cost "
@@ -67,19 +58,11 @@ PLAIN = {
 
 
 @functools.cache
-def quality() -> dict[str, dict[str, float]]:
-    """By policy: `right` and `top1` in per cent, `kl`, from the run of all policies at 128 tokens kept."""
-    rows: dict[str, list[dict[str, str]]] = {}
-    with (RESULTS / "eval-all.csv").open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            if row["budget"] in ("128", ""):
-                rows.setdefault(OLD_NAMES.get(row["policy"], row["policy"]), []).append(row)
-    found = {}
-    for name, some in rows.items():
-        mean = lambda field, some=some: statistics.mean(float(row[field]) for row in some if row[field])  # noqa: E731
-        if all(any(row[field] for row in some) for field in ("score", "kl", "top1")):
-            found[name] = {"right": 100 * mean("score"), "kl": mean("kl"), "top1": 100 * mean("top1")}
-    return found
+def quality() -> dict[str, dict[str, Any]]:
+    """By policy: what `benchmarks.all_policies` stored, shares of right answers and KL with the ends of their
+    intervals."""
+    stored = json.loads((RESULTS / "all-policies.json").read_text(encoding="utf-8"))
+    return {row["policy"]: row for row in stored["policies"] if "kl" in row}
 
 
 @functools.cache
@@ -182,10 +165,10 @@ def measured(name: str) -> str:
     """The figures of a policy, with what they were measured on."""
     lines, found, cost = [], quality().get(name), costs().get(name)
     if found:
+        right, (kl, *_) = "{:.0f} %** ({:.0f} to {:.0f})".format(*(100 * x for x in found["right"])), found["kl"]
         lines.append(
-            f"- **{found['right']:.0f} %** of the answers right, KL divergence from the full cache "
-            f"**{found['kl']:.3f}**, the same likeliest token in **{found['top1']:.0f} %** of the places "
-            f"({SETTING}; an interval of 95 % is some 40 points wide in the middle of the scale)."
+            f"- **{right} of the answers right, KL divergence from the full cache **{kl:.3f}**, the same likeliest "
+            f"token in **{100 * found['top1']:.0f} %** of the places ({SETTING}; in brackets the 95 % interval)."
         )
     if cost:
         said = [f"prefill takes **{cost['prefill']:.2f}** of plain prefill"] if "prefill" in cost else []
@@ -193,10 +176,6 @@ def measured(name: str) -> str:
         lines.append(f"- {' and '.join(said).capitalize()} ({COST_SETTING}; a tenth is noise).")
     if not lines:
         return "Not measured yet."
-    if name in OTHER_FORMS:
-        lines.insert(
-            0, "These figures are of an earlier form, before it did what its release does (see the changelog).\n"
-        )
     return "\n".join(lines)
 
 
@@ -248,8 +227,7 @@ def index(found: dict[str, Policy]) -> str:
     rows = []
     for name, policy in found.items():
         of = quality().get(name)
-        star = "\\*" if name in OTHER_FORMS else ""
-        figures = [f"{of['right']:.0f}{star}", f"{of['kl']:.3f}{star}"] if of else ["-", "-"]
+        figures = [f"{100 * of['right'][0]:.0f}", f"{of['kl'][0]:.3f}"] if of else ["-", "-"]
         against = [check.against for check in checks.checks(name)] if name in checks.CHECKS else ["contract"]
         short = policy.title.partition(":")[0] or name
         decodes = (
@@ -266,7 +244,7 @@ def index(found: dict[str, Policy]) -> str:
             'what the prompt left (`adds`; `decode="h2o"` bounds such a policy). *Checked '
             "against*: `released code` is a golden from the authors' own program, `kvpress` one from kvpress 0.5.5, "
             "`independent form` the rule written a second time. *Right*, *KL*: per cent of right answers and the "
-            f"divergence from the full cache ({SETTING}). An asterisk: measured in an earlier form.",
+            f"divergence from the full cache ({SETTING}).",
             "\n".join(
                 [
                     "| policy | method | decode | fidelity | checked against | right | KL |",

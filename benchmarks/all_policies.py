@@ -1,0 +1,75 @@
+"""The scores of a run of `jaxkv eval catalogue`: a table of all policies with intervals, in `RESULTS.md`, and a JSON
+file that the catalogue's pages read.
+
+    jaxkv eval catalogue --out DIR
+    python -m benchmarks.all_policies DIR
+"""
+
+import argparse
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.real_work import interval
+from benchmarks.report import into_page, write
+from jaxkv.evaluation import summary
+from jaxkv.evaluation.results import Record, Store
+
+PAGE = Path(__file__).parent / "RESULTS.md"
+NAME = "all-policies"
+HEADER = ("policy", "fidelity", "bounded", "right", "noise", "prose", "KL", "top-1")
+
+
+def measured(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """A row per policy, most right answers first, of equals the smaller KL: shares of right answers with Wilson's 95 %
+    interval, KL with the bootstrap's over texts."""
+    texts = {summary.name_of(r): r for r in records if r["kind"] == "fidelity" and "kl" in r}
+    rows = []
+    for row in summary.quality(records):
+        name, answers = row["policy"], [r for r in summary.answers(records) if summary.name_of(r) == row["policy"]]
+        kinds = {kind: summary.wilson(scores_of(answers, haystack=kind)) for kind in ("noise", "prose")}
+        found: dict[str, Any] = {
+            "policy": name, "fidelity": row["fidelity"], "bounded": row["bounded"], "budget": row["budget"],
+            "answers": row["score"].count, "right": ends(row["score"]),
+            "tasks": {task: ends(mean) for task, mean in row["tasks"].items()},
+            **{kind: ends(mean) for kind, mean in kinds.items()},
+        }  # fmt: skip
+        if name in texts:
+            found["kl"] = [round(x, 4) for x in interval(texts[name]["kl"])]
+            found["top1"] = round(sum(texts[name]["top1"]) / len(texts[name]["top1"]), 3)
+        rows.append(found)
+    return sorted(rows, key=lambda row: (-row["right"][0], row.get("kl", [9.0])[0], row["policy"]))
+
+
+def scores_of(records: Iterable[Record], haystack: str) -> list[float]:
+    return [record["score"] for record in records if record["haystack"] == haystack]
+
+
+def ends(mean: summary.Mean) -> list[float]:
+    """The mean, and its interval's ends."""
+    return [round(mean.value, 4), round(mean.low, 4), round(mean.high, 4)]
+
+
+def line(row: dict[str, Any]) -> tuple[str, ...]:
+    """A row of the table."""
+    whole = "{:.0f} ({:.0f}-{:.0f})".format(*(100 * x for x in row["right"]))
+    kinds = (f"{100 * row[kind][0]:.0f}" for kind in ("noise", "prose"))
+    kl = "{:.3f} ({:.3f}-{:.3f})".format(*row["kl"]) if "kl" in row else "-"
+    top1 = f"{100 * row['top1']:.0f}" if "top1" in row else "-"
+    return f"`{row['policy']}`", row["fidelity"], summary.WORDS[row["bounded"]], whole, *kinds, kl, top1
+
+
+def main() -> None:
+    """Put the table into the page, and store the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="what jaxkv eval catalogue --out wrote")
+    options = parser.parse_args()
+    store = Store(options.folder)
+    about, rows = store.about(), measured(list(store.records()))
+    into_page(PAGE, NAME, HEADER, [line(row) for row in rows])
+    run = {name: about["settings"][name] for name in ("name", "model", "budgets", "tasks", "fidelity")}
+    print("written to", PAGE, "and", write(NAME, {"run": run, "measured_on": about["machine"], "policies": rows}))
+
+
+if __name__ == "__main__":
+    main()
