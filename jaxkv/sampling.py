@@ -134,7 +134,8 @@ def _row(row: tuple[RowSampler, Any, Any, Any, Any]) -> Int[Array, ""]:
     sampler, logits, key, at, best = row
 
     def drawn() -> Int[Array, ""]:
-        return jax.random.categorical(jax.random.fold_in(key, at), _warm(sampler, logits)).astype(jnp.int32)
+        warm = _warm(sampler, logits)
+        return jax.random.categorical(jax.random.fold_in(key, at), warm).astype(jnp.int32)
 
     return jax.lax.cond(sampler.temperature > 0, drawn, lambda: best)
 
