@@ -185,12 +185,17 @@ class Cache:
 
 @dataclasses.dataclass(frozen=True)
 class Serve:
-    """Answer requests over HTTP (the OpenAI API, and a page at /), many side by side; needs jaxkv[serve]."""
+    """Answer requests over HTTP (the OpenAI API, and a page at /), many side by side; needs jaxkv[serve].
+
+    On many hosts each of them runs the same command, and process 0 answers.
+    """
 
     model: str = DEFAULT_MODEL
     dtype: str | None = None
     weights: Literal["floats", "int8", "int8-g16", "int4", "file"] | None = None
     cut: Cut = Cut()
+    drafting: Drafting = Drafting()
+    spread: Spread = Spread()
     rows: int = 8
     """Requests that run at a time."""
     longest: int = 2048
@@ -455,18 +460,19 @@ def _serve(command: Serve) -> int:
     from jaxkv.serving.http import Limits
     from jaxkv.serving.serve import serve
 
-    chosen = dataclasses.replace(command.cut.build(), block=command.block)
-    params = _loaded(command)
+    chosen, method = dataclasses.replace(command.cut.build(), block=command.block), command.drafting.build()
+    params = _loaded(command, command.spread.build())
     engine = Engine(
         params, chosen, rows=command.rows, longest=command.longest, max_new_tokens=command.max_new_tokens,
-        queue=command.queue, scan_layers=True,
+        queue=command.queue, speculative=method, scan_layers=True,
     )  # fmt: skip
     for each in command.prefix:
         name, _, file = each.partition("=")
         if not Path(file).is_file():
             raise BadValue(f"prefix {each!r}: expected name=file, of a text file that is there")
         engine.store(name, jaxkv.prefill(params, Path(file).read_text(encoding="utf-8"), policy=chosen))
-    _note(f"{command.model} under {_size(chosen)}, {command.rows} rows: http://{command.host}:{command.port}")
+    if engine.leads:
+        _note(f"{command.model} under {_size(chosen)}, {command.rows} rows: http://{command.host}:{command.port}")
     limits = Limits(body=command.body, seconds=command.seconds, max_tokens=min(256, command.max_new_tokens))
     serve(
         engine, command.name or command.model, host=command.host, port=command.port, limits=limits,

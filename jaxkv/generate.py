@@ -27,6 +27,7 @@ from jaxkv.prompts import Prompt, left_padded, right_padded, rows_of
 from jaxkv.request import Execution, Progress, Request, check_model, checked_policy, checked_pseudo, checked_request
 from jaxkv.sampling import Sampler, row_keys
 from jaxkv.sharding.layout import on_host
+from jaxkv.speculative.attend import check_expected
 from jaxkv.speculative.method import Start
 from jaxkv.speculative.session import Session, Speculative
 from jaxkv.store import EMPTY, KVCache
@@ -249,11 +250,7 @@ def _prefill(
     """
     make_room()
     config, layout, batch = params.config, params.layout, len(rows)
-    if top and policy.flow.going_on:
-        raise BadValue(
-            f"policy {policy.name!r} runs only some of the prompt through the last layers, and these drafts need what "
-            "the model held likely after each token: use PromptLookup, or leave speculative= out"
-        )
+    check_expected(policy, top)
     if cache is not None:
         cache = layout.cache(branched(cache, batch))
         pending = np.asarray(cache.pending)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.speculative.session import Speculation
+from jaxkv.speculative.tally import Speculation
 from jaxkv.store import KVCache
 
 

@@ -80,12 +80,7 @@ def checked_request(
     if stop and params.tokenizer is None:
         raise BadValue("stop strings need a tokenizer, and these params have none: use stop_tokens=")
     chosen = checked_policy(params, policy, cache)
-    if speculative is not None and not isinstance(speculative, Speculative):
-        raise BadValue(
-            f"speculative={shown(speculative)}: expected a method such as jaxkv.speculative.AASD() or PromptLookup()"
-        )
-    if speculative is not None and params.layout.mesh is not None:
-        raise BadValue("speculative= on a mesh: drafts are verified on one device so far; leave one of the two out")
+    check_speculative(params, speculative)
     if prompt is None and cache is None:
         raise BadValue("neither prompt nor cache: expected a prompt, or a cache to go on from")
     if prompt is None and cache is not None and int(np.asarray(cache.pending).min()) < 0:
@@ -93,6 +88,18 @@ def checked_request(
     if cache is not None:
         _check_text(cache, sampler, speculative)
     return Request(chosen, int(max_new_tokens), sampler, int(samples), int(seed), stop_tokens, stop, speculative)
+
+
+def check_speculative(params: Params, speculative: Any) -> None:
+    """Raises `BadValue` for what is no method of speculation (or None), and for one on a mesh."""
+    if speculative is None:
+        return
+    if not isinstance(speculative, Speculative):
+        raise BadValue(
+            f"speculative={shown(speculative)}: expected a method such as jaxkv.speculative.AASD() or PromptLookup()"
+        )
+    if params.layout.mesh is not None:
+        raise BadValue("speculative= on a mesh: drafts are verified on one device so far; leave one of the two out")
 
 
 def check_model(params: Any, cache: Any = None) -> None:

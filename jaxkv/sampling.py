@@ -34,6 +34,10 @@ class Sampler:
         if self.temperature < COLDEST:
             object.__setattr__(self, "temperature", 0.0)
 
+    def repeated(self, times: int) -> "Sampler":
+        """What draws for so many copies of every row: itself."""
+        return self
+
     def sample(
         self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None, keys: Key[Array, "B"], at: Int[Array, "B"]
     ) -> Int[Array, "B"]:
@@ -95,17 +99,34 @@ class RowSampler:
 
         return cls(**{field.name: column(field.name) for field in dataclasses.fields(cls)})
 
+    def repeated(self, times: int) -> "RowSampler":
+        """What draws for so many copies of every row, next to each other."""
+        return jax.tree.map(lambda leaf: jnp.repeat(leaf, times, axis=0), self)
+
     def sample(
         self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None, keys: Key[Array, "B"], at: Int[Array, "B"]
     ) -> Int[Array, "B"]:
         """The next token of each row, as its own `Sampler.sample` gives it."""
-        if seen is not None:
-            penalty = self.repetition_penalty[:, None]
-            wanted = jnp.any(penalty != 1)
-            logits = jax.lax.cond(wanted, lambda x: penalised(x, seen, penalty), lambda x: x, logits)
+        logits = self._penalised(logits, seen)
         best = _best(logits)
         rows = self, logits, keys, at, best
         return jax.lax.cond(jnp.any(self.temperature > 0), lambda: jax.lax.map(_row, rows), lambda: best)
+
+    def warped(self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None) -> Float[Array, "B V"]:
+        """The logits that each row's draw is made from, as its own `Sampler.warped` gives them."""
+
+        def of_row(row: tuple[RowSampler, Any]) -> Float[Array, "V"]:
+            sampler, own = row
+            return jax.lax.cond(sampler.temperature > 0, lambda: _warm(sampler, own), lambda: own)
+
+        return jax.lax.map(of_row, (self, self._penalised(logits, seen)))
+
+    def _penalised(self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None) -> Float[Array, "B V"]:
+        if seen is None:
+            return logits
+        penalty = self.repetition_penalty[:, None]
+        wanted = jnp.any(penalty != 1)
+        return jax.lax.cond(wanted, lambda x: penalised(x, seen, penalty), lambda x: x, logits)
 
 
 def _row(row: tuple[RowSampler, Any, Any, Any, Any]) -> Int[Array, ""]:
@@ -113,16 +134,22 @@ def _row(row: tuple[RowSampler, Any, Any, Any, Any]) -> Int[Array, ""]:
     sampler, logits, key, at, best = row
 
     def drawn() -> Int[Array, ""]:
-        warm = logits / sampler.temperature
-        for wanted, kept in (
-            (sampler.top_k < logits.shape[0], lambda x: best_ones(x, sampler.top_k)),
-            (sampler.top_p < NO_TOP_P, lambda x: nucleus(x, sampler.top_p)),
-            (sampler.min_p > 0, lambda x: likely(x, sampler.min_p)),
-        ):
-            warm = jax.lax.cond(wanted, kept, lambda x: x, warm)
+        warm = _warm(sampler, logits)
         return jax.random.categorical(jax.random.fold_in(key, at), warm).astype(jnp.int32)
 
     return jax.lax.cond(sampler.temperature > 0, drawn, lambda: best)
+
+
+def _warm(sampler: RowSampler, logits: Float[Array, "V"]) -> Float[Array, "V"]:
+    """One row's logits after its temperature, which is above 0, and its filters."""
+    warm = logits / sampler.temperature
+    for wanted, kept in (
+        (sampler.top_k < logits.shape[0], lambda x: best_ones(x, sampler.top_k)),
+        (sampler.top_p < NO_TOP_P, lambda x: nucleus(x, sampler.top_p)),
+        (sampler.min_p > 0, lambda x: likely(x, sampler.min_p)),
+    ):
+        warm = jax.lax.cond(wanted, kept, lambda x: x, warm)
+    return warm
 
 
 def penalised(logits: Float[Array, "B V"], seen: Bool[Array, "B V"], penalty: Any) -> Float[Array, "B V"]:

@@ -18,6 +18,7 @@ from jaxkv.errors import BadValue
 from jaxkv.sharding import start
 
 WORKER = Path(__file__).parent / "sharding" / "worker.py"
+SERVING = Path(__file__).parent / "sharding" / "serving_worker.py"
 FOLDER = Path(__file__).parent / "goldens" / "tiny" / "smollm2"
 POLICIES = {"dapq-longflow": {"budget": 16, "block": 16, "count": 6}, "h2o": {"budget": 16, "block": 16}}
 PROMPTS = [np.random.default_rng(i).integers(3, 100, n).tolist() for i, n in enumerate((45, 9, 30, 17))]
@@ -29,7 +30,7 @@ def free_port():
         return found.getsockname()[1]
 
 
-def run(tmp_path, processes, **job):
+def run(tmp_path, processes, worker=WORKER, **job):
     """Starts the processes; what each has printed, its exit code, and the seconds that all of them took."""
     job = {
         "coordinator": f"127.0.0.1:{free_port()}",
@@ -42,7 +43,7 @@ def run(tmp_path, processes, **job):
         **job,
     }
     (tmp_path / "job.json").write_text(json.dumps(job))
-    command = [sys.executable, str(WORKER), str(tmp_path / "job.json")]
+    command = [sys.executable, str(worker), str(tmp_path / "job.json")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     files = [(tmp_path / f"out{index}", tmp_path / f"err{index}") for index in range(processes)]
     began, running = time.monotonic(), []
@@ -106,6 +107,61 @@ def test_one_process_killed_ends_the_other(tmp_path, dies):
         "another one failed" in texts[1 - dies][1] or "distributed service detected fatal errors" in texts[1 - dies][1]
     )
     assert '"policy"' not in texts[0][0] and seconds < 120
+
+
+SERVED = {"name": "dapq-longflow", "budget": 16, "block": 16, "count": 6}
+DRAWS = (
+    {},
+    {"temperature": 1.2, "top_p": 0.7, "seed": -(2**40)},
+    {"temperature": 0.9, "top_k": 30, "repetition_penalty": 1.2, "stop_tokens": [*range(0, 200, 14)]},
+)
+REQUESTS = [
+    (
+        np.random.default_rng(n).integers(3, 100, length).tolist(),
+        {"stop_tokens": [], **DRAWS[n % 3], "max_new_tokens": 5 + n % 9},
+    )
+    for n, length in enumerate((45, 9, 30, 17, 1, 60, 33))
+]
+
+
+def served(tmp_path, requests, **job):
+    """Two processes with one front; the exit codes, the lines of each, their errors, and the text of the prefix."""
+    prefix = np.random.default_rng(99).integers(3, 100, 21).tolist()
+    job = {"cancelled": [], "timeout": 10, **job, "requests": requests, "prefix": prefix, "policy": SERVED}
+    codes, texts, _ = run(tmp_path, 2, SERVING, devices=2, mesh={"model": 2, "context": 2}, **job)
+    lines = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in texts]
+    return codes, lines, [error for _, error in texts], prefix
+
+
+def test_one_front_serves_for_all(tmp_path):
+    """Requests at random times over two processes get what each gets alone; then both end as if all were well."""
+    more = ([7, 8, 9], {"max_new_tokens": 9, "stop_tokens": [], "prefix": "manual"})
+    work = [*REQUESTS, more, *REQUESTS[:5]]
+    cancelled = range(len(REQUESTS) + 1, len(work))
+    codes, (front, other), errors, prefix = served(tmp_path, work, cancelled=[*cancelled], idle=3)
+    assert codes == [0, 0], errors
+    assert "process 0 of this mesh takes the requests" in other[0]["refused"] and other[1] == {"followed": 1}
+    (found,) = front
+    params, policy = jaxkv.load(FOLDER), jaxkv.policy(**SERVED)
+    cache = jaxkv.prefill(params, np.array(prefix, np.int32), policy=policy)
+    for number, ((prompt, asked), answer) in enumerate(zip(work, found["answers"], strict=True)):
+        asked = dict(asked)
+        begin = {"cache": cache} if asked.pop("prefix", None) else {"policy": policy}
+        out = jaxkv.generate(params, np.array(prompt, np.int32), **begin, **asked)
+        expected = out.tokens[0, : out.lengths[0]].tolist()
+        if answer["finish"] == "cancelled":
+            assert number in cancelled and answer["tokens"] == expected[: len(answer["tokens"])]
+        else:
+            assert answer["tokens"] == expected, asked
+    assert found["compiles"] == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("job, words", [({"dies": 3}, ""), ({"fails": True}, "HostFailure: the front failed")], ids=str)
+def test_a_front_that_is_gone_ends_the_others(tmp_path, job, words):
+    codes, lines, errors, _ = served(tmp_path, REQUESTS[:5], **job)
+    assert codes[1] not in (0, -signal.SIGKILL) and {"followed": 1} not in lines[1]
+    assert words in errors[1], errors[1]
 
 
 @pytest.mark.long

@@ -29,7 +29,7 @@ from jaxkv.sampling import Sampler
 from jaxkv.sharding.layout import ONE_DEVICE
 from jaxkv.speculative import AASD, Conditional, DraftModel, PromptLookup, SelfDraft, gate
 from jaxkv.speculative.attend import check, commit, tree_layer
-from jaxkv.speculative.context import begun, extended, match
+from jaxkv.speculative.context import begun, expecting, extended, match, slid
 from jaxkv.speculative.method import Start
 from jaxkv.speculative.rounds import speculate
 from jaxkv.speculative.tree import ABSENT, Shape, Tree, chain, lineage, placed, pruned, sees, walk
@@ -567,12 +567,7 @@ def test_conditional_verification_reports_its_departures(tiny, strictness):
 
 def test_matches_are_the_longest_and_of_those_the_latest():
     def text(*rows):
-        width = max(map(len, rows))
-        tokens = np.full((len(rows), width), ABSENT, np.int32)
-        for index, row in enumerate(rows):
-            tokens[index, width - len(row) :] = row
-        none = jnp.zeros((len(rows), width, 0))
-        return begun(jnp.asarray(tokens), none.astype(jnp.int32), none, 8)
+        return begun([np.array(row, np.int32) for row in rows], max(map(len, rows)), 8, 0)
 
     length, column = match(text([1, 2, 3, 9, 2, 3, 8, 3, 7, 2, 3], [5, 4], [6, 6, 6]), 4)
     assert length.tolist() == [2, 0, 2] and column[0] == 5 and column[2] == 9
@@ -581,13 +576,25 @@ def test_matches_are_the_longest_and_of_those_the_latest():
     assert match(grown, 3)[1].tolist() == [0, 1]
 
 
+def test_a_text_without_columns_loses_its_oldest_tokens():
+    top = jnp.arange(12, dtype=jnp.int32).reshape(1, 6, 2).repeat(2, axis=0)
+    text = expecting(begun([np.arange(1, 7, dtype=np.int32)] * 2, 6, 3, 2), (top, top.astype(jnp.float32) / 12))
+    text = extended(text, jnp.array([[7, 8], [7, -1]]))
+    same = slid(text, 1)
+    assert all(np.array_equal(*pair) for pair in zip(jax.tree.leaves(same), jax.tree.leaves(text), strict=True))
+    less = slid(text, 3)
+    assert less.tokens[:, :6].tolist() == [[3, 4, 5, 6, 7, 8], [2, 3, 4, 5, 6, 7]] and less.ends.tolist() == [6, 6]
+    assert (less.tokens[:, 6:] == ABSENT).all()
+    assert less.top[0].tolist() == [*top[0, 2:].tolist(), [ABSENT] * 2, [ABSENT] * 2]
+    np.testing.assert_allclose(less.chance[1, :, 1], [3 / 12, 5 / 12, 7 / 12, 9 / 12, 11 / 12, 0])
+    again = extended(less, jnp.array([[1, 2, 3], [3, -1, -1]]))
+    assert match(again, 4)[0].tolist() == [1, 1] and match(again, 4)[1].tolist() == [0, 1]
+
+
 @given(st.lists(st.integers(0, 2), min_size=2, max_size=30), st.integers(1, 5))
 @settings(max_examples=60, deadline=None)
 def test_matches_against_a_plain_search(tokens, longest):
-    room = jnp.zeros((1, 32, 0))
-    padded = np.full((1, 32), ABSENT, np.int32)
-    padded[0, 32 - len(tokens) :] = tokens
-    length, column = match(begun(jnp.asarray(padded), room.astype(jnp.int32), room, 4), longest)
+    length, column = match(begun([np.array(tokens, np.int32)], 32, 4, 0), longest)
     best = (0, -1)
     for end in range(len(tokens) - 1):
         same = 0
@@ -615,10 +622,10 @@ def test_siblings_are_what_the_prefill_held_likelier(tiny):
 
 def test_siblings_are_drawn_by_their_chances():
     method = AASD(depth=2, siblings=(2, 1), low=0.4)
-    tokens = jnp.array([[1, 2, 3, 4, 1, 2]])
+    tokens = np.array([1, 2, 3, 4, 1, 2], np.int32)
     top = jnp.broadcast_to(jnp.array([3, 7, 8]), (1, 6, 3)).astype(jnp.int32)
     chance = jnp.broadcast_to(jnp.array([0.3, 0.25, 0.1]), (1, 6, 3)).astype(jnp.float32)
-    text = begun(tokens, top, chance, 4)
+    text = expecting(begun([tokens], 6, 4, 3), (top, chance))
     kind, hint = method.look(text)
     assert kind.tolist() == [2]
     cache = KVCache((), jnp.array([6]), jnp.zeros((0, 1), jnp.int32), jnp.array([2]))

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxkv.checks import shown
@@ -62,8 +61,12 @@ class Shapes:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """One prompt and its answers, one for each sample: the arrays that the programs take."""
+    """One prompt and its answers, one for each sample: what was asked, and the arrays that the programs take."""
 
+    request: Request
+    prompt: np.ndarray  # its own tokens
+    budget: int | None
+    named: str | None  # its prefix
     answers: tuple[Answer, ...]
     prefix: Prefix | None
     look: bool
@@ -79,6 +82,7 @@ class Asked:
     seen: np.ndarray | None  # [1, V], where a repetition penalty counts them
     stop: np.ndarray
     told: bool
+    text: np.ndarray  # prefix and prompt, as far as they are known
 
     @property
     def ends(self) -> np.ndarray:
@@ -88,17 +92,17 @@ class Asked:
     @property
     def waiting(self) -> bool:
         """Whether somebody still waits for it."""
-        return not all(answer.ended or answer.cancelled for answer in self.answers)
+        return not all(answer.ended for answer in self.answers)
 
 
 def shapes_of(params: Params, policy: Policy, learned: Learned, longest: int, room: int, sizes: int) -> Shapes:
     """The shapes for prompts of up to `longest` tokens with up to `room` new ones. Raises `BadValue` for a policy whose
     rows cannot come and go, and for a mesh."""
     layout = params.layout
-    if layout.size(ROWS) > 1 or jax.process_count() > 1:
+    if layout.size(ROWS) > 1:
         raise BadValue(
-            f"an engine on a mesh that divides rows by {layout.size(ROWS)}, on {jax.process_count()} hosts: its rows "
-            "come and go one at a time, so expected one host, and a mesh of the axes model and context alone"
+            f"an engine on a mesh that divides rows by {layout.size(ROWS)}: its rows come and go one at a time, so "
+            "expected a mesh of the axes model and context alone"
         )
     if policy.allocate.divides:
         raise BadValue(
@@ -141,6 +145,7 @@ def asked(
     answers: Any,
     *,
     budget: int | None,
+    named: str | None,
     prefix: Prefix | None,
     told: bool,
 ) -> Asked:
@@ -153,7 +158,7 @@ def asked(
         policy = _with_budget(policy, budget)
     if len(request.stop_tokens) > STOPS:
         raise BadValue(f"{len(request.stop_tokens)} stop tokens: expected at most {STOPS}")
-    fresh = len(rows[0])
+    fresh = rows[0]
     before = np.zeros(0, np.int32)
     seen, filled = 0, np.zeros(params.config.num_layers, np.int64)
     if prefix is not None:
@@ -171,14 +176,17 @@ def asked(
     pseudo = np.zeros((1, 0), np.int32)
     if policy.prefill is not None and plan.look:
         pseudo = behind(params, rows, policy.prefill.observe, blocks)
+    text = np.append(before, rows[0]).astype(np.int32)
     return Asked(
-        answers(fresh, seen + len(rows[0])), prefix, plan.look, blocks, tokens, positions, pseudo, lengths, limits,
+        request, fresh, budget, named, answers(len(fresh), seen + len(rows[0])), prefix, plan.look, blocks, tokens,
+        positions, pseudo, lengths, limits,
         left=request.max_new_tokens,
         seed=request.seed,
         sampler=RowSampler.of([request.sampler]),
-        seen=_seen(request, np.append(before, rows[0]), params.config.vocab_size),
+        seen=_seen(request, text, params.config.vocab_size),
         stop=np.array([[*request.stop_tokens, *[-1] * (STOPS - len(request.stop_tokens))]], np.int32),
         told=told,
+        text=text,
     )  # fmt: skip
 
 

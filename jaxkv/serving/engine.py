@@ -6,8 +6,10 @@ One thread runs the turns; any thread may submit, read and cancel. A row's slots
 request's length, so a free row is all that a request waits for.
 """
 
+import contextlib
 import dataclasses
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,14 +17,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv.checks import check_arguments, fits, shown
-from jaxkv.errors import BadCheckpoint, BadValue, Busy, unknown
+from jaxkv.errors import BadCheckpoint, BadValue, Busy, first_line, unknown
 from jaxkv.policies.policy import Policy
 from jaxkv.request import check_model, checked_policy, checked_request
 from jaxkv.sampling import Sampler
 from jaxkv.serving.answer import CANCELLED, FAILED, Answer, Chance
 from jaxkv.serving.asked import Asked, Prefix, asked, shapes_of
-from jaxkv.serving.programs import Programs, Static
+from jaxkv.serving.drafts import Drafts
+from jaxkv.serving.programs import Passed, Programs, Static
 from jaxkv.serving.rows import Rows, Told
+from jaxkv.serving.turns import FRONT, Turns
+from jaxkv.speculative.attend import check
+from jaxkv.speculative.gate import Gate
+from jaxkv.speculative.rounds import Counts
+from jaxkv.speculative.session import Speculative
+from jaxkv.speculative.tally import Speculation, Tally
 from jaxkv.stop_strings import StopStrings
 from jaxkv.store import KVCache
 from jaxkv.weights.params import Params
@@ -46,18 +55,21 @@ class _Reading:
     """A prompt of which some blocks have run, and then its samples that wait for a row."""
 
     asked: Asked
-    layers: Any = None
+    passed: Passed | None = None
     blocks: int = 0
     rows: deque[tuple[Answer, Rows]] = dataclasses.field(default_factory=deque)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Flying:
-    """A chunk of steps that has been started, and whose the rows were."""
+    """A chunk of steps that has been started, and whose the rows were; with drafts what they brought, and when it was
+    started (None where other programs were to run before it)."""
 
     owners: tuple[Answer | None, ...]
     told: Told
     kept: Any
+    counts: Counts | None = None
+    began: float | None = None
 
 
 class Engine:
@@ -66,10 +78,11 @@ class Engine:
     `rows` requests run at a time and `queue` more may wait. A row has the slots that the policy needs for a prompt of
     `longest` tokens and `max_new_tokens` new ones: its budget, where it evicts while decoding, and then longer texts
     fit as well. Prompts run in the policy's blocks, at most `blocks` of them between chunks of `steps` decode steps
-    (fewer while rows are free and prompts wait); `sizes` of a first block per doubling are compiled. It takes every
-    policy but those that divide a budget over layers or draft before they read, and meshes of one host that leave rows
-    whole; no speculative decoding. What it
-    does not take is a `BadValue` before compilation.
+    (fewer while rows are free and prompts wait); `sizes` of a first block per doubling are compiled. `speculative`,
+    such as `jaxkv.speculative.PromptLookup()`, has rows draft and verify together, each by its own text. It takes
+    every policy but those that divide a budget over layers or draft before they read, and meshes that leave rows
+    whole; on many hosts process 0 takes the requests, and the others `follow`. What it does not take is a `BadValue`
+    before compilation.
     """
 
     def __init__(
@@ -84,6 +97,7 @@ class Engine:
         blocks: int = 4,
         queue: int = 256,
         sizes: int = 1,
+        speculative: Speculative | None = None,
         implementation: str | None = None,
         scan_layers: bool = False,
     ):
@@ -95,13 +109,19 @@ class Engine:
         self.params, self.policy = params, checked_policy(params, policy, None)
         self._learned = params.learned_for(self.policy.learns, self.policy.name)
         self._sizes, self._steps, self._blocks, self.queue = sizes, steps, blocks, queue
+        drafts = Drafts.of(speculative, params, self.policy, rows, longest, max_new_tokens, steps)
         self.shapes = shapes_of(params, self.policy, self._learned, longest, max_new_tokens, sizes)
         self._programs = Programs(
-            Static(params, self.policy, self.shapes, self._learned, rows, steps, implementation, scan_layers)
+            Static(params, self.policy, self.shapes, self._learned, rows, steps, implementation, scan_layers, drafts)
         )
         self._rows: Rows | None = None
+        self._tally: Tally | None = None if drafts is None else Tally(drafts.cost)
+        self._gate: Gate | None = None if drafts is None else drafts.gate()
+        self._alone, self._taken = True, 0.0  # whether nothing runs before the next chunk; when the last one was read
         self._seats: list[Answer | None] = [None] * rows
         self._ended = np.zeros(rows, bool)  # rows that the host has ended and the device not yet
+        self._turns = Turns.of(params.layout)
+        self._asked_for: list[Asked] = []  # since the last turn began
         self._queue: deque[Asked] = deque()
         self._reading: _Reading | None = None
         self._firsts: list[tuple[Answer, Told, Any]] = []
@@ -134,15 +154,15 @@ class Engine:
 
     def submit_all(self, prompt: Any, *, samples: int = 1, **settings: Any) -> tuple[Answer, ...]:
         """As `submit`, with several answers to one prompt, which is run once."""
+        self._check_leads()
         self._check_open()
         work = self._asked(prompt, samples=samples, **settings)
         with self._work:
             self._check_open()
-            if len(self._queue) >= self.queue:
-                raise Busy(
-                    f"{len(self._queue)} requests wait, the most that this engine's queue holds: ask again later"
-                )
-            self._queue.append(work)
+            waiting = len(self._queue) + len(self._asked_for)
+            if waiting >= self.queue:
+                raise Busy(f"{waiting} requests wait, the most that this engine's queue holds: ask again later")
+            self._asked_for.append(work)
             self._open.update(work.answers)
             self._work.notify_all()
         return work.answers
@@ -158,6 +178,8 @@ class Engine:
             raise BadCheckpoint(f"the cache was made under {cache.policy.name!r}, not as this engine's policy says")
         if cache.batch != 1:
             raise BadValue(f"a cache of {cache.batch} rows as prefix {name!r}: expected one row")
+        if self._tally is not None:
+            check(self.policy, cache)
         prefix = Prefix.of(cache)
         self._programs.add(prefix)
         self._prefixes[name] = prefix
@@ -177,6 +199,11 @@ class Engine:
         return self._closed
 
     @property
+    def speculation(self) -> Speculation | None:
+        """What drafts have brought since the engine began; None where it does not draft."""
+        return None if self._tally is None else self._tally.summary()
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all rows' caches, whatever runs in them; 0 before `warm`."""
         return 0 if self._rows is None else self._rows.state.cache.nbytes
@@ -185,13 +212,14 @@ class Engine:
     def load(self) -> Load:
         """What there is to do, and what has been done."""
         with self._work:
-            queued = len(self._queue) + (self._reading is not None)
+            queued = len(self._queue) + len(self._asked_for) + (self._reading is not None)
         return dataclasses.replace(self._load, queued=queued, taken=sum(seat is not None for seat in self._seats))
 
     def start(self) -> "Engine":
         """Compile, and run requests in a thread of the engine's own until `stop`."""
+        self._check_leads()
         self.warm()
-        if self._thread is None:
+        if self._thread is None and not (self._turns is not None and self._turns.ended):
             self._thread = threading.Thread(target=self._run, name="jaxkv-engine", daemon=True)
             self._thread.start()
         return self
@@ -202,12 +230,33 @@ class Engine:
             self._closed = True
             self._work.notify_all()
         if self._thread is None:
+            self._tell_end()
             return
         if finish:
             self._thread.join(timeout)
         for answer in self._going():
             answer.cancel()
         self._thread.join()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process takes the requests: process 0 of a mesh of many hosts does, and the others `follow`."""
+        return self._turns is None or self._turns.leads
+
+    def follow(self) -> None:
+        """On every host but process 0: run the turns of process 0's engine, until it stops.
+
+        Raises `BadValue` on process 0, and `HostFailure` where that one fails or is gone.
+        """
+        if self._turns is None or self._turns.leads:
+            raise BadValue(f"process {FRONT} takes the requests: start() its engine, and follow() on the other hosts")
+        self.warm()
+        while (heard := self._turns.hear(self._asked)) is not None:
+            works, cancelled = heard
+            with self._turning:
+                self._open.update(answer for work in works for answer in work.answers)
+                self._queue.extend(works)
+                self._turn(cancelled)
 
     def __enter__(self) -> "Engine":
         return self.start()
@@ -222,32 +271,38 @@ class Engine:
 
         The next chunk is started before the last one's tokens are read, unless a prompt waits for a row to be free.
         """
+        self._check_leads()
         self.warm()
         with self._turning:
-            self._drop()
-            self._read()
-            before, self._flying = self._flying, None
-            if self._reading is not None and self._reading.rows:
-                self._take(before)
-                before = None
-            self._seat()
-            if any(self._seats):
-                self._flying = self._chunk()
-            for answer, first, kept in self._firsts:
-                answer.take(*_row(_Read.of(first, answer.tells), 0, answer), float(np.asarray(kept)[0]))
-            self._firsts = []
-            self._take(before)
-            self._settle()
-            return bool(self._queue or self._reading or self._flying or any(self._seats))
+            with self._work:
+                works, self._asked_for = self._asked_for, []
+                self._queue.extend(works)
+                cancelled = [answer for answer in self._open if answer.cancelled]
+            if self._turns is not None:
+                self._turns.say(works, cancelled)
+            return self._turn(cancelled)
 
-    def _drop(self) -> None:
-        """Requests that nobody waits for any more end."""
-        for answer in self._going():
-            if answer.cancelled:
-                answer.close(CANCELLED)
+    def _turn(self, cancelled: Sequence[Answer]) -> bool:
+        """A turn, whose new requests have been queued, and which begins with the end of those that were cancelled."""
+        for answer in cancelled:
+            answer.close(CANCELLED)
         with self._work:
             self._queue = deque(work for work in self._queue if work.waiting)
         self._settle()
+        self._read()
+        before, self._flying = self._flying, None
+        if self._reading is not None and self._reading.rows:
+            self._take(before)
+            before = None
+        self._seat()
+        if any(self._seats):
+            self._flying = self._chunk()
+        for answer, first, kept in self._firsts:
+            answer.take(*_row(_Read.of(first, answer.tells), 0, answer), float(np.asarray(kept)[0]))
+        self._firsts = []
+        self._take(before)
+        self._settle()
+        return bool(self._asked_for or self._queue or self._reading or self._flying or any(self._seats))
 
     def _read(self) -> None:
         """Run blocks of the prompt in front: one between chunks, more of them when many rows are free."""
@@ -269,13 +324,14 @@ class Engine:
         if not reading.blocks:
             for answer in work.answers:
                 answer.started()
-        reading.layers, logits = self._programs.block(work, reading.layers, reading.blocks)
+        passed = reading.passed = self._programs.block(work, reading.passed, reading.blocks)
         reading.blocks += 1
+        self._alone = False
         if reading.blocks <= work.blocks.count:
             return
-        kept = self._programs.kept(reading.layers)
+        kept = self._programs.kept(passed.layers)
         for number, answer in enumerate(work.answers):
-            row, first = self._programs.begin(work, reading.layers, logits, number)
+            row, first = self._programs.begin(work, passed, number)
             reading.rows.append((answer, row))
             self._firsts.append((answer, first, kept))
 
@@ -291,7 +347,7 @@ class Engine:
                     assert self._rows is not None  # warm
                     self._rows = self._programs.insert(self._rows, row, at)
                     self._seats[at] = seat = answer
-                    self._ended[at] = False
+                    self._ended[at] = self._alone = False
         if not reading.rows:
             self._reading = None
 
@@ -299,12 +355,19 @@ class Engine:
         """Start a chunk of steps; a shorter one while prompts wait for rows that are free, for a step costs as much
         however few rows run."""
         assert self._rows is not None  # warm
-        steps, taken = self._steps, sum(seat is not None for seat in self._seats)
+        owners, ended, alone = tuple(self._seats), self._ended.copy(), self._alone
+        self._ended[:], self._alone = False, True
+        steps, taken = self._steps, sum(seat is not None for seat in owners)
         if self._queue or self._reading is not None:
-            steps = max(1, steps * taken // len(self._seats))
-        self._rows, told, kept = self._programs.chunk(self._rows, self._ended.copy(), steps)
-        self._ended[:] = False
-        return _Flying(tuple(self._seats), told, kept)
+            steps = max(1, steps * taken // len(owners))
+        if self._tally is None or self._gate is None:
+            self._rows, told, kept = self._programs.chunk(self._rows, ended, steps)
+            return _Flying(owners, told, kept)
+        began = time.perf_counter() if alone else None
+        self._rows, told, kept, self._gate, counts = self._programs.rounds(
+            self._rows, self._gate, self._tally.cost, ended, steps
+        )
+        return _Flying(owners, told, kept, counts, began)
 
     def _take(self, flying: _Flying | None) -> None:
         """Read what a chunk of steps gave, and free the rows whose answers have ended."""
@@ -313,6 +376,10 @@ class Engine:
         kept = np.asarray(flying.kept)
         going = [(at, answer) for at, answer in enumerate(flying.owners) if answer is not None and not answer.ended]
         read = _Read.of(flying.told, any(answer.tells for _, answer in going))
+        if flying.counts is not None and self._tally is not None:
+            now, before = time.perf_counter(), self._taken
+            self._tally.add(flying.counts, None if flying.began is None else now - max(flying.began, before))
+            self._taken = now
         for at, answer in going:
             answer.take(*_row(read, at, answer), float(kept[at]))
         self._settle()
@@ -342,9 +409,10 @@ class Engine:
                 more = self.turn()
                 with self._work:
                     if not more:
-                        self._work.wait_for(lambda: self._queue or self._closed)
-                    if self._closed and not self._queue and not more:
-                        return
+                        self._work.wait_for(lambda: self._asked_for or self._closed)
+                    if self._closed and not self._asked_for and not more:
+                        break
+            self._tell_end()
         except BaseException as error:
             self._fail(error)
             raise
@@ -356,6 +424,15 @@ class Engine:
         for answer in self._going():
             answer.close(FAILED, error)
         self._settle()
+        if self._turns is not None:
+            with contextlib.suppress(RuntimeError):  # the others may be what failed
+                self._turns.end(f"{type(error).__name__}: {first_line(error)}")
+
+    def _tell_end(self) -> None:
+        """No more turns come, as the other hosts then know."""
+        if self._turns is not None and self._turns.leads:
+            self.warm()  # they are on their way there
+            self._turns.end(None)
 
     def _going(self) -> tuple[Answer, ...]:
         """The answers that have not been counted as ended."""
@@ -365,6 +442,13 @@ class Engine:
     def _wake(self) -> None:
         with self._work:
             self._work.notify_all()
+
+    def _check_leads(self) -> None:
+        if not self.leads:
+            raise BadValue(
+                f"process {FRONT} of this mesh takes the requests; this is another one: call follow() here, which runs "
+                "what that one says"
+            )
 
     def _check_open(self) -> None:
         if self.failure is not None:
@@ -422,7 +506,7 @@ class Engine:
 
         return asked(
             self.params, self.policy, self._learned, self.shapes, self._sizes, prompt, request, answers,
-            budget=budget, prefix=stored, told=logprobs,
+            budget=budget, named=prefix, prefix=stored, told=logprobs,
         )  # fmt: skip
 
 

@@ -56,6 +56,13 @@ class Metrics(Collector):
             ("evicted_tokens", "Tokens that ended requests saw and their caches held no more", load.evicted),
         ):
             yield CounterMetricFamily(f"jaxkv_{name}", what, value=value)
+        told = engine.speculation
+        if told is not None:
+            yield GaugeMetricFamily("jaxkv_tokens_per_pass", "Tokens that a row got from a pass", told.tokens_per_pass)
+            passes = CounterMetricFamily("jaxkv_passes", "Passes of the model over all rows", labels=["kind"])
+            passes.add_metric(["drafts"], told.trees)
+            passes.add_metric(["plain"], told.steps)
+            yield passes
         requests = CounterMetricFamily("jaxkv_requests", "Ended requests", labels=["finish"])
         for finish, count in load.ended.items():
             requests.add_metric([finish], count)

@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,11 @@ from jaxkv.policies.policy import Learned, Policy
 from jaxkv.run import Layers, of_block
 from jaxkv.serving import rows as device
 from jaxkv.serving.asked import Asked, Prefix, Shapes, pseudo_width
+from jaxkv.serving.drafts import Drafts
 from jaxkv.serving.rows import Rows, Told
 from jaxkv.sharding.layout import Layout
+from jaxkv.speculative.gate import Gate
+from jaxkv.speculative.rounds import Counts
 from jaxkv.store import KVCache
 from jaxkv.store.cache import repeated
 from jaxkv.weights.params import Params
@@ -41,10 +44,20 @@ class Static:
     steps: int
     implementation: str | None
     scan_layers: bool
+    drafts: Drafts | None = None
+
+
+class Passed(NamedTuple):
+    """What the blocks of a prompt have left: the layers, the logits of the last token, and what a row drafts from."""
+
+    layers: Layers
+    logits: Float[Array, "1 V"]
+    drafts: Any
 
 
 class Programs:
-    """`block` of a prompt, `begin` a row behind it, `insert` the row among the others, a `chunk` of their decode steps.
+    """`block` of a prompt, `begin` a row behind it, `insert` the row among the others, a `chunk` of their decode steps,
+    or of `rounds` where they draft.
 
     `seconds` is what making each of them took.
     """
@@ -58,6 +71,7 @@ class Programs:
             "implementation": static.implementation,
         }  # fmt: skip
         self._put = params.layout.put
+        self._top = 0 if static.drafts is None else static.drafts.drafter.top
         self._empty = params.layout.layers(run.empty_layers(params.config, policy, 1, params.dtype))
         self._unseen = self._put(np.zeros((1, params.config.vocab_size), bool))
 
@@ -65,31 +79,37 @@ class Programs:
         """Compile everything; the rows, none of which is taken. `short` is any prompt of one block."""
         static, shapes = self._static, self._static.shapes
         self._compile(self._firsts(self._empty))
-        layers, logits = self.block(short, None, 0)
+        passed = self.block(short, None, 0)
         lowered = {}
         for look in shapes.later_looks:
             given = self._prompt_arrays(shapes.block, look)
-            lowered["next", look] = self._lowered(run.next_block, layers, given, look)
-        given = self._row_arrays(short, logits, 0)
+            lowered["next", look] = self._lowered(run.next_block, passed.layers, given, look)
+        given = self._row_arrays(short, passed, 0)
         laid = {"layout": static.params.layout}
-        lowered["begin"] = jax.jit(device.begin, static_argnames=("count", "layout")).lower(*given, count=TOP, **laid)
-        lowered["kept"] = jax.jit(device.kept, static_argnames="layout").lower(layers, **laid)
+        begin = jax.jit(device.begin, static_argnames=("count", "drafts", "layout"))
+        lowered["begin"] = begin.lower(*given, count=TOP, drafts=static.drafts, **laid)
+        lowered["kept"] = jax.jit(device.kept, static_argnames="layout").lower(passed.layers, **laid)
         self._compile(lowered)
-        row, _ = self.begin(short, layers, logits, 0)
+        row, _ = self.begin(short, passed, 0)
         rows = _many(row, static.rows, static.params.layout)
-        chunk = jax.jit(device.chunk, donate_argnums=1, static_argnames=("room", "count", *self._common))
         insert = jax.jit(device.insert, donate_argnums=0, static_argnames="layout")
-        steps = self._put(np.int32(0)), self._put(np.zeros(static.rows, bool))
-        self._compile(
-            {
-                "insert": insert.lower(rows, row, steps[0], **laid),
-                "chunk": chunk.lower(
-                    static.params.weights, rows, *steps, room=static.steps, count=TOP, learned=static.learned,
-                    **self._common,
-                ),
-            }
-        )  # fmt: skip
+        self._compile({"insert": insert.lower(rows, row, self._put(np.int32(0)), **laid), "chunk": self._steps(rows)})
         return rows
+
+    def _steps(self, rows: Rows) -> Any:
+        """The program of a chunk, lowered."""
+        static = self._static
+        steps, ended = self._put(np.int32(0)), self._put(np.zeros(static.rows, bool))
+        shared = {"room": static.steps, "count": TOP}
+        if static.drafts is None:
+            chunk = jax.jit(device.chunk, donate_argnums=1, static_argnames=("room", "count", *self._common))
+            return chunk.lower(
+                static.params.weights, rows, steps, ended, learned=static.learned, **shared, **self._common
+            )
+        common = {name: value for name, value in self._common.items() if name != "layout"}  # there is one device
+        rounds = jax.jit(device.rounds, donate_argnums=1, static_argnames=("room", "count", "drafts", *common))
+        given = static.drafts.gate(), self._put(np.float32(0)), steps, ended
+        return rounds.lower(static.params.weights, rows, *given, drafts=static.drafts, **shared, **common)
 
     def add(self, prefix: Prefix) -> None:
         """Compile what prompts behind the prefix need, as far as it is not there."""
@@ -98,28 +118,32 @@ class Programs:
 
     # ---- calls
 
-    def block(self, asked: Asked, layers: Layers | None, number: int) -> tuple[Layers, Float[Array, "1 V"]]:
-        """Block `number` of a prompt on the layers that the one before it left (None: the first), which are donated."""
-        key = ("next", asked.look)
-        if layers is None:
+    def block(self, asked: Asked, before: Passed | None, number: int) -> Passed:
+        """Block `number` of a prompt on what the one before it left (None: the first), whose layers are donated."""
+        drafts = self._static.drafts
+        if before is None:
             layers = self._empty if asked.prefix is None else asked.prefix.layers
             key = ("first", _shape(layers), asked.blocks.first, asked.look)
+            text = None if drafts is None else drafts.row(asked.text)
+        else:
+            layers, _, text = before
+            key = ("next", asked.look)
         part = list(asked.blocks)[number]
         arrays = asked.tokens[:, part], asked.positions[:, part], of_block(asked.pseudo, number)
         arrays += asked.lengths, asked.ends, asked.limits
-        after, logits, _ = self._made[key](
-            self._static.params.weights,
-            layers,
-            *map(self._put, arrays),
-            self._put(np.bool_(False)),
-            learned=self._static.learned,
+        arrays = tuple(map(self._put, arrays))
+        wanted = drafts is not None and (asked.blocks.count - number) * asked.blocks.size < drafts.columns[0]
+        after, logits, expected = self._made[key](
+            self._static.params.weights, layers, *arrays, self._put(np.bool_(wanted)), learned=self._static.learned
         )
-        return after, logits
+        if self._top:
+            text = self._made["expecting", part.stop - part.start](text, arrays[1], expected)
+        return Passed(after, logits, text)
 
-    def begin(self, asked: Asked, layers: Layers, logits: Float[Array, "1 V"], number: int) -> tuple[Rows, Told]:
+    def begin(self, asked: Asked, passed: Passed, number: int) -> tuple[Rows, Told]:
         """The row of sample `number` behind the prompt, and its first token."""
-        row, first = self._made["begin"](*self._row_arrays(asked, logits, number))
-        cache = dataclasses.replace(row.state.cache, layers=layers)
+        row, first = self._made["begin"](*self._row_arrays(asked, passed, number))
+        cache = dataclasses.replace(row.state.cache, layers=passed.layers)
         return dataclasses.replace(row, state=dataclasses.replace(row.state, cache=cache)), first
 
     def insert(self, rows: Rows, row: Rows, at: int) -> Rows:
@@ -134,6 +158,13 @@ class Programs:
             static.params.weights, rows, many, self._put(ended), learned=static.learned
         )  # fmt: skip
 
+    def rounds(
+        self, rows: Rows, gate: Gate, cost: float, ended: np.ndarray, steps: int
+    ) -> tuple[Rows, Told, Float[Array, "B"], Gate, Counts]:
+        """As `chunk`, for rows that draft, by the gate and what a pass over trees costs in plain steps."""
+        given = gate, *map(self._put, (np.float32(cost), np.int32(steps), ended))
+        return self._made["chunk"](self._static.params.weights, rows, *given)
+
     def kept(self, layers: Layers) -> Float[Array, "1"]:
         """Tokens held behind a prompt."""
         return self._made["kept"](layers)
@@ -142,14 +173,22 @@ class Programs:
 
     def _firsts(self, layers: Layers) -> dict[Any, Any]:
         """The programs of a prompt's first block on these layers."""
-        shapes = self._static.shapes
-        return {
-            ("first", _shape(layers), size, look): self._lowered(
-                run.first_block, layers, self._prompt_arrays(size, look), look
-            )
-            for size in shapes.firsts
-            for look in shapes.looks
-        }
+        shapes, lowered = self._static.shapes, {}
+        for size in shapes.firsts:
+            for look in shapes.looks:
+                given = self._prompt_arrays(size, look)
+                lowered["first", _shape(layers), size, look] = self._lowered(run.first_block, layers, given, look)
+        if self._top:
+            lowered |= {("expecting", size): self._expecting(size) for size in {*shapes.firsts, shapes.block}}
+        return lowered
+
+    def _expecting(self, size: int) -> Any:
+        """The program that adds what was likely in a block of so many tokens, lowered."""
+        drafts = self._static.drafts
+        assert drafts is not None  # they ask for it
+        likely = tuple(self._put(np.zeros((1, size, self._top), dtype)) for dtype in (np.int32, np.float32))
+        given = drafts.row(np.zeros(1, np.int32)), self._put(np.zeros((1, size), np.int32)), likely
+        return jax.jit(device.expecting, static_argnames="drafts").lower(*given, drafts=drafts)
 
     def _prompt_arrays(self, size: int, look: bool) -> list[np.ndarray]:
         """The arrays that `block` gives, of its shapes."""
@@ -158,7 +197,7 @@ class Programs:
         ints = (1, size), (1, size), (1, width), (1,), (1,), (self._static.params.config.num_layers, 1)
         return [np.zeros(shape, np.int32) for shape in ints]
 
-    def _row_arrays(self, asked: Asked, logits: Any, number: int) -> tuple[Any, ...]:
+    def _row_arrays(self, asked: Asked, passed: Passed, number: int) -> tuple[Any, ...]:
         static = self._static
         row = map(self._put, (asked.ends, asked.limits, np.full(1, -1, np.int32)))
         cache = KVCache((), *row, policy=static.policy, model=static.params.fingerprint)
@@ -166,13 +205,14 @@ class Programs:
             np.array([asked.left], np.int32), self._unseen if asked.seen is None else asked.seen,
             np.int64(asked.seed), np.int32(number), asked.sampler, asked.stop, np.array([asked.told]),
         )  # fmt: skip
-        return logits, cache, *jax.tree.map(self._put, given)
+        return passed.logits, cache, *jax.tree.map(self._put, given), passed.drafts
 
     def _lowered(self, program: Any, layers: Layers, arrays: list[np.ndarray], look: bool) -> Any:
         static = self._static
         return program.lower(
             static.params.weights, layers, *map(self._put, arrays), self._put(np.bool_(False)),
-            plan=static.shapes.plan(look), scan_layers=static.scan_layers, learned=static.learned, **self._common,
+            plan=static.shapes.plan(look), scan_layers=static.scan_layers, learned=static.learned, top=self._top,
+            **self._common,
         )  # fmt: skip
 
     def _compile(self, lowered: Mapping[Any, Any]) -> None:
@@ -209,5 +249,7 @@ def _name(key: Any) -> str:
     if isinstance(key, str):
         return key
     kind, *_, look = key
+    if kind == "expecting":
+        return f"drafts beside a block of {look} tokens"
     size = f" of {key[2]} tokens" if kind == "first" else ""
     return f"{kind} block{size}, {'scored' if look else 'whole'}"

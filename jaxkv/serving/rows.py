@@ -13,9 +13,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.models import ModelConfig
 from jaxkv.policies.policy import NOTHING, Learned, Policy
-from jaxkv.run import DecodeState, Layers, decode_logits, emit
+from jaxkv.run import DecodeState, Expected, Layers, decode_logits, emit
 from jaxkv.sampling import RowSampler
+from jaxkv.serving.drafts import Drafts
 from jaxkv.sharding.layout import ONE_DEVICE, Layout
+from jaxkv.speculative.gate import Gate
+from jaxkv.speculative.rounds import Counts, Drafting, passes
 from jaxkv.store import EMPTY, KVCache
 from jaxkv.store.line import held_by
 
@@ -24,13 +27,14 @@ from jaxkv.store.line import held_by
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """The state of decoding, and what each row's request asked for: how tokens are drawn, the tokens that end it
-    (filled up with -1), and whether log-probabilities are wanted.
+    (filled up with -1), and whether log-probabilities are wanted; and what it drafts from, where rows draft.
     """
 
     state: DecodeState
     sampler: RowSampler
     stop: Int[Array, "B S"]
     told: Bool[Array, "B"]
+    drafts: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -44,18 +48,28 @@ class Told:
     chances: Float[Array, "*R B K"]
 
 
-def told(logits: Float[Array, "B V"], token: Int[Array, "B"], wanted: Bool[Array, "B"], count: int) -> Told:
-    """The log-probabilities of the tokens and of the `count` likeliest; zeros where no row wants them."""
-    shape = (token.shape[0], count)
+def told(
+    logits: Float[Array, "B *N V"],
+    token: Int[Array, "B *n"],
+    wanted: Bool[Array, "B"],
+    count: int,
+    nodes: Int[Array, "B n"] | None = None,
+) -> Told:
+    """The log-probabilities of the tokens and of the `count` likeliest; zeros where no row wants them.
+
+    With `nodes` each row has several tokens, and which of its logits each of them was drawn from.
+    """
+    shape = (*token.shape, count)
 
     def all_rows() -> tuple[jax.Array, jax.Array, jax.Array]:
-        total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        own = jnp.take_along_axis(logits, jnp.maximum(token, 0)[:, None], axis=-1)
-        chances, best = lax.top_k(logits, count)
-        return (own - total)[:, 0], best.astype(jnp.int32), chances - total
+        of = logits if nodes is None else jnp.take_along_axis(logits, nodes[..., None], axis=1)
+        total = jax.nn.logsumexp(of, axis=-1, keepdims=True)
+        own = jnp.take_along_axis(of, jnp.maximum(token, 0)[..., None], axis=-1)
+        chances, best = lax.top_k(of, count)
+        return (own - total)[..., 0], best.astype(jnp.int32), chances - total
 
     def nothing() -> tuple[jax.Array, jax.Array, jax.Array]:
-        return jnp.zeros(shape[:1], logits.dtype), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, logits.dtype)
+        return jnp.zeros(shape[:-1], logits.dtype), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, logits.dtype)
 
     return Told(token, *lax.cond(jnp.any(wanted), all_rows, nothing))
 
@@ -70,17 +84,21 @@ def begin(
     sampler: RowSampler,
     stop: Int[Array, "1 S"],
     wanted: Bool[Array, "1"],
+    text: Any = None,
     *,
     count: int,
+    drafts: Drafts | None = None,
     layout: Layout = ONE_DEVICE,
 ) -> tuple[Rows, Told]:
-    """A row behind its prompt, whose first token has been drawn; `cache` comes and goes without its layers.
+    """A row behind its prompt, whose first token has been drawn; `cache` comes and goes without its layers. Where rows
+    draft, `text` is what it drafts from, before that token.
 
     `number` tells samples of one prompt apart, as `row_keys` does.
     """
     keys = jax.random.fold_in(jax.random.key(seed), number)[None]
     state, token = emit(sampler, stop, DecodeState(cache, left <= 0, left, seen, keys), logits)
-    row = Rows(state, sampler, stop, wanted), told(logits, token, wanted, count)
+    text = text if drafts is None else drafts.drafter.passed(text, token[:, None])
+    row = Rows(state, sampler, stop, wanted, text), told(logits, token, wanted, count)
     return jax.tree.map(layout.constrain, row)
 
 
@@ -139,15 +157,66 @@ def chunk(
         every = jax.tree.map(lambda all, new: lax.dynamic_update_index_in_dim(all, new, step, 0), every, one)
         return step + 1, layout.state(state), jax.tree.map(layout.constrain, every)
 
-    state = dataclasses.replace(rows.state, done=rows.state.done | ended)
-    dtype = jnp.float32
-    nothing = Told(
-        jnp.full((room, batch), EMPTY, jnp.int32), jnp.zeros((room, batch), dtype),
-        jnp.zeros((room, batch, count), jnp.int32), jnp.zeros((room, batch, count), dtype),
-    )  # fmt: skip
+    state, nothing = dataclasses.replace(rows.state, done=rows.state.done | ended), untold(room, batch, count)
     _, state, every = lax.while_loop(going, body, (jnp.int32(0), state, nothing))
     rows = laid(dataclasses.replace(rows, state=state), layout)
     return rows, jax.tree.map(layout.constrain, every), kept(state.cache.layers, layout=layout)
+
+
+def untold(room: int, batch: int, count: int) -> Told:
+    """So many steps that have told nothing."""
+    dtype = jnp.float32
+    return Told(
+        jnp.full((room, batch), EMPTY, jnp.int32), jnp.zeros((room, batch), dtype),
+        jnp.zeros((room, batch, count), jnp.int32), jnp.zeros((room, batch, count), dtype),
+    )  # fmt: skip
+
+
+def rounds(
+    weights: Any,
+    rows: Rows,
+    gate: Gate,
+    cost: Float[Array, ""],
+    steps: Int[Array, ""],
+    ended: Bool[Array, "B"],
+    *,
+    room: int,
+    count: int,
+    drafts: Drafts,
+    config: ModelConfig,
+    policy: Policy,
+    implementation: str | None = None,
+) -> tuple[Rows, Told, Float[Array, "B"], Gate, Counts]:
+    """As `chunk`, for rows that draft: passes of the model that take about as long as `steps` plain ones (at least one
+    pass, at most `room`), a pass over trees being `cost` of them.
+
+    What was told has `levels` places for each pass, `[room * levels, B]`, with -1 where a row has no token.
+    """
+    most, batch = room * drafts.levels, ended.shape[0]
+
+    def on(counts: Counts) -> Bool[Array, ""]:
+        spent = counts.steps.astype(jnp.float32) + counts.trees.astype(jnp.float32) * cost
+        return (spent < steps.astype(jnp.float32)) & (counts.steps + counts.trees < room)
+
+    def tell(logits: jax.Array, nodes: jax.Array, tokens: jax.Array) -> Told:
+        of_rows = told(logits, tokens, rows.told, count, nodes)
+        return jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), of_rows)
+
+    state = dataclasses.replace(rows.state, done=rows.state.done | ended)
+    begun = Drafting(drafts.drafter.roomy(rows.drafts, most), dataclasses.replace(gate, cost=cost))
+    state, drafting, every, counts = passes(
+        weights, None, state, begun, untold(most, batch, count), on=on, tell=tell, drafter=drafts.drafter,
+        config=config, policy=policy, sampler=rows.sampler, stop=rows.stop, verify=drafts.verify,
+        fallback=drafts.fallback, implementation=implementation,
+    )  # fmt: skip
+    rows = dataclasses.replace(rows, state=state, drafts=drafting.drafts)
+    return rows, every, kept(state.cache.layers), drafting.gate, counts
+
+
+def expecting(text: Any, positions: Int[Array, "1 T"], expected: Expected, *, drafts: Drafts) -> Any:
+    """What a row drafts from, with what the model held likely after each token of a block of its prompt."""
+    top, chance = expected
+    return drafts.drafter.expecting(text, (jnp.where(positions[..., None] < 0, EMPTY, top), chance))
 
 
 def kept(layers: Layers, *, layout: Layout = ONE_DEVICE) -> Float[Array, "B"]:

@@ -1,4 +1,4 @@
-"""`jaxkv serve`: the engine and its HTTP server as one process, until it is told to stop."""
+"""`jaxkv serve`: the engine and its HTTP server as one process, until it is told to stop; other hosts follow it."""
 
 import contextlib
 import signal
@@ -24,12 +24,17 @@ def serve(
 ) -> None:
     """Answer requests until SIGINT or SIGTERM; then take no more, finish what runs within `grace` seconds, and end.
 
-    Raises `BadValue` for a token that is empty, and for a port beyond 65535.
+    On many hosts process 0 does so, and the others run what it says until it ends: these signals do not end them.
+    Raises `BadValue` for a token that is empty, and for a port beyond 65535; `HostFailure` where process 0 fails.
     """
     if token is not None and not token.strip():
         raise BadValue("the bearer token is empty: give one, or none at all")
     if not 0 <= port <= 65535:
         raise BadValue(f"port={port}: expected 0 (any that is free) to 65535")
+    if not engine.leads:
+        with _unmoved():
+            engine.follow()
+        return
     names = ("localhost", "127.0.0.1", "[") if host in LOOPBACK else ("*",)  # "[": what is before the colon of [::1]
     app = Server(engine, model, limits=limits, token=token).app(names, grace)
     load = engine.load
@@ -39,7 +44,21 @@ def serve(
         limit_concurrency=connections or 4 * load.rows + engine.queue + 256,
         h11_max_incomplete_event_size=64 * 1024, http="h11", ws="none",
     )  # fmt: skip
-    Stopped(config).run()
+    try:
+        Stopped(config).run()
+    finally:
+        engine.stop(finish=False)  # the other hosts too, where the server did not even begin
+
+
+@contextlib.contextmanager
+def _unmoved() -> Iterator[None]:
+    """SIGINT and SIGTERM, which often come to all hosts at once, do nothing."""
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Stopped(uvicorn.Server):

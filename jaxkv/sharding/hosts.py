@@ -1,5 +1,7 @@
 """Many hosts: each runs the same program, and together they are one mesh."""
 
+from typing import Any
+
 import jax
 import numpy as np
 from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather, sync_global_devices
@@ -85,3 +87,74 @@ def failed_elsewhere(error: BaseException) -> str | None:
     if not isinstance(error, jax.errors.JaxRuntimeError) or jax.process_count() == 1:
         return None
     return f"process {jax.process_index()} of {jax.process_count()} stops, for another one failed: {first_line(error)}"
+
+
+PART = 2**20  # letters of a message that the store takes at a time
+WAIT = 2000  # milliseconds between two looks at whether somebody wants this process to end
+KEPT = 64  # messages between two times that those which all have heard are removed
+
+
+class Line:
+    """What process 0 says to all others: messages of any length, in order, each heard once by every process.
+
+    They go through the key-value store that `jax.distributed` keeps on process 0, not over the devices. So nobody waits
+    for the programs that run there, a message needs no shape, and nothing has to be kept open while there is none. All
+    processes open their lines in the same order. Raises `BadValue` where the hosts have not been joined.
+    """
+
+    def __init__(self) -> None:
+        self._store = _store()
+        number = self._store.key_value_increment(f"jaxkv/lines/{jax.process_index()}", 1)
+        self._name, self._count, self._forgotten = f"jaxkv/line/{number}", 0, 0
+
+    def say(self, message: str) -> None:
+        """Process 0 says something."""
+        parts = [message[at : at + PART] for at in range(0, max(len(message), 1), PART)]
+        for number, part in enumerate(parts):
+            self._store.key_value_set(self._key(), f"{int(number < len(parts) - 1)}{part}")
+            self._count += 1
+            if self._count % KEPT == 0:
+                self._forget()
+
+    def hear(self) -> str:
+        """The next message, when it comes. Raises `HostFailure` where process 0 is gone."""
+        parts, more = [], True
+        while more:
+            part = self._part()
+            more = part[0] == "1"
+            parts.append(part[1:])
+        return "".join(parts)
+
+    def _part(self) -> str:
+        while True:
+            try:
+                part = self._store.blocking_key_value_get(self._key(), WAIT)
+                break
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise HostFailure(f"process 0, which says what to do, is gone: {first_line(error)}") from error
+        self._count += 1
+        if self._count % KEPT == 0:
+            self._store.key_value_set(f"{self._name}/heard/{jax.process_index()}", str(self._count), True)
+        return part
+
+    def _key(self) -> str:
+        return f"{self._name}/said/{self._count}"
+
+    def _forget(self) -> None:
+        """Removes what all others have heard."""
+        heard = [int(count) for _, count in self._store.key_value_dir_get(f"{self._name}/heard/")]
+        if len(heard) == jax.process_count() - 1:
+            for number in range(self._forgotten, min(heard)):
+                self._store.key_value_delete(f"{self._name}/said/{number}")
+            self._forgotten = min(heard)
+
+
+def _store() -> Any:
+    """The store that all processes share. jax has no public name for it; orbax takes it by this one as well."""
+    from jax._src import distributed
+
+    client = distributed.global_state.client
+    if client is None:
+        raise BadValue("the hosts have not been joined: call jaxkv.sharding.start() on each of them first")
+    return client

@@ -83,6 +83,16 @@ def check(policy: Policy, cache: KVCache | None = None) -> None:
         )
 
 
+def check_expected(policy: Policy, top: int) -> None:
+    """Raises `BadValue` where drafts want the `top` likeliest tokens after each of the prompt's, and not all of it
+    runs through the last layer."""
+    if top and policy.flow.going_on:
+        raise BadValue(
+            f"policy {policy.name!r} runs only some of the prompt through the last layers, and these drafts need what "
+            "the model held likely after each token: use PromptLookup, or leave speculative= out"
+        )
+
+
 def tree_layer(
     policy: Policy,
     tree: Placed,

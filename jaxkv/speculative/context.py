@@ -4,16 +4,18 @@
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
-from jaxkv.run import DecodeState
+from jaxkv.run import DecodeState, Expected
 from jaxkv.sampling import Sampler
 from jaxkv.speculative.method import Start
 from jaxkv.speculative.tree import ABSENT, Shape, Tree
@@ -38,14 +40,42 @@ class Text:
     chance: Float[Array, "B P K"]
 
 
-def begun(tokens: Int[Array, "B P"], top: Int[Array, "B P K"], chance: Float[Array, "B P K"], room: int) -> Text:
-    """The text of a left-padded prompt (padding ABSENT) with columns for `room` more tokens."""
+def begun(texts: Sequence[np.ndarray], width: int, room: int, top: int) -> Text:
+    """The last `width` tokens of each text, with columns for `room` more; nothing is known of what was likely."""
+    tokens = np.full((len(texts), width + room), ABSENT, np.int32)
+    for row, text in zip(tokens, texts, strict=True):
+        part = text[-width:]
+        row[width - len(part) : width] = part
+    likely = (len(texts), width, top)
     return Text(
-        tokens=jnp.pad(tokens, ((0, 0), (0, room)), constant_values=ABSENT),
-        ends=jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32),
-        top=top,
-        chance=chance,
+        tokens=jnp.asarray(tokens),
+        ends=jnp.asarray(np.full(len(texts), width, np.int32)),
+        top=jnp.asarray(np.full(likely, ABSENT, np.int32)),
+        chance=jnp.asarray(np.zeros(likely, np.float32)),
     )
+
+
+def expecting(text: Text, expected: Expected) -> Text:
+    """The text before its output, with what was likely after each token of some more of the prompt: the last of it."""
+    columns = text.top.shape[1]
+    behind = lambda x, more: jnp.concatenate([x, more.astype(x.dtype)], axis=1)[:, -columns:]  # noqa: E731
+    return dataclasses.replace(text, top=behind(text.top, expected[0]), chance=behind(text.chance, expected[1]))
+
+
+def slid(text: Text, more: int) -> Text:
+    """The text with columns for so many `more` tokens in every row: where they are lacking, its oldest tokens go."""
+    lacking = jnp.maximum(text.ends + more - text.tokens.shape[1], 0)
+
+    def moved(x: Array, nothing: Any) -> Array:
+        at = jnp.arange(x.shape[1], dtype=jnp.int32) + lacking[:, None]
+        at, there = (y.reshape(*y.shape, *(1,) * (x.ndim - 2)) for y in (at, at < x.shape[1]))
+        return jnp.where(there, jnp.take_along_axis(x, jnp.minimum(at, x.shape[1] - 1), axis=1), nothing)
+
+    def shorter() -> Text:
+        rest = moved(text.top, jnp.int32(ABSENT)), moved(text.chance, jnp.float32(0))
+        return Text(moved(text.tokens, jnp.int32(ABSENT)), text.ends - lacking, *rest)
+
+    return lax.cond(jnp.any(lacking > 0), shorter, lambda: text)
 
 
 def extended(text: Text, tokens: Int[Array, "B n"]) -> Text:
@@ -95,6 +125,7 @@ class PromptLookup(Checked):
     limit: int = 8192
     verify: str | Conditional = "exact"
     fallback: bool = True
+    alone: ClassVar[bool] = True
 
     def __post_init__(self):
         if self.depth < 1 or not 1 <= self.shortest <= self.longest or self.limit < 1:
@@ -146,22 +177,31 @@ class PromptLookup(Checked):
 
     def begin(self, start: Start) -> tuple[Text, None]:
         """The text before the pending token, and that token."""
-        room = -(-start.room // ROUND) * ROUND
-        rows, longest = len(start.texts), max(map(len, start.texts))
-        width = min(-(-max(longest, 1) // WIDE) * WIDE, self.limit)
-        tokens = np.full((rows, width), ABSENT, np.int32)
-        for index, row in enumerate(start.texts):
-            part = row[-width:]
-            tokens[index, width - len(part) :] = part
-        top, chance = jnp.full((rows, width, self.top), ABSENT, jnp.int32), jnp.zeros((rows, width, self.top))
+        text = begun(start.texts, *self.columns(max(map(len, start.texts)), start.room), self.top)
         if start.expected is not None:  # of the last tokens: a cache's own were not run now
-            ran = min(start.expected[0].shape[1], width)
-            top, chance = (
-                x.at[:, width - ran :].set(now[:, -ran:]) for x, now in zip((top, chance), start.expected, strict=True)
-            )
-        tokens, top, chance = (jnp.repeat(x, start.samples, axis=0) for x in (jnp.asarray(tokens), top, chance))
-        text = begun(tokens, top, chance, room)
+            text = expecting(text, start.expected)
+        text = jax.tree.map(lambda leaf: jnp.repeat(leaf, start.samples, axis=0), text)
         return extended(text, start.pending[:, None]), None
+
+    def columns(self, longest: int, room: int) -> tuple[int, int]:
+        """Columns for texts of at most so many tokens, and for `room` new ones."""
+        return min(-(-max(longest, 1) // WIDE) * WIDE, self.limit), -(-room // ROUND) * ROUND
+
+    # ---- rows that come and go in one batch
+
+    def row(self, text: np.ndarray, columns: tuple[int, int]) -> Text:
+        """One row's text before what comes."""
+        return begun([text], *columns, self.top)
+
+    def expecting(self, text: Text, expected: Expected) -> Text:
+        """The row's text with what the model held likely after some more of its prompt."""
+        return expecting(text, expected)
+
+    def roomy(self, text: Text, more: int) -> Text:
+        """The texts with columns for so many `more` tokens."""
+        return slid(text, more)
+
+    # ---- trees
 
     def _tree(
         self, text: Text, trunk: Int[Array, "B depth"], before: Int[Array, "B depth"], state: DecodeState

@@ -167,6 +167,7 @@ class DraftModel(Checked):
     fallback: bool = True
     top: ClassVar[int] = 0
     limit: ClassVar[int] = 0
+    alone: ClassVar[bool] = False
 
     def __post_init__(self):
         _checked(self.depth, self.verify, self.policy)
@@ -197,6 +198,7 @@ class SelfDraft(Checked):
     fallback: bool = True
     top: ClassVar[int] = 0
     limit: ClassVar[int] = 0
+    alone: ClassVar[bool] = False
 
     def __post_init__(self):
         _checked(self.depth, self.verify, self.policy)

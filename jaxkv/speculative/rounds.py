@@ -2,25 +2,30 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.attend import LayerIn
 from jaxkv.models import ModelConfig
 from jaxkv.policies.policy import Policy
 from jaxkv.programs import held
-from jaxkv.run import DecodeState, decode_step, model_of
-from jaxkv.sampling import Sampler
+from jaxkv.run import DecodeState, decode_logits, emit, model_of
+from jaxkv.sampling import RowSampler, Sampler
+from jaxkv.sharding.layout import ONE_DEVICE
 from jaxkv.speculative import gate as gates
 from jaxkv.speculative.attend import commit, tree_layer
 from jaxkv.speculative.gate import Gate
 from jaxkv.speculative.tree import placed, pruned, walk
 from jaxkv.speculative.verify import Verify, follows, seen_by
 from jaxkv.store import EMPTY
+
+Tell = Callable[[Float[Array, "B N V"], Int[Array, "B levels"], Int[Array, "B levels"]], Any]
+Stop = tuple[int, ...] | Int[Array, "B S"]  # tokens that end a row: of all rows, or each one's own, filled up with -1
 
 
 @jax.tree_util.register_dataclass
@@ -87,15 +92,46 @@ def speculate(
     A round runs a tree where drafts are expected to pay (always, without `fallback`), else one plain step. `extra`
     are arrays that the drafter needs and nobody changes.
     """
+    nothing = jnp.full((rounds * (drafter.shape.depth + 1), state.done.shape[0]), EMPTY, jnp.int32)
+    state, drafting, out, counts = passes(
+        weights, extra, state, drafting, nothing, on=lambda counts: counts.trees + counts.steps < rounds,
+        tell=lambda logits, nodes, tokens: tokens.T, drafter=drafter, config=config, policy=policy, sampler=sampler,
+        stop=stop, verify=verify, fallback=fallback, implementation=implementation,
+    )  # fmt: skip
+    return state, drafting, out.T, counts
+
+
+def passes(
+    weights,
+    extra,
+    state: DecodeState,
+    drafting: Drafting,
+    nothing: Any,
+    *,
+    on: Callable[[Counts], Bool[Array, ""]],
+    tell: Tell,
+    drafter: Any,
+    config: ModelConfig,
+    policy: Policy,
+    sampler: Sampler | RowSampler,
+    stop: Stop,
+    verify: Verify,
+    fallback: bool,
+    implementation: str | None = None,
+) -> tuple[DecodeState, Drafting, Any, Counts]:
+    """The loop of `speculate` while it is to go `on`, inside a compiled program; what each pass had to `tell`.
+
+    `tell(logits, nodes, tokens)` gives arrays `[levels, B, ...]` of a pass: `tokens[b, d]` (EMPTY: none) was drawn
+    from the logits of node `nodes[b, d]`. They fill `nothing` from the front, arrays `[passes * levels, B, ...]`.
+    """
     levels = drafter.shape.depth + 1
-    out = jnp.full((state.done.shape[0], rounds * levels), EMPTY, jnp.int32)
 
     def going(carry):
-        turn, state, *_ = carry
-        return (turn < rounds) & jnp.any(state.going)
+        state, _, _, counts = carry
+        return on(counts) & jnp.any(state.going)
 
     def body(carry):
-        turn, state, drafting, out, counts = carry
+        state, drafting, told, counts = carry
         active = state.going
         kinds, hint = drafter.look(drafting.drafts)
         kinds = jnp.where(active, kinds, 0)
@@ -105,35 +141,37 @@ def speculate(
 
         def tree(state, drafting, counts):
             return _tree_round(
-                weights, extra, state, drafting, counts, kinds, hint, drafter, config, policy, sampler, stop, verify
-            )
+                weights, extra, state, drafting, counts, kinds, hint, drafter, config, policy, sampler, stop, verify,
+                tell,
+            )  # fmt: skip
 
         def plain(state, drafting, counts):
-            state, token = decode_step(weights, state, config, policy, sampler, stop, implementation=implementation)
-            token = jnp.pad(token[:, None], ((0, 0), (0, levels - 1)), constant_values=EMPTY)
-            drafts = drafter.passed(drafting.drafts, token)
-            gate = gates.waited(drafting.gate, kinds, active)
-            return state, Drafting(drafts, gate), dataclasses.replace(counts, steps=counts.steps + 1), token
+            cache, logits = decode_logits(weights, state.cache, active, config, policy, ONE_DEVICE, implementation)
+            state, token = emit(sampler, stop, dataclasses.replace(state, cache=cache), logits)
+            tokens = jnp.pad(token[:, None], ((0, 0), (0, levels - 1)), constant_values=EMPTY)
+            drafting = Drafting(drafter.passed(drafting.drafts, tokens), gates.waited(drafting.gate, kinds, active))
+            new = tokens, tell(logits[:, None], jnp.zeros_like(tokens), tokens)
+            return state, drafting, dataclasses.replace(counts, steps=counts.steps + 1), new
 
-        state, drafting, counts, new = lax.cond(worth, tree, plain, state, drafting, counts)
+        at = (counts.trees + counts.steps) * levels
+        state, drafting, counts, (tokens, new) = lax.cond(worth, tree, plain, state, drafting, counts)
         counts = dataclasses.replace(
             counts,
             passes=counts.passes + jnp.sum(active, dtype=jnp.int32),
-            tokens=counts.tokens + jnp.sum(new >= 0, dtype=jnp.int32),
+            tokens=counts.tokens + jnp.sum(tokens >= 0, dtype=jnp.int32),
         )
-        out = lax.dynamic_update_slice(out, new, (jnp.int32(0), turn * levels))
-        return turn + 1, state, drafting, out, counts
+        told = jax.tree.map(lambda every, one: lax.dynamic_update_slice_in_dim(every, one, at, 0), told, new)
+        return state, drafting, told, counts
 
     zero = jnp.int32(0)
-    start = (zero, state, drafting, out, Counts(*[zero] * 7))
-    _, state, drafting, out, counts = lax.while_loop(going, body, start)
-    return state, drafting, out, counts
+    return lax.while_loop(going, body, (state, drafting, nothing, Counts(*[zero] * 7)))
 
 
 def _tree_round(
-    weights, extra, state, drafting, counts, kinds, hint, drafter, config, policy, sampler, stop, verify
-) -> tuple[DecodeState, Drafting, Counts, Int[Array, "B levels"]]:
-    """Draft, verify in one pass, and write what was accepted as if it had come token by token."""
+    weights, extra, state, drafting, counts, kinds, hint, drafter, config, policy, sampler, stop, verify, tell
+) -> tuple[DecodeState, Drafting, Counts, tuple[Int[Array, "B levels"], Any]]:
+    """Draft, verify in one pass, and write what was accepted as if it had come token by token; the tokens, and what
+    there is to tell of them."""
     active = state.going
     shape, cache = drafter.shape, state.cache
     tree, chances, drafts = drafter.draft(extra, drafting.drafts, kinds, hint, state, sampler)
@@ -167,11 +205,12 @@ def _tree_round(
         departed=counts.departed + jnp.sum(departed, dtype=jnp.int32),
     )
     gate = gates.learned(drafting.gate, kinds, count - 1, drafted)
-    return state, Drafting(drafter.settle(extra, drafts, tokens), gate), counts, tokens
+    drafting = Drafting(drafter.settle(extra, drafts, tokens), gate)
+    return state, drafting, counts, (tokens, tell(logits, jnp.maximum(nodes, 0), tokens))
 
 
 def _taken(
-    stop: tuple[int, ...], state: DecodeState, tokens: Int[Array, "B n"]
+    stop: Stop, state: DecodeState, tokens: Int[Array, "B n"]
 ) -> tuple[DecodeState, Int[Array, "B n"], Int[Array, "B"]]:
     """The state after each running row took its tokens up to the first stop token and to what it has left.
 
@@ -179,7 +218,8 @@ def _taken(
     """
     cache = state.cache
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    ends = jnp.isin(tokens, jnp.array(stop, jnp.int32)) if stop else jnp.zeros(tokens.shape, bool)
+    of_row = jnp.atleast_2d(jnp.asarray(stop, jnp.int32))[:, None]
+    ends = jnp.any(tokens[..., None] == of_row, axis=-1) & (tokens >= 0)
     before = jnp.cumsum(ends, axis=1, dtype=jnp.int32) - ends.astype(jnp.int32)  # stop tokens in front of this one
     kept = (tokens >= 0) & (before == 0) & (steps < state.left[:, None]) & state.going[:, None]
     count = jnp.sum(kept, axis=1, dtype=jnp.int32)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
-from jaxkv.sampling import Sampler
+from jaxkv.sampling import RowSampler, Sampler
 from jaxkv.speculative.tree import Shape, Tree
 
 ACCEPT, AGAIN, SIBLING = 1, 2, 3  # folded into a position's key: never the draw that plain decoding makes there
@@ -58,7 +58,7 @@ def follows(
     shape: Shape,
     tree: Tree,
     logits: Float[Array, "B N V"],
-    sampler: Sampler,
+    sampler: Sampler | RowSampler,
     verify: Verify,
     seen: Bool[Array, "B N V"] | None,
     keys: Key[Array, "B"],
@@ -73,16 +73,20 @@ def follows(
     accepted by standard speculative sampling (arXiv 2211.17192): p / q, else a draw from max(p - q, 0).
     """
     batch, nodes, vocabulary = logits.shape
-    flat = logits.reshape(-1, vocabulary)
-    warped = sampler.warped(flat, None if seen is None else seen.reshape(-1, vocabulary))
-    each = keys[jnp.repeat(jnp.arange(batch), nodes)]
-    if chances is None or sampler.temperature == 0:
-        token = sampler.draw(warped, each, at.reshape(-1)).reshape(batch, nodes)
+    sampler = sampler.repeated(nodes)
+    flat, flat_seen = logits.reshape(-1, vocabulary), None if seen is None else seen.reshape(-1, vocabulary)
+
+    def chance() -> Float[Array, "B N V"]:
+        return jax.nn.softmax(sampler.warped(flat, flat_seen), axis=-1).reshape(logits.shape)
+
+    if chances is None:
+        each = keys[jnp.repeat(jnp.arange(batch), nodes)]
+        token = sampler.sample(flat, flat_seen, each, at.reshape(-1)).reshape(batch, nodes)
     else:
-        token = _rejected(shape, tree, jax.nn.softmax(warped, axis=-1).reshape(logits.shape), keys, at, chances)
+        token = _rejected(shape, tree, chance(), keys, at, chances)
     if verify is None:
         return token, jnp.zeros(token.shape, bool)
-    return _conditional(tree, verify, jax.nn.softmax(warped, axis=-1).reshape(logits.shape), token)
+    return _conditional(tree, verify, chance(), token)
 
 
 def _rejected(

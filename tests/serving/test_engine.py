@@ -1,19 +1,16 @@
 """The engine: requests that come and go in the rows of one batch get the tokens that each gets alone."""
 
-import contextlib
 import dataclasses
 import math
 import threading
 from pathlib import Path
 
 import jax
-import jax.monitoring
 import numpy as np
 import pytest
+from engines import ACTIONS, DRAWS, LENGTHS, alone, arriving, compilations, finish, idle, in_any_order, sized
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from letters import Letters
-from small import SMALL
 
 import jaxkv
 from jaxkv.errors import BadCheckpoint, BadValue, Busy, JaxkvError, UnknownName
@@ -24,22 +21,10 @@ from jaxkv.serving import Engine
 
 FAMILY = "llama3"
 GOLDENS = Path(__file__).parents[1] / "goldens"
-LENGTHS = (5, 40, 17, 90, 33, 64, 1, 130)
-DRAWS = (
-    {},
-    {"temperature": 1.2, "top_p": 0.7, "seed": -(2**40)},
-    {"temperature": 0.9, "top_k": 30, "min_p": 0.05, "repetition_penalty": 1.2, "seed": 2**40},
-)
 
 
 def ids(length, seed=0):
     return np.random.default_rng(seed).integers(3, 100, length).astype(np.int32)
-
-
-def sized(name, **options):
-    """The policy at a budget of 40 tokens and blocks of 32, with options that fit tiny prompts."""
-    budget = {"budget": 40} if catalogue()[name].evicts and catalogue()[name].budget is None else {}
-    return jaxkv.policy(name, block=32, **budget, **SMALL.get(name, {}), **options)
 
 
 def requests(count):
@@ -52,42 +37,6 @@ def requests(count):
         )
         for n in range(count)
     ]
-
-
-def alone(params, policy, prompt, **asked):
-    """What `generate` gives: the tokens up to the end, and the text."""
-    out = jaxkv.generate(params, prompt, policy=policy, **asked)
-    return out.tokens[0, : out.lengths[0]].tolist()
-
-
-def finish(engine):
-    """Run turns until nothing is left to do."""
-    for _ in range(10_000):
-        if not engine.turn():
-            return
-    raise AssertionError("the engine does not come to an end")
-
-
-def idle(engine):
-    """Whether nothing is left of any request."""
-    load = engine.load
-    return (load.queued, load.taken, engine._open, engine._flying, engine._firsts) == (0, 0, set(), None, [])
-
-
-@contextlib.contextmanager
-def compilations():
-    """The compilations inside the block, counted by JAX."""
-    seen = []
-
-    def heard(event, seconds, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            seen.append(seconds)
-
-    jax.monitoring.register_event_duration_secs_listener(heard)
-    try:
-        yield seen
-    finally:
-        jax.monitoring.unregister_event_duration_listener(heard)
 
 
 @pytest.fixture(scope="module")
@@ -115,15 +64,8 @@ def test_mixed_requests_get_what_each_gets_alone_and_nothing_is_compiled(engine,
     finish(engine)
     assert len(finish_first.tokens) == 2
     with compilations() as seen:
-        answers, waiting = [], list(known)
-        draw = np.random.default_rng(1)
-        while waiting or not all(answer.ended for answer in answers):
-            for _ in range(int(draw.integers(0, 3))):
-                if waiting:
-                    prompt, asked, _ = waiting.pop(0)
-                    answers.append(engine.submit(prompt, **asked))
-            engine.turn()
-    assert seen == [] and not engine.turn() and idle(engine)
+        answers = arriving(engine, known)
+    assert seen == []
     for (prompt, asked, tokens), answer in zip(known, answers, strict=True):
         assert answer.tokens == tokens, asked
         assert answer.prompt_tokens == len(prompt) and answer.seen == len(prompt) + len(tokens) - 1
@@ -133,45 +75,10 @@ def test_mixed_requests_get_what_each_gets_alone_and_nothing_is_compiled(engine,
         assert list(times) == sorted(times)
 
 
-ACTIONS = st.lists(
-    st.one_of(
-        st.tuples(st.just("submit"), st.integers(0, 11)),
-        st.tuples(st.just("cancel"), st.integers(0, 30)),
-        st.tuples(st.just("turn"), st.integers(1, 4)),
-    ),
-    max_size=40,
-)
-
-
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ACTIONS)
 def test_arrivals_and_cancels_in_any_order(engine, known, actions):
-    """Who is not cancelled gets all its tokens, who is gets the first of them; no row and no request is left behind."""
-    before, asked, cancelled, refused = engine.load.ended, [], set(), 0
-    for what, number in actions:
-        if what == "submit":
-            prompt, wanted, tokens = known[number]
-            try:
-                asked.append((engine.submit(prompt, **wanted), tokens))
-            except Busy:
-                refused += 1
-        elif what == "cancel" and asked:
-            answer, _ = asked[number % len(asked)]
-            if not answer.ended:
-                cancelled.add(number % len(asked))
-            answer.cancel()
-        else:
-            for _ in range(number):
-                engine.turn()
-    finish(engine)
-    assert idle(engine)
-    for number, (answer, tokens) in enumerate(asked):
-        if answer.finish == "cancelled":
-            assert number in cancelled and answer.tokens == tokens[: len(answer.tokens)]
-        else:
-            assert answer.tokens == tokens
-    ended = engine.load.ended
-    assert sum(ended.values()) - sum(before.values()) == len(asked)
+    in_any_order(engine, known, actions)
 
 
 def test_the_queue_is_bounded(engine, known):

@@ -273,6 +273,11 @@ def test_curl(running):
     assert all(event.startswith("data: {") for event in events[:-2]) and events[-2:] == ["data: [DONE]", ""]
 
 
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
 def _listens(port):
     with socket.socket() as sock:
         return sock.connect_ex(("127.0.0.1", port)) == 0
@@ -287,8 +292,7 @@ class Browser:
     ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's name for one
 
     def __init__(self, folder):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         self._driver = subprocess.Popen(
             [shutil.which("chromedriver"), f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
@@ -399,33 +403,43 @@ def test_the_stop_finishes_what_runs(params):
 
 
 @pytest.mark.long
-def test_the_command_runs_until_it_is_told_to_stop(tmp_path):
-    """In a process of its own: it answers, finishes what runs, and ends with 0."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_the_command_runs_until_it_is_told_to_stop(tmp_path, hosts):
+    """In a process of its own, or in two that are one mesh: it answers, finishes what runs, and ends with 0."""
+    port, meeting = free_port(), free_port()
     (tmp_path / "manual.txt").write_text("Press the red button.", encoding="utf-8")
     words = ["serve", "--policy", "tova", "--budget", "32", "--block", "64", "--rows", "2", "--port", str(port),
              "--prefix", f"manual={tmp_path / 'manual.txt'}", "--token", "secret", "--name", "small",
              "--max-new-tokens", "100"]  # fmt: skip
-    process = subprocess.Popen([sys.executable, "-m", "jaxkv.cli", *words], stderr=subprocess.PIPE, text=True)
+    more = [["--speculative", "lookup"]]
+    if hosts > 1:
+        joined = ["--mesh", f"model={hosts}", "--coordinator", f"127.0.0.1:{meeting}", "--num-processes", str(hosts)]
+        more = [[*joined, "--process-id", str(number)] for number in range(hosts)]
+    processes = [
+        subprocess.Popen([sys.executable, "-m", "jaxkv.cli", *words, *each], stderr=subprocess.PIPE, text=True)
+        for each in more
+    ]
+    front = processes[0]
     try:
         address = f"http://127.0.0.1:{port}"
-        until(lambda: process.poll() is not None or (_listens(port) and got(address, "/health")[0] == 200), 550)
+        until(lambda: front.poll() is not None or (_listens(port) and got(address, "/health")[0] == 200), 550)
         asked = {"model": "small", "prompt": " What colour?", "max_tokens": 60, "temperature": 0, "stream": True}
         more = {"ignore_eos": True, "prefix": "manual"}
         stream = client(address, "secret").completions.create(
             **asked, stream_options={"include_usage": True}, extra_body=more
         )
         first = next(iter(stream))
-        process.terminate()
+        for process in processes:
+            process.terminate()
         last = list(stream)[-1]
         assert first.choices[0].text and last.usage.completion_tokens == 60
         assert last.usage.prompt_tokens_details.cached_tokens > 0
-        assert process.wait(60) == 0, process.stderr.read()
+        assert [process.wait(60) for process in processes] == [0] * hosts, [each.stderr.read() for each in processes]
     finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
+        for process in processes:
+            process.kill()
+            process.wait()
+            process.stderr.close()
 
 
 @pytest.mark.slow
