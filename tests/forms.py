@@ -134,6 +134,10 @@ class Rule:
         """The head with the entries at these places; the others have left."""
         return head.only(stay)
 
+    def beside(self, head: Head) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """Keys and values [m, D] that a step attends to beside the entries, and what is added to their logits [m]."""
+        return None
+
     def stands(self, head: Head) -> np.ndarray:
         """For how many tokens each entry stands."""
         return np.ones(len(head.at))
@@ -207,6 +211,10 @@ def run(tiny: Tiny, rule: Rule, ids, steps: int, reserve: int = 1) -> Ran:
             logits = np.where(rule.reads(head, own), logits, -np.inf)
             mass = softmax(logits)
             out.append(mass @ head.value)
+            if (beside := rule.beside(head)) is not None:
+                more, values, bias = beside
+                weights = softmax(np.concatenate([logits, own @ more.T / tiny.dim**0.5 + bias], 1))
+                out[-1] = weights @ np.concatenate([head.value, values])
             worths.append(rule.step(head, mass, now))
             held[layer][number] = head
         looked.append([head.at.tolist() for head in held[layer]])

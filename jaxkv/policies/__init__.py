@@ -38,6 +38,7 @@ from jaxkv.policies.evicted import Demote as Demote
 from jaxkv.policies.evicted import Drop as Drop
 from jaxkv.policies.evicted import Estimate as Estimate
 from jaxkv.policies.evicted import Evicted as Evicted
+from jaxkv.policies.evicted import Residual as Residual
 from jaxkv.policies.evicted import Summarise as Summarise
 from jaxkv.policies.flow import Flow as Flow
 from jaxkv.policies.flow import Follow as Follow
