@@ -50,8 +50,9 @@ class ScoreInputs:
     `keys` are turned to `places` (text or cache positions, by the policy's rope), `queries` are before RoPE.
     `limits` is the number of entries to keep, per row or per head; `protected` marks those that stay whatever their
     score. `layer` is the layer's number, of `layers`. `out` is its output matrix by query heads, for scores that need
-    OUTPUT; `looks` are the layer's last queries, turned, for scores that look with them; `learned` holds, by name,
-    what was measured on the layer beforehand, for scores that need something `calibrated`.
+    OUTPUT; `by_query` is the prompt's mass before the query heads of a KV head are one. `looks` are the layer's last
+    queries, turned, for scores that look with them; `learned` holds, by name, what was measured on the layer
+    beforehand, for scores that need something `calibrated`.
     """
 
     keys: Float[Array, "B Hk S D"] | None = None
@@ -67,6 +68,7 @@ class ScoreInputs:
     out: Float[Array, "Hq D M"] | None = None
     positions: Int[Array, "B Hk S"] | None = None
     mass: Float[Array, "B Hk S"] | None = None
+    by_query: Float[Array, "B Hq S"] | None = None
     now: Int[Array, "B"] | None = None
     limits: Int[Array, "B *Hk"] | None = None
     protected: Bool[Array, "B Hk S"] | None = None
