@@ -66,7 +66,7 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "dapq-longflow": FORMS,
     "defensivekv": Check(CODE, PREFILL, "test_released_scores.py::test_defensivekv_as_released"),
     "duo": HEADS,
-    "elastic-cache": (MERGED, FORMS),
+    "elastic-cache": (MERGED, Check(CODE, PART, "test_merging.py::test_elastic_cache_grows_as_released"), FORMS),
     "ems": FORMS,
     "epicache": Check(CODE, PREFILL, "test_released.py::test_epicache_block_by_block"),
     "expected-attention": TWINS,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from typing import ClassVar
 
 import merging_numpy
@@ -175,19 +176,28 @@ class LazyEviction(Rule):
 
 
 class ElasticCache(Merging, Rule):
-    """All heads of a layer by the attention that all queries gave, what leaves into the nearest by place; then what is
-    9 tokens old goes."""
+    """All heads of a layer by the attention that all queries gave, what leaves into the nearest by place. Then what is
+    behind all but the last 9 of the prompt's goes, and the cache grows with the text, up to the budget."""
 
     merges: ClassVar[dict] = {"into": "neighbour", "spares": True}
-    protects = (1, 1)
+    protects, reserve = (1, 1), 5
 
     def prompt(self, seen: Prompt):
+        self.length = seen.weights.shape[1]
         worth = np.tile(seen.weights.sum(1).mean(0), (len(seen.key), 1))
         worth[:, 0] = worth[:, -1] = np.inf
         return worth
 
+    @property
+    def left(self):
+        return self.budget - self.reserve
+
+    def most(self, held, now):
+        return min(self.left + math.ceil(self.left * (now - self.length) / self.length) + 1, held)
+
     def step(self, head, mass, now):
-        return np.where(head.at < 1, np.inf, np.abs(now - head.at - 9) + 0.0)
+        place = np.arange(len(head.at))  # in time order
+        return np.where(place < self.left - 9, np.inf, head.at + 0.0)
 
 
 class WeightedKv(Merging, Summed):
@@ -685,7 +695,7 @@ def test_prompt_and_steps(numpy_model, tiny, name):
     """The same tokens, and the same entries in every head at the end."""
     kind, options, seed = CASES[name]
     rule = kind(BUDGET)
-    reserve = 0 if rule.every > 1 else 1
+    reserve = 0 if rule.every > 1 else rule.reserve
     theirs = run(numpy_model, rule, ids(seed), STEPS, reserve)
     assert theirs.token_gap > TOKEN_GAP and min(theirs.near, rule.near) > CLEAR, "a near tie: another seed"
     policy = jaxkv.policy(name, **({"budget": BUDGET} if named(name).evicts else {}), **options)

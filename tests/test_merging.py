@@ -163,6 +163,24 @@ def test_merging_as_released(goldens, name, which, phase, options, near, monkeyp
         np.testing.assert_array_equal(np.asarray(new.weight)[0][stays], read("new_count").ravel())
 
 
+def test_elastic_cache_grows_as_released(goldens):
+    """Step by step, which tokens a head holds behind a prompt's cut: as many as the prompt's share, one place freed."""
+    steps = arrays(goldens / "policies" / "merging.npz")["elastic-cache/steps"]
+    part, prompt = dataclasses.replace(named("elastic-cache").decode.score, offset=4), jnp.array([25])
+    at = [0, 2, 5, 8, 11, 14, 17, 20, 23, 24]
+    begun = len(at)
+    stay = dict(zip(at, np.asarray(part.left(jnp.array([[at]]), prompt)["held_since"])[0, 0], strict=True))
+    for token, want in enumerate(steps, 25):
+        at = [*at, token]
+        stats, places = {"held_since": jnp.array([[[stay.get(p, 0.0) for p in at]]])}, jnp.array([[at]])
+        most = begun + int(part.grown(stats, places, jnp.array([token]), prompt * 0, jnp.array([begun]))[0])
+        worth = np.asarray(part.factors(stats, places, jnp.array([token + 1]))[1])[0, 0]
+        if len(at) > most:
+            at.remove(at[int(worth.argmin())])
+        assert at == np.flatnonzero(want).tolist(), token
+    assert len(at) == 24 and set(range(56, 60)) < set(at)
+
+
 def test_residual_slots_as_released(goldens):
     """ZSMerge's after a prompt's cut and after each step, and attention over them and the others with 0.6 log n."""
     golden = arrays(goldens / "policies" / "merging.npz")

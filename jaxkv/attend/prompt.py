@@ -260,6 +260,8 @@ def finished(
     brought up to date, and the index made that decode reads by. The mass is among the store's statistics, and goes."""
     mass = store.stats.get("mass")
     store = store.keeping(policy.stats)
+    left = {name: store.unscored(store.uncompared(stat)) for name, stat in policy.left(store, now).items()}
+    store = store.changed(stats={**store.stats, **left}) if left else store
     mass = None if mass is None else store.scored(mass)
     ready = aim(policy, share, store, mass, now, window, limits, inputs)
     if looked and policy.prefill is not None:

@@ -82,8 +82,8 @@ from jaxkv.policies.recurrence import Recurrence as Recurrence
 from jaxkv.policies.score import AccumulatedAttention as AccumulatedAttention
 from jaxkv.policies.score import Attention as Attention
 from jaxkv.policies.score import AttentionValue as AttentionValue
-from jaxkv.policies.score import Distance as Distance
 from jaxkv.policies.score import Entering as Entering
+from jaxkv.policies.score import FixedPlace as FixedPlace
 from jaxkv.policies.score import KeyNorm as KeyNorm
 from jaxkv.policies.score import PeakAttention as PeakAttention
 from jaxkv.policies.score import Random as Random
