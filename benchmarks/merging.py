@@ -1,139 +1,127 @@
-"""Merging against dropping at equal bytes: the same policy with its rule, and with what leaves dropped.
+"""Merging against dropping at equal bytes: the pairs of `jaxkv eval merging`, side by side.
 
-The methods of the catalogue that merge, and four rules put under other policies' prompts: `values` (kvpress'
-MergingPress), `counted` (nearest key from a cosine of 0.8, log n added to the logit; also with keys turned back before
-they are averaged) and `d2o`. By default: KL from the
-full cache on prose, teacher-forced, and passkeys. With `--cost`: prefill and decode step over dropping's, in turns.
-Rows that are there already stay in the JSON file.
+The run's file (`configs/evals/merging.toml`) has each method of the catalogue that merges beside itself with what
+leaves dropped, and three rules put under other policies' prompts beside those policies. By default this runs it, as
+`jaxkv eval merging --data FOLDER --out OUT` does, goes on where that was stopped, and prints the pairs: needles, KL
+from the full cache on prose, long outputs, LongBench's code (without `--data` the others alone). With `--cost`: prefill
+and decode step over dropping's, in turns; rows that are there already stay in the JSON file.
 
-    python -m benchmarks.merging
+    python -m benchmarks.merging --data FOLDER
     python -m benchmarks.merging --cost
 """
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 import jaxkv
 from benchmarks.family_cost import decoded, first_layers, prefilled
 from benchmarks.flat_cost import TURNS, in_turns, ratios
-from benchmarks.passkey import examples, hits
 from benchmarks.report import RESULTS, prose_rows, table, write
-from jaxkv.evaluation.fidelity import fidelity, reference
-from jaxkv.policies import Merge, catalogue
-from jaxkv.policies.evicted import Drop
+from jaxkv import evaluation
+from jaxkv.evaluation import published, summary
+from jaxkv.evaluation.settings import Settings
 
-RULES = {
-    "values": Merge(into="nearest", alike=0.0, by="norm", divide="sum", what="values"),
-    "counted": Merge(into="nearest", alike=0.8, by="equal", divide="sum", counts=True),
-    "counted, turned back": Merge(into="nearest", alike=0.8, by="equal", divide="sum", counts=True, turned=False),
-    "d2o": Merge(),
-}
-UNDER = ("snapkv", "h2o", "dapq", "longflow")
+DROPPED, UNDER = ": dropped", " + "
 
 
-def pairs(budget: int) -> dict[str, tuple[jaxkv.Policy, jaxkv.Policy]]:
-    """Each method that merges, and each rule under each policy; and the same with what leaves dropped."""
-    found = {}
-    for name, policy in catalogue().items():
-        if any(phase.evicted.moves for phase in policy.phases):
-            chosen = jaxkv.policy(name, budget=budget)
-            found[name] = chosen, dropping(chosen)
-    for name in UNDER:
-        chosen = jaxkv.policy(name, budget=budget)
-        for label, rule in RULES.items():
-            prefill = dataclasses.replace(chosen.prefill, evicted=rule)
-            found[f"{name} + {label}"] = dataclasses.replace(chosen, prefill=prefill), chosen
-    return found
+def pairs(settings: Settings) -> dict[str, str]:
+    """The labels of the run's policies that merge, and of the same with what leaves dropped."""
+    labels = [cell.label for cell in settings.cells()]
+    methods = {label: label + DROPPED for label in labels if label + DROPPED in labels}
+    return methods | {label: label.partition(UNDER)[0] for label in labels if UNDER in label}
 
 
-def dropping(policy: jaxkv.Policy) -> jaxkv.Policy:
-    """The policy whose entries that leave are gone."""
-    phases = {"prefill": policy.prefill, "decode": policy.decode}
-    gone = {name: phase and dataclasses.replace(phase, evicted=Drop()) for name, phase in phases.items()}
-    return dataclasses.replace(policy, **gone)
+def only(settings: Settings, names: list[str]) -> Settings:
+    """The run with these policies alone, what they stand beside, and the full cache."""
+    found = pairs(settings)
+    wanted = {"full", *names, *(found[name] for name in names)}
+    label = lambda entry: entry if isinstance(entry, str) else entry.get("label", entry.get("name"))  # noqa: E731
+    return evaluation.changed(settings, {"policies": tuple(p for p in settings.policies if label(p) in wanted)})
 
 
-def costs(params: Any, names: list[str], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def costs(params: Any, settings: Settings, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Prefill and decode step of each pair, merging over dropping."""
     params = first_layers(params, options.layers)
     rows = prose_rows(params.tokenizer, 1, options.tokens)
-    for name, (merging, drops) in pairs(options.budget).items():
-        if name not in names:
-            continue
+    policies = {cell.label: cell.policy for cell in settings.cells()}
+    for name, base in pairs(settings).items():
+        both = {"merge": policies[name], "drop": policies[base]}
         row: dict[str, Any] = {"policy": name}
         for what, run in (("prefill", prefilled), ("step", decoded)):
-            if what == "step" and merging.decode is None:
+            if what == "step" and policies[name].decode is None:
                 continue
             more = () if what == "prefill" else (options.new_tokens,)
-            both = {label: run(params, each, rows, *more) for label, each in (("merge", merging), ("drop", drops))}
-            took = in_turns(both, options.rounds)
+            took = in_turns({label: run(params, each, rows, *more) for label, each in both.items()}, options.rounds)
             row |= {what: ratios(took["merge"], took["drop"])[TURNS], f"{what}_times": took}
         print(name, *(f"{key} {value:.3f}" for key, value in row.items() if isinstance(value, float)), flush=True)
         yield row
 
 
-def quality(params: Any, names: list[str], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """KL and right passkeys of each pair."""
-    whole = np.asarray(prose_rows(params.tokenizer, options.texts, options.tokens + options.new_tokens), np.int32)
-    against = reference(params, whole[:, : options.tokens], whole[:, options.tokens :])
-    asked = examples(params.tokenizer, options.tokens, [0.1, 0.3, 0.5, 0.7, 0.9], 0) if options.passkeys else []
-    known: dict[Any, tuple[float, list[bool]]] = {}
-    for name, both in pairs(options.budget).items():
-        if name not in names:
-            continue
+def quality(params: Any, settings: Settings, out: str) -> Iterator[dict[str, Any]]:
+    """Scores by task, KL and bytes of each pair, from the records of the run."""
+
+    def told(what: str, done: int, of: int, left: float | None) -> None:
+        print(f"[{done}/{of}" + ("" if left is None else f", {left / 60:.0f} min left") + f"] {what}", flush=True)
+
+    records = list(evaluation.evaluate(params, settings, out, progress=told).records())
+    rows = {row["policy"]: row for row in summary.quality(records)}
+    kl = {row["policy"]: row["kl"] for row in summary.fidelities(records)}
+    for name, base in {"full": "full", **pairs(settings)}.items():
         row: dict[str, Any] = {"policy": name}
-        for label, policy in zip(("merge", "drop"), both, strict=True):
-            parts = policy.prefill, policy.decode, policy.allocate, policy.budget
-            if parts not in known:
-                kl = float(fidelity(params, policy, against).kl.mean())
-                right = hits(params, policy, asked, 10).tolist() if asked else []
-                known[parts] = kl, right
-            row[f"{label} KL"], row[f"{label} right"] = known[parts]
-        shown = f"KL {row['merge KL']:.3f} against {row['drop KL']:.3f}"
-        print(name, shown, f"right {sum(row['merge right'])} against {sum(row['drop right'])}", flush=True)
-        yield row
+        for label, which in (("merge", name), ("drop", base)):
+            if which in rows:
+                row |= {f"{label} {task}": mean.value for task, mean in rows[which]["tasks"].items()}
+                row[f"{label} bytes"] = rows[which]["cache_bytes"]
+            if which in kl:
+                row[f"{label} KL"] = kl[which]
+        if len(row) > 1:
+            yield row
 
 
 def main() -> None:
     """Measure, print the table, store the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--model", default=None, help="default: the run's")
+    parser.add_argument("--data", default="", help="the folder of LongBench's files")
+    parser.add_argument("--out", default="results/merging", help="where the run's records lie")
+    parser.add_argument("--policies", nargs="+", default=None, help="labels of the run's that merge; default: all")
+    parser.add_argument("--budget", type=int, default=None, help="default: the run's")
+    parser.add_argument("--tasks", nargs="+", default=None, help="of the run's; default: all")
+    parser.add_argument("--limit", type=int, default=None, help="examples of a data set; default: the run's")
     parser.add_argument("--cost", action="store_true")
-    parser.add_argument("--policies", nargs="+", default=None, help="default: all pairs, named as in the table")
-    parser.add_argument("--budget", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--texts", type=int, default=4)
-    parser.add_argument("--passkeys", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--tokens", type=int, default=1024, help="with --cost")
+    parser.add_argument("--new-tokens", type=int, default=32, help="with --cost")
     parser.add_argument("--layers", type=int, default=6, help="with --cost: the model's first layers")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="with --cost")
     parser.add_argument("--name", default=None, help="of the JSON file in benchmarks/results")
     options = parser.parse_args()
-    params = jaxkv.load(options.model)
-    names = options.policies or list(pairs(options.budget))
-    title = options.name or ("merging-cost" if options.cost else "merging")
+    settings = evaluation.load("merging")
+    fields = {"model": options.model, "data": options.data, "budgets": options.budget and (options.budget,)}
+    tasks = options.tasks or [task.name for task in settings.tasks if options.data or task.name not in published.NAMES]
+    each = {"limit": options.limit} if options.limit else {}
+    settings = evaluation.changed(settings, {name: value for name, value in fields.items() if value}, tasks, each)
+    settings = only(settings, options.policies) if options.policies else settings
+    params = jaxkv.load(settings.model)
+    title = options.name or ("merging-cost" if options.cost else "merging-pairs")
     path = RESULTS / f"{title}.json"
-    before = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else []
-    rows = {row["policy"]: row for row in before}
-    for row in (costs if options.cost else quality)(params, names, options):
-        rows[row["policy"]] = row
-        results = [rows[name] for name in pairs(options.budget) if name in rows]
-        write(title, {**vars(options), "results": results})
     if options.cost:
-        shown = [(row["policy"], row["prefill"], row.get("step", "-")) for row in results]
+        before = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else []
+        rows = {row["policy"]: row for row in before}
+        for row in costs(params, settings, options):
+            rows[row["policy"]] = row
+            write(title, {**vars(options), "results": list(rows.values())})
+        shown = [(row["policy"], row["prefill"], row.get("step", "-")) for row in rows.values()]
         print(table("merging over dropping (median of the rounds)", ("policy", "prefill", "step"), shown))
     else:
-        right = lambda row, label: f"{sum(row[f'{label} right'])}/{len(row[f'{label} right'])}"  # noqa: E731
-        shown = [
-            (row["policy"], row["merge KL"], row["drop KL"], right(row, "merge"), right(row, "drop")) for row in results
-        ]
-        header = ("policy", "KL, merge", "KL, drop", "passkeys, merge", "drop")
-        print(table(f"budget {options.budget} of {options.tokens} tokens", header, shown))
+        results = list(quality(params, settings, options.out))
+        write(title, {**{n: v for n, v in vars(options).items() if n not in ("data", "out")}, "results": results})
+        columns = [name.removeprefix("merge ") for name in results[0] if name.startswith("merge ")]
+        both = lambda row, name: tuple(row.get(f"{label} {name}", "-") for label in ("merge", "drop"))  # noqa: E731
+        header = ("policy", *(f"{name}, {label}" for name in columns for label in ("merge", "drop")))
+        shown = [(row["policy"], *(value for name in columns for value in both(row, name))) for row in results]
+        print(table(f"{settings.model}, budget {settings.budgets[0]}", header, shown))
     print("written to", path)
 
 

@@ -57,6 +57,11 @@ class PromptBlocks:
         return map(slice, [0, *ends], ends)
 
 
+def shares(policy: Policy, config: ModelConfig, layer: int) -> bool:
+    """Whether a layer has its part in what the allocator and the rules do: not under a sliding window, nor spared."""
+    return config.specs[layer].window is None and policy.allocate.shares(layer, config.num_layers)
+
+
 def plan(
     policy: Policy,
     config: ModelConfig,
@@ -131,8 +136,11 @@ def planned(
 
     more = max(0, -(-int(new.max()) // block) - 1)
     first = int(new.max()) - more * block
-    sharing = sum(spec.window is None for spec in config.specs)
-    reach = policy.allocate.reach(max(slots), min(int(limits.max()), max(slots)), sharing, longest)
+    reach, sharing = 0, [layer for layer in range(config.num_layers) if shares(policy, config, layer)]
+    if sharing:
+        most_slots = max(slots[layer] for layer in sharing)
+        limit = min(int(limits[sharing].max()), most_slots)
+        reach = policy.allocate.reach(most_slots, limit, len(sharing), longest)
     blocks = PromptBlocks(min(rounded(first, sizes), block), more, block)
     return Plan(tuple(slots), _looks(policy, total, limits), reach), blocks, limits
 

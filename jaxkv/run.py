@@ -15,10 +15,10 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxkv.attend import Ask, Facts, LayerIn, decode_layer, divided, prefill_layer
+from jaxkv.attend import Ask, Facts, LayerIn, decode_layer, divided, overwritten, prefill_layer
 from jaxkv.models import AttentionSpec, ModelConfig, graphdef
 from jaxkv.models.decoder import Decoder
-from jaxkv.plan import Plan, PromptBlocks
+from jaxkv.plan import Plan, PromptBlocks, shares
 from jaxkv.policies.flow import Block
 from jaxkv.policies.needs import HIDDEN, OUTPUT
 from jaxkv.policies.policy import NOTHING, Learned, Policy
@@ -46,19 +46,21 @@ def _of_layer(learned: Learned, layer: int) -> dict[str, Array]:
 
 def empty_layers(config: ModelConfig, policy: Policy, batch: int, dtype) -> Layers:
     """Stores without a slot, where a prompt begins."""
-    return tuple(empty_layer(spec, policy, batch, dtype) for spec in config.specs)
+    each = enumerate(config.specs)
+    return tuple(empty_layer(spec, policy, batch, dtype, shares(policy, config, layer)) for layer, spec in each)
 
 
-def empty_layer(spec: AttentionSpec, policy: Policy, batch: int, dtype) -> Any:
-    """One layer's store without a slot. Raises `BadValue` where heads of its width have no code."""
-    kind = policy.allocate.store if spec.window is None else "slots"
-    beside = policy.beside(batch, spec.num_kv_heads, spec.head_dim, dtype) if spec.window is None else {}
+def empty_layer(spec: AttentionSpec, policy: Policy, batch: int, dtype, sharing: bool) -> Any:
+    """One layer's store without a slot; `sharing` as `plan.shares` says of it. Raises `BadValue` where heads of its
+    width have no code."""
+    kind = policy.allocate.store if sharing else "slots"
+    beside = policy.beside(batch, spec.num_kv_heads, spec.head_dim, dtype) if sharing else {}
     if policy.looks:
         beside[LOOKS] = looks.empty(batch, spec.num_heads, policy.looks, spec.head_dim, dtype)
     policy.store.check(spec.head_dim)
     beside |= policy.store.beside(batch, spec.num_kv_heads, spec.head_dim, dtype)
     shape = (batch, spec.num_kv_heads, spec.head_dim, dtype)
-    weighs = policy.weighs and spec.window is None
+    weighs = policy.weighs and sharing
     return empty_store(kind, *shape, policy.stats, policy.store, beside, weighs)
 
 
@@ -173,7 +175,7 @@ def through_block(
     length, learned = tokens.shape[1], policy.allocate.prepared(learned)
     if begins:  # the slots of a cache to go on from lie as decoding left them; from here on they stay in time order
         layers = tuple(layout.gathered(layer).in_time_order() if layer.slots else layer for layer in layers)
-    full = [layer for layer, spec in enumerate(config.specs) if spec.window is None]
+    full = [layer for layer in range(config.num_layers) if shares(policy, config, layer)]
     front = ((0, 0), (-(length + pseudo.shape[1]) % layout.parts, 0))  # equal parts for the devices
     tokens, positions = jnp.pad(tokens, front), jnp.pad(positions, front, constant_values=EMPTY)
     now = jnp.where(positions[:, -1] < 0, lengths, positions[:, -1] + 1)  # a row of padding has not begun
@@ -202,6 +204,7 @@ def through_block(
                 behind.shape[1],
                 flow.going(passing, i) if plan.look else 0,
                 plan.look and flow.leads(i, passing),
+                shares=shares(policy, config, i),
             ),
         )
         for i, store in enumerate(opened(layers))
@@ -327,19 +330,21 @@ def decode_logits(
     attend = functools.partial(decode_layer, policy, position, layout, implementation)
     model = model_of(config, weights)
     needs_out = policy.decode is not None and OUTPUT in policy.decode.needs
-    given = [
+    given = tuple(
         LayerIn(
             store,
             cache.limits[i],
             Facts(i, model.output_matrix(i) if needs_out else None, _of_layer(learned, i), config.num_layers),
-            Ask(everything=policy.read.everything(i)),
+            Ask(everything=policy.read.everything(i), shares=shares(policy, config, i)),
         )
         for i, store in enumerate(cache.views)
-    ]
+    )
+    layers = overwritten(policy, cache.layers, given, config.specs, position)
+    given = [dataclasses.replace(each, cache=store) for each, store in zip(given, opened(layers), strict=True)]
     hidden, outs = model(layout.lay("tokens", jnp.maximum(cache.pending, 0)[:, None]), given, attend, layout.lay)
     cache = dataclasses.replace(
         cache,
-        layers=written(cache.layers, tuple(out.cache for out in outs), position),
+        layers=written(layers, tuple(out.cache for out in outs), position),
         lengths=cache.lengths + running.astype(jnp.int32),
     )
     return cache, model.logits(hidden[:, 0])

@@ -9,7 +9,7 @@ import jax
 
 from jaxkv.errors import BadValue
 from jaxkv.models import AttentionSpec, ModelConfig
-from jaxkv.plan import whole
+from jaxkv.plan import shares, whole
 from jaxkv.policies.policy import NOTHING, Learned, Policy
 from jaxkv.run import empty_layer
 
@@ -27,16 +27,19 @@ class Size:
 
 def size_of(policy: Policy, config: ModelConfig, dtype: Any, slots: Sequence[int]) -> Size:
     """Bytes of one row's cache with so many slots per KV head in each layer, read off the arrays that it would have."""
-    each = [_layer(policy, spec, str(dtype), count) for spec, count in zip(config.specs, slots, strict=True)]
+    each = [
+        _layer(policy, spec, str(dtype), count, shares(policy, config, layer))
+        for layer, (spec, count) in enumerate(zip(config.specs, slots, strict=True))
+    ]
     return Size(sum(size.keys_values for size in each), sum(size.all for size in each))
 
 
 @functools.lru_cache(maxsize=4096)
-def _layer(policy: Policy, spec: AttentionSpec, dtype: str, slots: int) -> Size:
+def _layer(policy: Policy, spec: AttentionSpec, dtype: str, slots: int, sharing: bool) -> Size:
     found: list[Size] = []
 
     def made() -> None:
-        store = empty_layer(spec, policy, 1, jax.numpy.dtype(dtype)).sized(slots)
+        store = empty_layer(spec, policy, 1, jax.numpy.dtype(dtype), sharing).sized(slots)
         store = policy.read.indexed(store)
         found.append(Size(store.kv_bytes, sum(leaf.nbytes for leaf in jax.tree.leaves(store))))
 
@@ -49,6 +52,7 @@ def slots_at(policy: Policy, config: ModelConfig, budget: int, learned: Learned 
     added while decoding, those of the prompt."""
     each = dataclasses.replace(policy, budget=budget, ratio=None, bytes=None)
     limits = each.budgets(config.max_position, config.num_layers, learned)
+    limits = [min(limit, config.max_position) for limit in limits]  # a layer that is spared holds the text
     limits = [min(limit, spec.window or limit) for limit, spec in zip(limits, config.specs, strict=True)]
     return [limit if policy.decode is None else whole(policy, limit) for limit in limits]
 

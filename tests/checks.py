@@ -58,12 +58,15 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "critical-adakv": POOLS,
     "criticalkv": (TWINS, FORMS_AT_DECODE),
     "cur": (TWINS, FORMS_AT_DECODE),
-    "d2o": Check(FORM, PREFILL, "test_model_pool.py::test_d2o"),
+    "d2o": (
+        Check(CODE, DECODE, "test_d2o_oracle.py::test_steps_as_released"),
+        Check(FORM, PREFILL, "test_model_pool.py::test_d2o"),
+    ),
     "dapq": FORMS,
     "dapq-longflow": FORMS,
     "defensivekv": Check(CODE, PREFILL, "test_released_scores.py::test_defensivekv_as_released"),
     "duo": HEADS,
-    "elastic-cache": (MERGED, FORMS),
+    "elastic-cache": (MERGED, Check(CODE, PART, "test_merging.py::test_elastic_cache_grows_as_released"), FORMS),
     "ems": FORMS,
     "epicache": Check(CODE, PREFILL, "test_released.py::test_epicache_block_by_block"),
     "expected-attention": TWINS,
@@ -129,7 +132,7 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "value-merging": Check(KVPRESS, PART, "test_merging.py::test_merging_as_released"),
     "vatp": FORMS,
     "weightedkv": FORMS,
-    "zsmerge": (MERGED, FORMS),
+    "zsmerge": (Check(CODE, PART, "test_merging.py::test_residual_slots_as_released"), FORMS),
 }
 
 

@@ -104,6 +104,7 @@ class Rule:
     """What entries are worth. `fresh` are the statistics of a new entry."""
 
     every = 1  # entries over the budget at which a cut comes; 1: the lowest leaves at every step
+    reserve = 1  # of the budget, for the first new tokens
     near = np.inf  # how near a choice of its own came to a tie
     together = False  # whether all heads let the same of their entries go, by the sum
     fresh: ClassVar[dict[str, float]] = {}
@@ -134,9 +135,17 @@ class Rule:
         """The head with the entries at these places; the others have left."""
         return head.only(stay)
 
+    def beside(self, head: Head) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """Keys and values [m, D] that a step attends to beside the entries, and what is added to their logits [m]."""
+        return None
+
     def stands(self, head: Head) -> np.ndarray:
         """For how many tokens each entry stands."""
         return np.ones(len(head.at))
+
+    def most(self, held: int, now: int) -> int:
+        """How many entries a head that held so many after the prompt may hold, with the token at `now` - 1."""
+        return held
 
     def kept(self, worth: np.ndarray, count: int, layer: int) -> list[np.ndarray]:
         """The entries that each head keeps of a prompt, in time order."""
@@ -207,6 +216,10 @@ def run(tiny: Tiny, rule: Rule, ids, steps: int, reserve: int = 1) -> Ran:
             logits = np.where(rule.reads(head, own), logits, -np.inf)
             mass = softmax(logits)
             out.append(mass @ head.value)
+            if (beside := rule.beside(head)) is not None:
+                more, values, bias = beside
+                weights = softmax(np.concatenate([logits, own @ more.T / tiny.dim**0.5 + bias], 1))
+                out[-1] = weights @ np.concatenate([head.value, values])
             worths.append(rule.step(head, mass, now))
             held[layer][number] = head
         looked.append([head.at.tolist() for head in held[layer]])
@@ -214,7 +227,8 @@ def run(tiny: Tiny, rule: Rule, ids, steps: int, reserve: int = 1) -> Ran:
         if rule.together:
             worths = [sum(worths)] * len(worths)
         for number, (head, worth) in enumerate(zip(held[layer], worths, strict=True)):
-            most, least = sizes[layer][number], sizes[layer][number] - 1
+            most = rule.most(sizes[layer][number], now)
+            least = most - 1
             if rule.every > 1:
                 most, least = most + rule.every, most
             if len(head.at) >= most:

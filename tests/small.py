@@ -9,7 +9,7 @@ SMALL = {  # published windows are longer than the tiny prompts
     "spans": {"kernel": 5},
     "spans-longflow": {"kernel": 5},
     "cake": {"window": 4, "decode_recent": 4},
-    "d2o": {"sinks": 2},
+    "d2o": {"sinks": 2, "spare": 0, "spare_last": 0},  # of two layers
     "layer-compresskv": {"window": 4, "least": 6, "most": 1.25},
     "layer-defensivekv": {"window": 4},
     "prefixkv": {"sinks": 2},
@@ -64,5 +64,4 @@ SMALL = {  # published windows are longer than the tiny prompts
     "value-merging": {"window": 6},
     "vatp": {"sinks": 2},
     "weightedkv": {"sinks": 2},
-    "zsmerge": {"every": 4},
 }

@@ -177,9 +177,10 @@ def test_merging_while_decoding_moves_what_stays(tiny, every):
     assert one.tokens.tolist() == two.tokens.tolist()
 
 
-def test_heads_that_share_merge_at_cuts_only():
+def test_heads_that_share_change_several_entries_at_cuts_only():
     with pytest.raises(BadValue, match="every= above 1"):
-        jaxkv.policy("adakv-h2o", budget=64, evicted={"kind": "merge"})
+        jaxkv.policy("adakv-h2o", budget=64, evicted={"kind": "spread"})
+    jaxkv.policy("adakv-h2o", budget=64, evicted={"kind": "merge"})
 
 
 # ---- codecs and the second tier

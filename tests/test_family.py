@@ -23,7 +23,7 @@ from jaxkv.policies import (
     Adaptive,
     Aggregate,
     Attention,
-    Distance,
+    FixedPlace,
     Follow,
     LagKV,
     Leverage,
@@ -444,7 +444,7 @@ def test_queries_are_there_at_prefill_only():
 
 
 def test_patterns(entries):
-    """Neighbours: losers of pairs; distance."""
+    """Neighbours: losers of pairs; a fixed place."""
     inputs, arrays = entries
     stats = {"attention": jnp.zeros(inputs.at.shape)}
     average = arrays["mass"][0, 0] / np.arange(S, 0, -1)
@@ -458,8 +458,10 @@ def test_patterns(entries):
     losers = {2 * i if average[2 * i] < average[2 * i + 1] else 2 * i + 1 for i in range(S // 2)}
     assert set(np.argsort(worth)[: S // 2].tolist()) == losers
 
-    weight, far = Distance(offset=5).factors({}, inputs.at, inputs.next)
-    assert weight == 0.0 and arrays["in_time"](far)[0, 0].argmin() == S - 5
+    fixed = FixedPlace(offset=5)
+    weight, worth = fixed.factors(fixed.left(inputs.at, inputs.next), inputs.at, inputs.next)
+    assert weight == 0.0
+    np.testing.assert_array_equal(arrays["in_time"](worth)[0, 0].argsort(kind="stable")[:5], np.arange(S - 5, S))
 
 
 @pytest.mark.parametrize(("guarded", "share"), [(0, 0.25), (5, 0.5), (4, 0.0)])

@@ -14,7 +14,7 @@ from small import SMALL
 import jaxkv
 from jaxkv.errors import BadValue
 from jaxkv.models.rope import Rope, rotate
-from jaxkv.policies import Merge, Spread, merging
+from jaxkv.policies import Merge, Residual, Spread, merging
 from jaxkv.policies.catalogue import named
 from jaxkv.policies.evicted import Leaving
 from jaxkv.policies.merging import ATTENTION, BY, INTO
@@ -23,6 +23,7 @@ from jaxkv.speculative import PromptLookup
 from jaxkv.store.entries import Entries, chosen_at
 from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
 from pallas_kernels.decode_attend_score.reference import decode_attend_score
+from pallas_kernels.partial import attend_few, merge
 from pallas_kernels.prefill_attend.reference import prefill_attend
 from pallas_kernels.prefill_attend_mass.reference import prefill_attend_mass
 from pallas_kernels.ragged_decode.reference import ragged_decode
@@ -129,7 +130,6 @@ RELEASED = [
     ("keepkv", "/0", "prefill", {"by": "attention"}, 3e-3),  # by the weights W = n s of the release
     ("keepkv", "/1", "decode", {"by": "attention"}, 3e-3),
     ("keepkv", "/2", "decode", {"by": "attention"}, 3e-3),
-    ("zsmerge", "", "decode", {"spares": True}, 1e-5),  # only its residual slots take up
     ("elastic-cache", "", "prefill", {}, 1e-5),
     ("cam", "/0", "decode", {}, 1e-5),
     ("cam", "/1", "decode", {}, 1e-5),
@@ -149,7 +149,7 @@ def test_merging_as_released(goldens, name, which, phase, options, near, monkeyp
     seen = np.ones(stays.shape, np.float32) if weight is None else weight
     layer = form.Layer(read("keys"), read("values"), at.astype(np.int32), count, seen)
     entries = entries_of(layer, count is not None)
-    spared = {"zsmerge": at >= 3, "elastic-cache": at == stays.shape[1] - 1}.get(name)
+    spared = {"elastic-cache": at == stays.shape[1] - 1}.get(name)
     facts = Leaving(spared=None if spared is None else jnp.asarray(spared)[None])
     if name == "cam":  # its own draws
         monkeypatch.setattr(merging, "drawn", lambda at, seed: jnp.broadcast_to(read("draws")[:, None], at.shape))
@@ -161,6 +161,72 @@ def test_merging_as_released(goldens, name, which, phase, options, near, monkeyp
     assert moved.any() and (~stays).any(), "something was merged"
     if count is not None:
         np.testing.assert_array_equal(np.asarray(new.weight)[0][stays], read("new_count").ravel())
+
+
+def test_elastic_cache_grows_as_released(goldens):
+    """Step by step, which tokens a head holds behind a prompt's cut: as many as the prompt's share, one place freed."""
+    steps = arrays(goldens / "policies" / "merging.npz")["elastic-cache/steps"]
+    part, prompt = dataclasses.replace(named("elastic-cache").decode.score, offset=4), jnp.array([25])
+    at = [0, 2, 5, 8, 11, 14, 17, 20, 23, 24]
+    begun = len(at)
+    stay = dict(zip(at, np.asarray(part.left(jnp.array([[at]]), prompt)["held_since"])[0, 0], strict=True))
+    for token, want in enumerate(steps, 25):
+        at = [*at, token]
+        stats, places = {"held_since": jnp.array([[[stay.get(p, 0.0) for p in at]]])}, jnp.array([[at]])
+        most = begun + int(part.grown(stats, places, jnp.array([token]), prompt * 0, jnp.array([begun]))[0])
+        worth = np.asarray(part.factors(stats, places, jnp.array([token + 1]))[1])[0, 0]
+        if len(at) > most:
+            at.remove(at[int(worth.argmin())])
+        assert at == np.flatnonzero(want).tolist(), token
+    assert len(at) == 24 and set(range(56, 60)) < set(at)
+
+
+def test_residual_slots_as_released(goldens):
+    """ZSMerge's after a prompt's cut and after each step, and attention over them and the others with 0.6 log n."""
+    golden = arrays(goldens / "policies" / "merging.npz")
+    read = lambda field: golden[f"zsmerge/{field}"]  # noqa: E731
+    part = dataclasses.replace(named("zsmerge").decode.evicted, slots=3)
+    stays, row = read("stays"), lambda x: jnp.asarray(x)[None]
+    at = np.broadcast_to(np.arange(stays.shape[1], dtype=np.int32), stays.shape)
+    entries = Entries(row(read("keys")), row(read("values")), row(at), {})
+    state = part.begin(1, *read("keys").shape[::2], jnp.float32)
+    for number in range(len(read("new_keys"))):
+        lost = entries.masked(row(~stays))
+        if number:
+            lost = [row(read(f"lost_{name}")[number - 1]) for name in ("keys", "values")]
+            lost = Entries(*lost, jnp.full((1, len(stays), 1), 30 + number), {})
+        _, state = part.absorb(state, None, lost, Leaving())
+        for mine, its in ((state.keys, "new_keys"), (state.values, "new_values"), (state.count, "new_count")):
+            np.testing.assert_allclose(mine[0], read(its)[number], atol=1e-5)
+    query, scale = row(read("query")), read("query").shape[-1] ** -0.5
+    rest = row(read("rest_keys")), row(read("rest_values"))
+    whole = merge(
+        attend_few(query, *rest, jnp.ones((1, 1, 1, rest[0].shape[2]), bool), scale=scale),
+        state.attend(query, jnp.array([[99]]), scale=scale, softcap=None),
+    )
+    np.testing.assert_allclose(whole.output[0], read("output"), atol=1e-5)
+
+
+@given(seed=st.integers(0, 999), slots=st.integers(1, 5), cuts=st.integers(1, 4))
+@settings(max_examples=10, deadline=None)
+def test_residual_slots_stand_for_what_has_left(seed, slots, cuts):
+    """Whatever leaves when: counts and weighted sums add up, runs are even, and none is empty while another has two."""
+    rng = np.random.default_rng(seed)
+    part, total = Residual(slots), np.zeros((2, 4))
+    state, many = part.begin(1, 2, 4, jnp.float32), 0
+    for number in range(cuts):
+        keys = rng.standard_normal((1, 2, 9, 4)).astype(np.float32)
+        gone = rng.random((1, 2, 9)) < rng.random()
+        at = jnp.asarray(np.where(gone, np.arange(9) + 9 * number, -1).astype(np.int32))
+        lost = Entries(jnp.asarray(np.where(gone[..., None], keys, np.nan)), jnp.asarray(-keys), at, {})
+        _, state = part.absorb(state, None, lost, Leaving())
+        many, total = many + gone.sum(-1)[0], total + np.where(gone[..., None], keys, 0).sum(2)[0]
+        count = np.asarray(state.count)[0]
+        np.testing.assert_allclose(count.sum(-1), many)
+        np.testing.assert_allclose((np.asarray(state.keys)[0] * count[..., None]).sum(1), total, atol=1e-4)
+        np.testing.assert_allclose(state.values, -state.keys, atol=1e-5)
+        if not number:
+            assert (np.ptp(count, axis=-1) <= 1).all()
 
 
 # ---- what an entry stands for
@@ -220,8 +286,6 @@ def test_a_bias_is_as_many_entries(counts, seed, cap):
 @settings(max_examples=10, deadline=None)
 def test_identical_keys_that_count_lose_nothing(seed, kinds, into):
     """Where every key that leaves has a twin that stays, attention is the full cache's, whatever the values."""
-    from pallas_kernels.partial import attend_few
-
     rng, slots = np.random.default_rng(seed), 12
     distinct = rng.standard_normal((kinds, 8)).astype(np.float32)
     distinct /= np.linalg.norm(distinct, axis=-1, keepdims=True)  # of the largest product too, a key is its own

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import d2o_numpy as d2o
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,14 +116,33 @@ def test_cake(apart):
 def test_d2o(apart):
     """The evener a layer's attention, the more of the budget."""
     params, tokens = apart, ids(TOKENS)
-    policy = dataclasses.replace(jaxkv.policy("d2o", budget=BUDGET, sinks=2, prefill_recent=4), decode=None)
-    ours = held(jaxkv.prefill(params, tokens, policy=policy))
-    summed = [each.sum(axis=2).mean(axis=1) for each in attention(params, tokens)]
-    spread = np.array([np.mean([(head / head.mean()).var() for head in each]) for each in summed])
-    sizes = guarded(np.exp(-spread / spread.mean()))
-    assert len(set(sizes)) > 1 and (np.argsort(sizes) == np.argsort(-spread)).all()
+    policy = jaxkv.policy("d2o", budget=BUDGET, sinks=2, prefill_recent=4, spare=0, spare_last=0)
+    ours = held(jaxkv.prefill(params, tokens, policy=dataclasses.replace(policy, decode=None)))
+    by_query = [each.sum(axis=2) for each in attention(params, tokens)]
+    summed = [each.mean(axis=1) for each in by_query]
+    spreads = [d2o.spread(each.reshape(-1, each.shape[-1])) for each in by_query]
+    ratios = d2o.layer_ratios(np.array(spreads), 0.1, 0.1).sum(axis=0)
+    exact = ratios / ratios.sum() * len(summed) * BUDGET
+    sizes = np.floor(exact).astype(int)
+    sizes[np.argsort(sizes - exact)[: len(summed) * BUDGET - sizes.sum()]] += 1
+    assert len(set(sizes)) > 1
     for layer, each in enumerate(summed):
         assert ours[layer] == [best(head, sizes[layer], 2, 4) for head in each], layer
+
+
+def test_layers_that_are_spared_hold_the_text(tiny):
+    """The first ones and the last, at decode and when a cache goes on too; the others share, and merge at each step."""
+    params = tiny(FAMILY)
+    policy = jaxkv.policy("d2o", budget=16, sinks=2, spare=1, spare_last=0)
+    assert not policy.bounded and jaxkv.policy("d2o", budget=16, sinks=2, spare=0, spare_last=0).bounded
+    begun = jaxkv.generate(params, ids(40), policy=policy, max_new_tokens=3, stop_tokens=()).cache
+    after = jaxkv.generate(params, cache=begun, max_new_tokens=70, stop_tokens=()).cache
+    again = jaxkv.generate(params, ids(30, 1), cache=after, max_new_tokens=3, stop_tokens=()).cache
+    for cache in (begun, after, again):
+        seen = int(cache.lengths[0])
+        np.testing.assert_array_equal(np.asarray(cache.held())[:, 0], [[seen, seen], [16, 16]])
+    none = jaxkv.policy("d2o", budget=16, sinks=2)  # of two layers three are spared
+    assert (np.asarray(jaxkv.prefill(params, ids(40), policy=none).held()) == 40).all()
 
 
 @pytest.mark.some(1)

@@ -54,14 +54,15 @@ def test_options_reach_their_parts():
 def test_any_policy_can_be_bounded_while_decoding(name, tmp_path):
     """By the decode phase of another, given by its name, itself, or as a table; where layers are spared, they too."""
     policy = catalogue()[name]
-    assert policy.bounded == (policy.decode is not None and name != "knorm")
+    spares = name in ("knorm", "d2o")
+    assert policy.bounded == (policy.decode is not None and not spares)
     if not policy.evicts:
         with pytest.raises(BadValue, match="not be bounded"):
             jaxkv.policy(name, decode="h2o")
         return
     if policy.flow.going_on or policy.rope != "text" or policy.bounded:
         return
-    more = {"allocate": {"kind": "uniform"}} if name == "knorm" else {}
+    more = {"allocate": {"kind": "uniform"}} if spares else {}
     bounded = jaxkv.policy(name, budget=512, decode="h2o", **more)
     assert bounded.bounded and bounded.decode == catalogue()["h2o"].decode and bounded.prefill == policy.prefill
     assert bounded == jaxkv.policy(name, budget=512, decode=bounded.decode, **more)

@@ -11,7 +11,7 @@ from jaxkv.policies.policy import Policy, priority
 from jaxkv.policies.score import ScoreInputs
 from jaxkv.store.entries import ranks
 
-NO_PROMPT: dict[str, Any] = dict.fromkeys(("queries", "query_positions", "query_places"))
+NO_PROMPT: dict[str, Any] = dict.fromkeys(("queries", "query_positions", "query_places", "by_query"))
 NO_KEYS: dict[str, Any] = dict.fromkeys(("keys", "values", "places"))  # a score linear in the mass looks at none
 
 

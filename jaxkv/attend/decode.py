@@ -8,7 +8,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -18,7 +17,7 @@ from jaxkv.attend.leave import absorbed, leaving, room_of
 from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import rotate
 from jaxkv.policies.allocator import EACH_ITS_OWN, Allocate, Contest
-from jaxkv.policies.evicted import Evicted, Leaving
+from jaxkv.policies.evicted import Evicted
 from jaxkv.policies.policy import Phase, Policy, sound
 from jaxkv.policies.score import ScoreInputs
 from jaxkv.sharding.attention import RotateAtRead
@@ -43,12 +42,12 @@ def decode_layer(
 ) -> tuple[Float[Array, "B 1 Hq D"], LayerOut]:
     """Write one token into the next slots, attend over all slots and what lies beside them, choose the slots after it.
 
-    What the token overwrites goes to the decode phase's `evicted` rule first. The mass is that of the slots alone. A
-    row whose position is -1 has finished: its cache stays as it is.
+    What the token overwrites has gone to the decode phase's `evicted` rule before (`overwrite.py`). The mass is that of
+    the slots alone. A row whose position is -1 has finished: its cache stays as it is.
     """
     query, key, value = (layout.lay("heads", x)[:, 0] for x in (query, key, value))  # [B, H, D]
     store, phase, limits, facts = given.cache, policy.decode, given.limits, given.facts
-    share = policy.allocate if spec.window is None else EACH_ITS_OWN
+    share = policy.allocate if given.ask.shares else EACH_ITS_OWN
     active, now = position >= 0, position + 1
     rotation = functools.partial(rotate, rope=spec.rope)
     inputs = ScoreInputs(
@@ -72,9 +71,9 @@ def decode_layer(
     token = Token(query, key, value, position)
     stats = {name: store.put(stat, entered[name][..., 0], active) for name, stat in store.stats.items()}
     stats = {name: store.scored(stat) for name, stat in stats.items()}
-    rule = phase.evicted if phase is not None and spec.window is None else None
+    rule = phase.evicted if phase is not None and given.ask.shares else None
     allowed = policy.allowed(stats, store.scored(store.positions), position, limits)
-    store = _overwritten(policy, rule, share, store, position, limits, facts.learned, rotation).single(active)
+    store = store.single(active)
     judge = _judge(phase, share, store, stats, position, limits, facts.learned)._replace(limits=allowed)
     softmax = {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap, "implementation": implementation}
     if given.ask.everything:
@@ -106,38 +105,6 @@ def decode_layer(
             rotation,
         )  # fmt: skip
     return layout.lay("context", output[:, None]), LayerOut(after.laid(layout))
-
-
-def _overwritten(
-    policy: Policy,
-    rule: Evicted | None,
-    share: Allocate,
-    store: Any,
-    position: Int[Array, "B"],
-    limits: Int[Array, "B"],
-    learned: Any,
-    rotation: Any,
-) -> Any:
-    """The store after the rule has taken up the entries that the token overwrites: read before the write."""
-    if rule is None or not rule.acts:
-        return store
-    assert policy.decode is not None
-    if policy.decode.every > 1:  # there always is an empty slot
-        return store
-    active = position >= 0
-    gone, store = jax.lax.optimization_barrier((store.leaving(active), store))
-    beside = store.beside.get(rule.state)
-    if not rule.moves:
-        _, state = rule.absorb(beside, None, gone, Leaving(share.local(learned, store.heads)))
-        return dataclasses.replace(store, beside={**store.beside, rule.state: state})
-    stay = store.put(jnp.ones(store.positions.shape, bool), jnp.zeros(store.next_slot.shape, bool), active)
-    survivors = store.by_head().masked(store.compared(stay))
-    facts = leaving(policy, policy.decode, learned, survivors.positions, position, limits, rotation, share)
-    moved, state = rule.absorb(beside, survivors, gone, facts)
-    assert moved is not None
-    moved = dataclasses.replace(moved, positions=store.positions)
-    after = store.beside if not rule.state else {**store.beside, rule.state: state}
-    return dataclasses.replace(store, beside=after).holding(moved, moved.filled)
 
 
 def _judge(

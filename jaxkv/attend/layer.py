@@ -24,7 +24,8 @@ class Facts:
 class Ask:
     """What is asked of the layer, static: `slots` per KV head after a block of the prompt, whether anybody looks at it,
     the `extra` tokens behind the block that are not kept, how many of its tokens are `going` on to deeper layers (0:
-    all), and whether later layers want what its entries were worth. At decode, whether it reads everything."""
+    all), and whether later layers want what its entries were worth. At decode, whether it reads everything. In both,
+    whether it has its part in what the policy's allocator and rules do: not under a sliding window, nor when spared."""
 
     slots: int = 0
     look: bool = True
@@ -32,6 +33,7 @@ class Ask:
     going: int = 0
     leads: bool = False
     everything: bool = True
+    shares: bool = True
 
 
 @jax.tree_util.register_dataclass

@@ -33,10 +33,10 @@ def divided(
     limits: Int[Array, "L B"],
     learned: Callable[[int], Learned],
 ) -> tuple[Any, ...]:
-    """The layers' stores after a block. Those of the `full` layers, without a sliding window, hold candidates where the
-    allocator divides one budget over them; any other as the block left it."""
+    """The layers' stores after a block. Those of the `full` layers, which share, hold candidates where the allocator
+    divides one budget over them; any other as the block left it."""
     stores = [out.cache for out in outs]
-    if not policy.allocate.divides:
+    if not policy.allocate.divides or not full:
         return tuple(stores)
     pools, limit = [stores[i] for i in full], limits[full[0]]
     looked = plan.look and policy.prefill is not None

@@ -107,7 +107,8 @@ def prefill_layer(
         going = _going(policy.flow, layout, query, read, positions, joined.positions, given, softmax)
     mass, lead = None, lead if spec.window is None else None
     if policy.prefill is not None and MASS in policy.prefill.needs and ask.look and lead is None:
-        mass = _mass(policy.prefill, layout, query, read, positions, joined, now, given, softmax, sizes)
+        mass, by_query = _mass(policy.prefill, layout, query, read, positions, joined, now, given, softmax, sizes)
+        inputs = dataclasses.replace(inputs, by_query=by_query)
     if ask.extra:  # the pseudo tokens have looked: empty their slots
         joined = dataclasses.replace(joined, positions=joined.positions.at[:, :, -ask.extra :].set(EMPTY))
     inputs = dataclasses.replace(inputs, keys=read, values=joined.values, places=places)
@@ -147,8 +148,9 @@ def _mass(
     given: LayerIn,
     softmax: dict,
     sizes: Float[Array, "B T"] | None,
-) -> Float[Array, "B Hk S"]:
-    """The attention mass of every entry from the phase's observing queries, pooled and reduced over the group."""
+) -> tuple[Float[Array, "B Hk S"], Float[Array, "B Hq S"]]:
+    """The attention mass of every entry from the phase's observing queries, pooled and reduced over the group, and as
+    each query head gave it."""
     observe, aggregate, key_positions = phase.observe, phase.aggregate, joined.positions
     at = observe.looking(query_positions, given.ask.extra)
     query = query[:, :, -at.shape[1] :]
@@ -161,7 +163,7 @@ def _mass(
     if OUTPUT in aggregate.needs and given.facts.out is not None:
         mass = aggregate.by_output(mass, filled(joined.values, joined.positions), given.facts.out)
     apart = phase.protects.recent_entries(key_positions, now, given.limits)
-    return aggregate.by_kv_head(mass, key_positions, apart, given.facts.learned)
+    return aggregate.by_kv_head(mass, key_positions, apart, given.facts.learned), mass
 
 
 def _cut(
@@ -178,12 +180,12 @@ def _cut(
     """The store cut back to its slots, with the slot of the next token chosen; candidates, where layers share."""
     joined = joined.masked(alive(joined.positions, now, window))
     looked = policy.prefill is not None and given.ask.look
-    share = policy.allocate if window is None else EACH_ITS_OWN
+    share = policy.allocate if given.ask.shares else EACH_ITS_OWN
     choice = _choice(policy, share, joined, mass, now, given, inputs, looked, lead)
     kept = choice.kept.reshape(joined.positions.shape)
 
     beside, moving = store.beside, joined
-    if policy.prefill is not None and looked and window is None:
+    if policy.prefill is not None and looked and given.ask.shares:
         phase, limits = policy.prefill, given.limits
         facts = leaving(policy, phase, given.facts.learned, joined.positions, now, limits, inputs.rotate, share)
         facts = dataclasses.replace(facts, most=given.ask.slots if store.equal else 0)
@@ -258,6 +260,8 @@ def finished(
     brought up to date, and the index made that decode reads by. The mass is among the store's statistics, and goes."""
     mass = store.stats.get("mass")
     store = store.keeping(policy.stats)
+    left = {name: store.unscored(store.uncompared(stat)) for name, stat in policy.left(store, now).items()}
+    store = store.changed(stats={**store.stats, **left}) if left else store
     mass = None if mass is None else store.scored(mass)
     ready = aim(policy, share, store, mass, now, window, limits, inputs)
     if looked and policy.prefill is not None:

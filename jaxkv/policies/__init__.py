@@ -38,6 +38,7 @@ from jaxkv.policies.evicted import Demote as Demote
 from jaxkv.policies.evicted import Drop as Drop
 from jaxkv.policies.evicted import Estimate as Estimate
 from jaxkv.policies.evicted import Evicted as Evicted
+from jaxkv.policies.evicted import Residual as Residual
 from jaxkv.policies.evicted import Summarise as Summarise
 from jaxkv.policies.flow import Flow as Flow
 from jaxkv.policies.flow import Follow as Follow
@@ -81,8 +82,8 @@ from jaxkv.policies.recurrence import Recurrence as Recurrence
 from jaxkv.policies.score import AccumulatedAttention as AccumulatedAttention
 from jaxkv.policies.score import Attention as Attention
 from jaxkv.policies.score import AttentionValue as AttentionValue
-from jaxkv.policies.score import Distance as Distance
 from jaxkv.policies.score import Entering as Entering
+from jaxkv.policies.score import FixedPlace as FixedPlace
 from jaxkv.policies.score import KeyNorm as KeyNorm
 from jaxkv.policies.score import PeakAttention as PeakAttention
 from jaxkv.policies.score import Random as Random

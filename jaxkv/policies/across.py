@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.errors import BadValue
-from jaxkv.policies.allocator import WORTH, Choice, Contest, Division
+from jaxkv.policies.allocator import UNLIMITED, WORTH, Choice, Contest, Division, Learned
 from jaxkv.policies.by_queries import over_queries, window_attention
 from jaxkv.policies.measured import STEPS, poured
 from jaxkv.policies.needs import MASS, QUERIES
@@ -261,27 +262,73 @@ def _floor(safeguard: float, limits: Int[Array, "B"], phases: Sequence[Any]) -> 
 
 
 @dataclasses.dataclass(frozen=True)
-class Density(Weighed):
-    """weight = exp(-F / mean over layers of F), F = the variance of what the keys are attended to, of mean 1.
+class Density(Across):
+    """Layers get in proportion to exp(-x), but for the first `spare` and the last `spare_last`, which hold the text.
 
-    The evener a layer's attention, the more it keeps. Source: D2O (arXiv 2406.13035), from its description; that F is
-    measured by its mean over the layers is ours.
+    x = the mean over the query heads of (V_h - min V) / (max V - min V + 1e-6), V_h the variance over the keys of the
+    attention that each was given: the evener a layer attends, the more it keeps, up to e times as much as another. What
+    a layer has no text for goes to the others by weight; none gets less than the guard. Spared layers are bounded by no
+    budget. Source: D2O (arXiv 2406.13035) in its release's form (`LlamaModel.forward`). There the exponentials are
+    divided by those of all layers, and each layer's share is rounded down; here those that share have exactly the
+    budget on average.
     """
 
+    safeguard: float = 0.0
+    most: float = 2.72
+    spare: int = 0
+    spare_last: int = 0
     kind: ClassVar[str] = "density"
 
-    def profile(self, inputs: ScoreInputs, ranks: int) -> Float[Array, "B 1"]:
-        assert inputs.mass is not None
-        mass = jnp.where(inputs.live, inputs.mass, 0.0)
-        count = jnp.maximum(jnp.sum(inputs.live, axis=-1, dtype=jnp.float32), 1.0)
-        mean = jnp.maximum(jnp.sum(mass, axis=-1) / count, jnp.finfo(jnp.float32).tiny)
-        spread = jnp.sum((mass / mean[..., None]) ** 2, axis=-1) / count - 1
-        return jnp.mean(spread, axis=1)[:, None]
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("spare", "spare_last"):
+            if isinstance(getattr(self, name), bool) or getattr(self, name) < 0:
+                raise BadValue(f"{name}={getattr(self, name)}: expected a number of layers that evict nothing, 0: none")
 
-    def turns(self, profiles: Float[Array, "N B 1"]) -> tuple[Float[Array, "N B"], ...]:
-        spread = profiles[..., 0]
-        mean = jnp.maximum(jnp.mean(spread, axis=0), jnp.finfo(jnp.float32).tiny)
-        return jnp.exp(-spread / mean), jnp.ones_like(spread)
+    @property
+    def bounded(self) -> bool:
+        return not self.spare and not self.spare_last
+
+    def shares(self, layer: int, layers: int) -> bool:
+        return self.spare <= layer < layers - self.spare_last
+
+    def budgets(self, budget: int, layers: int, tokens: int, window: int, learned: Learned) -> tuple[int, ...]:
+        return tuple(budget if self.shares(layer, layers) else UNLIMITED for layer in range(layers))
+
+    def profile(self, inputs: ScoreInputs, ranks: int) -> Float[Array, "B 1"]:
+        assert inputs.by_query is not None
+        live = jnp.repeat(inputs.live, inputs.by_query.shape[1] // inputs.live.shape[1], axis=1)
+        count = jnp.maximum(jnp.sum(live, axis=-1, dtype=jnp.float32), 2.0)
+        mean = jnp.sum(jnp.where(live, inputs.by_query, 0.0), axis=-1) / count
+        apart = jnp.where(live, inputs.by_query - mean[..., None], 0.0)
+        variance = jnp.sum(apart**2, axis=-1) / (count - 1)
+        low, high = (f(variance, axis=1, keepdims=True) for f in (jnp.min, jnp.max))
+        return jnp.mean((variance - low) / (high - low + 1e-6), axis=1)[:, None]
+
+    def quotas(self, profiles, each, guard, most, held):
+        weights = jax.nn.softmax(-profiles[..., 0], axis=0)
+        return proportional(weights, len(held) * each, jnp.minimum(guard, held), jnp.minimum(most, held))
+
+
+def proportional(
+    weights: Float[Array, "N B"], total: Int[Array, "B"], least: Int[Array, "N B"], most: Int[Array, "N B"]
+) -> Int[Array, "N B"]:
+    """Whole numbers in proportion to the weights, all above 0, from `least` to `most`, that sum to `total` or to what
+    these bounds allow: rounded down, and then one more for the largest remainders."""
+    ends = jnp.zeros(total.shape, jnp.float32), jnp.max((most + 1).astype(jnp.float32) / weights, axis=0)
+
+    def halved(_, ends):
+        low, high = ends
+        scale = (low + high) / 2
+        over = jnp.sum(jnp.clip(jnp.floor(scale * weights).astype(jnp.int32), least, most), axis=0) > total
+        return jnp.where(over, low, scale), jnp.where(over, scale, high)
+
+    exact = lax.fori_loop(0, 48, halved, ends)[0] * weights
+    whole = jnp.clip(jnp.floor(exact).astype(jnp.int32), least, most)
+    left = total - jnp.sum(whole, axis=0)
+    rest = jnp.where(whole < most, exact - whole.astype(jnp.float32), -jnp.inf)
+    place = jnp.argsort(jnp.argsort(-rest, axis=0, stable=True), axis=0)
+    return jnp.where((place < left) & (whole < most), whole + 1, whole)
 
 
 @dataclasses.dataclass(frozen=True)

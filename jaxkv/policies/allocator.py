@@ -100,6 +100,11 @@ class Allocate(Checked):
     def check(self, policy: Any) -> None:
         """Raises `BadValue` for a policy with which the division cannot be done."""
 
+    def shares(self, layer: int, layers: int) -> bool:
+        """Whether a layer of so many has its part in the division, and in what becomes of entries that leave; one that
+        has not holds what its budget says, in slots of its own."""
+        return True
+
     def prepared(self, learned: Learned) -> Learned:
         """What was measured, and what each layer has to know of all of them."""
         return learned

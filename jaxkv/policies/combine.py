@@ -276,9 +276,7 @@ class PromptFirst(Combined):
     def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
         return jnp.where(stats["prompt"] > 0, BIG, self.of.score(stats, inputs))
 
-    def grown(
-        self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"], recents: Int[Array, "B"]
-    ) -> Int[Array, "B"]:
+    def grown(self, stats, positions, now, recents, prompt):
         last = jnp.max(jnp.where(stats["prompt"] > 0, positions, -1), axis=(1, 2))
         return recents + (now - last - 1) // self.grow
 

@@ -1,9 +1,8 @@
 """evicted: what becomes of the entries that leave a layer's slots.
 
-Dropped, summarised into their means, sketched for an estimate, moved to a tier of lower precision, or merged into a
-survivor (`merging.py`). A
-rule is called in two places: when a store is cut, and when a decode step overwrites one entry per head. What it must
-remember lies beside the slots, under the rule's `state`.
+Dropped, summarised into their means, taken up by residual slots, sketched for an estimate, moved to a tier of lower
+precision, or merged into a survivor (`merging.py`). A rule is called in two places: when a store is cut, and when a
+decode step overwrites one entry per head. What it must remember lies beside the slots, under the rule's `state`.
 """
 
 import dataclasses
@@ -16,9 +15,9 @@ from jaxtyping import Array, Bool, Int
 from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
 from jaxkv.policies.score import draws
-from jaxkv.store import sketch, summary, tier
+from jaxkv.store import residue, sketch, summary, tier
 from jaxkv.store.codecs import Codecs
-from jaxkv.store.entries import Entries
+from jaxkv.store.entries import Change, Entries
 from jaxkv.store.integers import Int as Integers
 
 
@@ -42,6 +41,7 @@ class Evicted(Checked):
     kind: ClassVar[str]
     state: ClassVar[str] = ""  # the name under which its state lies beside the slots; "" for none
     moves: ClassVar[bool] = False  # whether survivors change
+    single: ClassVar[bool] = False  # whether at an overwrite at most one survivor of a head does: `take`
     attended: ClassVar[bool] = False  # whether its state is attended to
     weighs: ClassVar[bool] = False  # whether survivors may stand for several tokens
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -64,6 +64,16 @@ class Evicted(Checked):
         Keys are as they lie in the cache; position -1 marks what is no survivor, or has not left. At a cut both lie in
         the same S = C slots. Statistics are those after the last observation. A rule that moves nothing gets no
         survivors at an overwrite (None), and gives back what it got; one that does changes keys, values and weights.
+        """
+        raise NotImplementedError
+
+    def take(
+        self, beside: Any, held: Entries, takers: Bool[Array, "B Hk S"], gone: Entries, facts: Leaving
+    ) -> tuple[Change, Any]:
+        """`absorb` of a `single` rule at an overwrite: what one survivor of each head becomes, and the state.
+
+        `held` are a store's entries where they lie, `[B, Hk, S]` or, where heads share slots, `[B, S]`; `takers` which
+        of them are each head's and stay, `gone [B, Hk, 1]` what each loses.
         """
         raise NotImplementedError
 
@@ -99,6 +109,38 @@ class Summarise(Evicted):
         if self.local_only and facts.local is not None:
             gone = gone & facts.local[:, None]
         return kept, beside.added(lost.keys, lost.values, gone)
+
+
+@dataclasses.dataclass(frozen=True)
+class Residual(Evicted):
+    """What leaves goes into the mean of one of `slots` residual slots per KV head, which leave never: at first in equal
+    runs by position, later into the one of the largest product of keys. One that stands for n has `share` log n added
+    to its logit.
+
+    Source: ZSMerge (arXiv 2503.10714) in its release's form (`cache_init`, `cache_merge`). There the residual slots are
+    of the budget, here they lie beside it, and what attention entries get is counted among the other slots alone; a
+    text that loses fewer than `slots` entries at its first cut fills the rest later, where the release takes the first
+    tokens of such a text.
+    """
+
+    slots: int = 1
+    share: float = 0.6
+    kind: ClassVar[str] = "residual"
+    state: ClassVar[str] = "residue"
+    attended: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if isinstance(self.slots, bool) or self.slots < 1 or not 0 <= self.share <= 1:
+            raise BadValue(
+                f"slots={self.slots}, share={self.share}: expected at least 1 residual slot per KV head, and a share "
+                "of log n from 0 to 1"
+            )
+
+    def begin(self, batch: int, heads: int, head_dim: int, dtype: Any) -> residue.Residue:
+        return residue.empty(batch, heads, self.slots, head_dim, self.share)
+
+    def absorb(self, beside, kept, lost, facts):
+        return kept, beside.added(lost)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,4 +209,4 @@ class Estimate(Evicted):
         return kept, beside.added(lost.keys, lost.values, lost.positions, even, by_size, self.radius)
 
 
-KINDS: dict[str, type[Evicted]] = {rule.kind: rule for rule in (Drop, Summarise, Estimate, Demote)}
+KINDS: dict[str, type[Evicted]] = {rule.kind: rule for rule in (Drop, Summarise, Residual, Estimate, Demote)}

@@ -17,7 +17,7 @@ from jaxkv.errors import BadValue
 from jaxkv.policies.evicted import Evicted, Leaving
 from jaxkv.policies.order import in_time
 from jaxkv.policies.score import drawn
-from jaxkv.store.entries import Entries, packed
+from jaxkv.store.entries import Change, Entries, packed, picked, placed_at
 from jaxkv.store.threshold import Threshold
 
 SEARCHED = 256  # leaving entries whose nearest survivors are looked for together
@@ -69,6 +69,7 @@ class Merge(Evicted):
     sigma: float = 5.0
     kind: ClassVar[str] = "merge"
     moves: ClassVar[bool] = True
+    single: ClassVar[bool] = True
 
     def __post_init__(self):
         choices = (("into", INTO), ("by", BY), ("divide", ("sum", "count")), ("what", WHAT))
@@ -108,14 +109,48 @@ class Merge(Evicted):
 
     def absorb(self, beside, kept, lost, facts):
         assert kept is not None
+        if lost.positions.shape[-1] == 1:
+            return self._overwritten(beside, kept, lost, facts)
         takers = kept if not self.spares or facts.spared is None else kept.masked(~facts.spared)
         target, near = self._targets(lost, kept, takers, facts.most)
         gone = lost.filled & jnp.any(takers.filled, axis=-1, keepdims=True)
-        if isinstance(self.alike, str):
-            joins, beside = self._alike_together(beside, gone, near)
-        else:
-            joins = gone & (near >= self.alike) if self.alike > -1 else gone
+        joins, beside = self._joining(beside, gone, near)
         return self._merged(kept, lost, joins, jnp.where(joins, target, kept.positions.shape[-1]), near, facts), beside
+
+    def take(self, beside, held, takers, gone, facts):
+        flat, slots = held.positions.ndim == 2, takers.shape[-1]
+        if self.spares and facts.spared is not None:
+            takers = takers & ~facts.spared
+        slot, near = self._of_one(held, takers, gone, flat)
+        some = gone.filled & jnp.any(takers, axis=-1, keepdims=True)
+        joins, beside = self._joining(beside, some, near[..., None])
+        one = lambda x: picked(x, slot, flat=flat)[:, :, None]  # noqa: E731
+        stats = {name: one(stat) for name, stat in held.stats.items()}
+        weight = None if held.weight is None else one(held.weight)
+        kept = Entries(one(held.keys), one(held.values), one(held.positions), stats, weight)
+        new = self._merged(kept, gone, joins, jnp.where(joins, 0, 1), near[..., None], facts)
+        weight = None if new.weight is None else new.weight[..., 0]
+        return Change(jnp.where(joins[..., 0], slot, slots), new.keys[:, :, 0], new.values[:, :, 0], weight), beside
+
+    def _overwritten(self, beside: Any, kept: Entries, lost: Entries, facts: Leaving) -> tuple[Entries, Any]:
+        """`take` of entries by head."""
+        change, beside = self.take(beside, kept, kept.filled, lost, facts)
+        put = lambda x, new: x if new is None else placed_at(x, change.slot, new, flat=False)  # noqa: E731
+        names = ("keys", "values", "weight")
+        return dataclasses.replace(kept, **{n: put(getattr(kept, n), getattr(change, n)) for n in names}), beside
+
+    def _joining(
+        self, beside: Any, gone: Bool[Array, "B Hk E"], near: Float[Array, "B Hk E"]
+    ) -> tuple[Bool[Array, "B Hk E"], Any]:
+        """Which entries are taken up, by how alike they are to their survivors."""
+        if isinstance(self.alike, str):
+            return self._alike_together(beside, gone, near)
+        return gone & (near >= self.alike) if self.alike > -1 else gone, beside
+
+    @property
+    def _looks_alike(self) -> bool:
+        """Whether it asks for the cosine with a survivor that is found otherwise."""
+        return self.alike != -1 or self.by in ("similarity", "norm")
 
     def _targets(
         self, lost: Entries, kept: Entries, takers: Entries, most: int
@@ -125,13 +160,28 @@ class Merge(Evicted):
             near, target = nearest(lost, takers, self.into == "nearest", most)
             if self.into == "nearest":
                 return target, near
-        elif lost.positions.shape[-1] == kept.positions.shape[-1]:
-            target = self._at_a_cut(lost, kept, takers)
         else:
-            target = self._of_one(lost, takers)
-        if self.alike == -1 and self.by not in ("similarity", "norm"):
+            target = self._at_a_cut(lost, kept, takers)
+        if not self._looks_alike:
             return target, jnp.zeros(target.shape, jnp.float32)
         return target, cosine(lost.keys, _at(kept.keys, target))
+
+    def _of_one(
+        self, held: Entries, takers: Bool[Array, "B Hk S"], gone: Entries, flat: bool
+    ) -> tuple[Int[Array, "B Hk"], Float[Array, "B Hk"]]:
+        """The survivor of one leaving entry per head, where they lie, and the cosine of the two keys."""
+        key = gone.keys[:, :, 0].astype(jnp.float32)
+        if self.into in ("nearest", "product"):
+            alike = products(key, held.keys, takers, cosine=self.into == "nearest")
+            slot, near = jnp.argmax(alike, axis=-1).astype(jnp.int32), jnp.max(alike, axis=-1)
+            if self.into == "nearest":
+                return slot, near
+        else:
+            at = held.positions[:, None] if flat else held.positions
+            slot = self._beside(jnp.where(takers, at, -1), gone.positions, held.keys, key, flat)
+        if not self._looks_alike:
+            return slot, jnp.zeros(slot.shape, jnp.float32)
+        return slot, cosine(key, picked(held.keys, slot, flat=flat))
 
     def _at_a_cut(self, lost: Entries, kept: Entries, takers: Entries) -> Int[Array, "B Hk E"]:
         """By position, of entries that lie where the survivors lie."""
@@ -156,18 +206,24 @@ class Merge(Evicted):
             chosen = jnp.where(both & (forwards < backwards), before, chosen)
         return order.slots(jnp.take_along_axis(order.index, safe(chosen), axis=-1)).astype(jnp.int32)
 
-    def _of_one(self, lost: Entries, takers: Entries) -> Int[Array, "B Hk 1"]:
+    def _beside(
+        self,
+        held: Int[Array, "B Hk S"],
+        at: Int[Array, "B Hk 1"],
+        keys: Float[Array, "B *S D"],
+        key: Float[Array, "B Hk D"],
+        flat: bool,
+    ) -> Int[Array, "B Hk"]:
         """By position, of one leaving entry per head: no sort, which a step would feel."""
-        at, held = lost.positions, takers.positions
-        before = jnp.argmax(jnp.where(held < at, held, -1), axis=-1, keepdims=True)
-        after = jnp.argmin(jnp.where(held > at, held, LAST), axis=-1, keepdims=True)
-        older, younger = (jnp.any(x, axis=-1, keepdims=True) for x in ((held >= 0) & (held < at), held > at))
-        back, ahead = (jnp.take_along_axis(held, x, axis=-1) for x in (before, after))
-        first = ~younger
+        before = jnp.argmax(jnp.where(held < at, held, -1), axis=-1)
+        after = jnp.argmin(jnp.where(held > at, held, LAST), axis=-1)
+        older, younger = (jnp.any(x, axis=-1) for x in ((held >= 0) & (held < at), held > at))
+        back, ahead = (jnp.take_along_axis(held, x[..., None], axis=-1)[..., 0] for x in (before, after))
+        first, at = ~younger, at[..., 0]
         if self.into == "neighbour":
             first = first | (older & (at - back <= ahead - at))
         if self.into == "chain":
-            with_both = [cosine(lost.keys, _at(takers.keys, x)) for x in (before, after)]
+            with_both = [cosine(key, picked(keys, x, flat=flat)) for x in (before, after)]
             first = first | (older & (with_both[1] < with_both[0]))
         return jnp.where(first, before, after).astype(jnp.int32)
 
@@ -211,16 +267,9 @@ class Merge(Evicted):
         whole = stands if self.divide == "count" else own + add(theirs, targets)
         taken = (stands > n) & (whole > 0)
         whole = jnp.where(taken, whole, 1.0)
-        alone = targets.shape[-1] == 1
-        rows, heads = jnp.arange(n.shape[0])[:, None], jnp.arange(n.shape[1])[None]
 
         def mean(x: jax.Array, gone: jax.Array) -> jax.Array:
             gone = jnp.where(joins[..., None], gone.astype(jnp.float32), 0.0)
-            if alone:  # one slot of a head, written where it lies
-                at = (rows, heads, jnp.where(taken[rows, heads, targets[..., 0]], targets[..., 0], slots))
-                own_part = own[at][..., None] * x[at].astype(jnp.float32)
-                new = (own_part + theirs * gone[:, :, 0]) / whole[at][..., None]
-                return x.at[at].set(new.astype(x.dtype), mode="drop")
             wide = x.astype(jnp.float32)
             new = (own[..., None] * wide + add(gone * theirs[..., None], targets)) / whole[..., None]
             return jnp.where(taken[..., None], new, wide).astype(x.dtype)
@@ -356,6 +405,21 @@ def nearest(
     found = lax.map(some, parts)
     near, target = (jnp.moveaxis(x, 0, 2).reshape(*rows.shape[:2], -1)[..., :count] for x in found)
     return near, target if index is None else jnp.take_along_axis(index, target, axis=-1)
+
+
+def products(
+    key: Float[Array, "B Hk D"], keys: Float[Array, "B *S D"], among: Bool[Array, "B Hk S"], *, cosine: bool
+) -> Float[Array, "B Hk S"]:
+    """The product, or the cosine, of one key per head with those `among` the slots, wherever they lie: K is read once.
+    Below every other where a slot is not."""
+    key = unit(key) if cosine else key
+    where, lies = (among, "bhsd") if keys.ndim == 4 else (jnp.any(among, axis=1), "bsd")
+    keys = jnp.where(where[..., None], keys.astype(jnp.float32), 0.0)
+    alike = jnp.einsum(f"bhd,{lies}->bhs", key, keys, precision=lax.Precision.HIGHEST)
+    if cosine:
+        size = jnp.sqrt(jnp.sum(keys * keys, axis=-1))
+        alike = alike / jnp.maximum(size if keys.ndim == 4 else size[:, None], 1e-30)
+    return jnp.where(among, alike, UNLIKE if cosine else -jnp.inf)
 
 
 def _at(x: Float[Array, "B Hk C D"], target: Int[Array, "B Hk E"]) -> Float[Array, "B Hk E D"]:

@@ -289,9 +289,15 @@ class Policy(Checked):
         prefill, decode = self.prefill, self.decode
         if prefill is None or decode is None or not decode.score.grows:
             return limits
-        new = decode.score.grown(stats, positions, now, decode.protects.recents(limits))
         prompt = limits - prefill.reserved(limits)
+        new = decode.score.grown(stats, positions, now, decode.protects.recents(limits), prompt)
         return jnp.minimum(prompt + new + (1 if decode.every == 1 else 0), limits)
+
+    def left(self, store: Any, now: Int[Array, "B"]) -> Stats:
+        """The statistics, by head, that say of the entries of a store where a prompt's cut has left them."""
+        leaves = [leaf for each in self.phases for leaf in each.score.leaves() if leaf.placed]
+        wide = store.by_head().positions if leaves else None
+        return {name: stat for leaf in leaves for name, stat in leaf.left(wide, now).items()}
 
     def observe(
         self, phase: Phase, stats: Stats, mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"] | None = None

@@ -18,6 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
 from jaxkv.policies.needs import MASS
+from jaxkv.policies.order import BIG
+from jaxkv.store.entries import ranks
 from pallas_kernels.decode_attend_score.victim import Factor, linear
 from pallas_kernels.masking import filled
 
@@ -50,8 +52,9 @@ class ScoreInputs:
     `keys` are turned to `places` (text or cache positions, by the policy's rope), `queries` are before RoPE.
     `limits` is the number of entries to keep, per row or per head; `protected` marks those that stay whatever their
     score. `layer` is the layer's number, of `layers`. `out` is its output matrix by query heads, for scores that need
-    OUTPUT; `looks` are the layer's last queries, turned, for scores that look with them; `learned` holds, by name,
-    what was measured on the layer beforehand, for scores that need something `calibrated`.
+    OUTPUT; `by_query` is the prompt's mass before the query heads of a KV head are one. `looks` are the layer's last
+    queries, turned, for scores that look with them; `learned` holds, by name, what was measured on the layer
+    beforehand, for scores that need something `calibrated`.
     """
 
     keys: Float[Array, "B Hk S D"] | None = None
@@ -67,6 +70,7 @@ class ScoreInputs:
     out: Float[Array, "Hq D M"] | None = None
     positions: Int[Array, "B Hk S"] | None = None
     mass: Float[Array, "B Hk S"] | None = None
+    by_query: Float[Array, "B Hq S"] | None = None
     now: Int[Array, "B"] | None = None
     limits: Int[Array, "B *Hk"] | None = None
     protected: Bool[Array, "B Hk S"] | None = None
@@ -130,6 +134,7 @@ class Score(Checked):
     together: ClassVar[bool] = False  # sums over the KV heads, which must hold the same tokens
     parts: ClassVar[tuple["Score", ...]] = ()  # the scores it is made of
     grows: ClassVar[bool] = False  # at decode the new tokens do not get their part at once: `grown`
+    placed: ClassVar[bool] = False  # its statistics say of an entry where a prompt's cut has left it: `left`
 
     def enter(self, new: Entering) -> Stats:
         return {}
@@ -143,10 +148,20 @@ class Score(Checked):
     def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
         return linear(inputs.mass, *self.factors(stats, inputs.at, inputs.next))
 
+    def left(self, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> Stats:
+        """The statistics of a score that is `placed`, of the entries that a prompt's cut has left."""
+        raise NotImplementedError
+
     def grown(
-        self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"], recents: Int[Array, "B"]
+        self,
+        stats: Stats,
+        positions: Int[Array, "B Hk S"],
+        now: Int[Array, "B"],
+        recents: Int[Array, "B"],
+        prompt: Int[Array, "B"],
     ) -> Int[Array, "B"]:
-        """New tokens per head that a score that `grows` lets rows keep after the one at position `now`."""
+        """New tokens per head that a score that `grows` lets rows keep after the one at position `now`, where so many
+        of a `prompt` stay."""
         raise NotImplementedError
 
     def leaves(self) -> tuple["Score", ...]:
@@ -287,21 +302,41 @@ def draws(positions: Int[Array, "B Hk S"], seed: int, count: int) -> Float[Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Distance(Score):
-    """score = |age - offset|: what is `offset` tokens old goes; the start of the text and the newest tokens stay.
+class FixedPlace(Score):
+    """score = position, but of what a prompt leaves all except its last `offset` entries stay: the entry at one place
+    of the cache goes, ahead of it the start of the text, behind it the newest.
 
-    Source: Elastic Cache (arXiv 2407.18121), its rule for generation; the default offset is ours.
+    With `grow`, after t new tokens the cache holds ceil(P t / S) entries more than the P that a prompt of S tokens
+    left, up to the budget; leave them room with `reserve` in the prefill phase. Source: Elastic Cache (arXiv
+    2407.18121) in its release's form (`ElasticCache`), whose cache grows for ever.
     """
 
     offset: int = 25
-    kind: ClassVar[str] = "distance"
+    grow: bool = True
+    kind: ClassVar[str] = "fixed-place"
+    stats: ClassVar[tuple[str, ...]] = ("held_since",)  # of an entry that stays: the prompt's length, else 0
+    placed: ClassVar[bool] = True
 
     def __post_init__(self):
         if self.offset < 1:
-            raise BadValue(f"offset={self.offset}: expected at least 1 token of age")
+            raise BadValue(f"offset={self.offset}: expected at least 1 entry behind the place that is freed")
+        object.__setattr__(self, "grows", self.grow)
+
+    def enter(self, new: Entering) -> Stats:
+        return {"held_since": jnp.zeros(new.keys.shape[:-1], jnp.float32)}
+
+    def left(self, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> Stats:
+        place, held = ranks(positions), jnp.sum(positions >= 0, axis=-1, keepdims=True, dtype=jnp.int32)
+        stays = (place >= 0) & (place < jnp.maximum(held - self.offset, 1))
+        return {"held_since": jnp.where(stays, now[:, None, None], 0).astype(jnp.float32)}
 
     def factors(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
-        return 0.0, jnp.abs(now[:, None, None] - positions - self.offset).astype(jnp.float32)
+        return 0.0, jnp.where(stats["held_since"] > 0, BIG, positions.astype(jnp.float32))
+
+    def grown(self, stats, positions, now, recents, prompt):
+        length = jnp.max(jnp.where(positions >= 0, stats["held_since"], 0.0), axis=(1, 2)).astype(jnp.int32)
+        new, held = jnp.maximum(now + 1 - length, 0), jnp.minimum(prompt, length)
+        return -(-held * new // jnp.maximum(length, 1))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from jaxkv.policies.score import (
     AccumulatedAttention,
     Attention,
     AttentionValue,
-    Distance,
+    FixedPlace,
     KeyNorm,
     PeakAttention,
     Random,
@@ -31,7 +31,7 @@ from jaxkv.policies.score import (
 KINDS: dict[str, type[Score]] = {
     part.kind: part
     for part in (
-        *(Recency, Random, Distance, KeyNorm, Attention, AccumulatedAttention, AttentionValue, PeakAttention),
+        *(Recency, Random, FixedPlace, KeyNorm, Attention, AccumulatedAttention, AttentionValue, PeakAttention),
         *(KeyDiff, LagKV, Cur, Leverage, Redundancy, QueryDirection),
         *(
             ExpectedAttention,

@@ -23,10 +23,11 @@ class Shared(Allocate):
             raise BadValue(f"{where}, evicts nothing: give it a prefill phase, or allocate kind 'uniform'")
         if policy.rope != "text":
             raise BadValue(f"{where}: expected rope='text'; a place in the cache is no position that heads share")
-        if policy.decode is not None and policy.decode.evicted.moves and policy.decode.every == 1:
+        rule = None if policy.decode is None or policy.decode.every > 1 else policy.decode.evicted
+        if rule is not None and rule.moves and not rule.single:
             raise BadValue(
-                f"{where}, and evicted kind {policy.decode.evicted.kind!r} changes other entries at every overwrite: "
-                "set every= above 1, so that it does so when the layer is cut"
+                f"{where}, and evicted kind {rule.kind!r} changes several entries at every overwrite: set every= above "
+                "1, so that it does so when the layer is cut"
             )
         if policy.decode is not None and policy.decode.score.grows:
             raise BadValue(

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv.attend import LayerIn, decode_layer
+from jaxkv.attend import Ask, LayerIn, decode_layer
 from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
 from jaxkv.models import ModelConfig
+from jaxkv.plan import shares
 from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.policy import Policy
 from jaxkv.run import DecodeState, model_of
@@ -110,7 +111,10 @@ class ModelDrafter:
             def attend(spec, query, key, value, layer):
                 return decode_layer(self.policy, position, ONE_DEVICE, None, spec, query, key, value, layer)
 
-            states = [LayerIn(layer, drafts.limits[i]) for i, layer in enumerate(layers)]
+            states = [
+                LayerIn(layer, drafts.limits[i], ask=Ask(shares=shares(self.policy, self.config, i)))
+                for i, layer in enumerate(layers)
+            ]
             hidden, states = model(jnp.maximum(token, 0)[:, None], states, attend)
             logits = sampler.warped(model.logits(hidden[:, 0]), None)
             keys = jax.vmap(lambda key, at: jax.random.fold_in(jax.random.fold_in(key, at), DRAFT))(

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxkv.errors import BadValue
-from jaxkv.store.line import held_by, line_of, opened
+from jaxkv.store.line import held_by, line_of, opened, shared
 
 
 @functools.partial(jax.tree_util.register_dataclass, drop_fields=("tokens",))
@@ -119,7 +119,7 @@ def grown(
 ) -> tuple[Any, ...]:
     """The layers with slots for so many `tokens [L]` more than the `held [L, B, Hk]` ones, on the host."""
     line = line_of(layers)
-    lacking = 0 if line is None else line.lacking(max(tokens))
+    lacking = 0 if line is None else line.lacking(max(shared(layers, tokens)))
     return tuple(
         layer.grown(int(of.max()), more, window, lacking)
         for layer, of, more, window in zip(layers, held, tokens, windows, strict=True)

@@ -15,6 +15,7 @@ from jaxkv.store.integers import IntCode
 from jaxkv.store.line import Place
 from jaxkv.store.pages import Pages
 from jaxkv.store.pool import Pool
+from jaxkv.store.residue import Residue
 from jaxkv.store.sketch import Sketch
 from jaxkv.store.slots import Slots
 from jaxkv.store.sparse import SparseCode
@@ -26,7 +27,7 @@ from jaxkv.store.window import Window
 KNOWN: dict[str, type] = {
     each.__name__: each
     for each in (
-        *(Slots, Pool, Place, Entries, Summary, Sketch, Tier, Threshold, Pages, Window),
+        *(Slots, Pool, Place, Entries, Summary, Residue, Sketch, Tier, Threshold, Pages, Window),
         *(Codecs, *KINDS.values(), IntCode, BlockCode, FloatCode, SparseCode),
     )
 }

@@ -88,6 +88,31 @@ def chosen_at(entries: Entries, index: Int[Array, "*slots"]) -> Entries:
     return taken(entries, source, at)
 
 
+def picked(x: jax.Array, slot: Int[Array, "B Hk"], *, flat: bool) -> jax.Array:
+    """What lies in one slot of each KV head, `[B, Hk, ...]`, of an array over slots; `flat` where heads share them."""
+    rows = jnp.arange(slot.shape[0])[:, None]
+    return x[rows, slot] if flat else x[rows, jnp.arange(slot.shape[1])[None], slot]
+
+
+def placed_at(x: jax.Array, slot: Int[Array, "B Hk"], new: jax.Array, *, flat: bool) -> jax.Array:
+    """The array over slots with `new [B, Hk, ...]` in one slot of each KV head; a slot past the last is nobody's."""
+    rows = jnp.arange(slot.shape[0])[:, None]
+    at = (rows, slot) if flat else (rows, jnp.arange(slot.shape[1])[None], slot)
+    return x.at[at].set(new.astype(x.dtype), mode="drop")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """What one survivor of each KV head becomes as it takes up what a token overwrites: its slot (past the last where
+    none does), its key and value, plain, and its weight where entries have one."""
+
+    slot: Int[Array, "B Hk"]
+    keys: Float[Array, "B Hk D"]
+    values: Float[Array, "B Hk D"]
+    weight: Float[Array, "B Hk"] | None = None
+
+
 def flattened(entries: Entries) -> Entries:
     """The slots of all heads in one row, head after head: `[B, Hk, C]` becomes `[B, Hk C]`."""
     batch, heads, slots = entries.positions.shape

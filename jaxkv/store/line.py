@@ -6,6 +6,7 @@ as empty; a kernel that can reads them where they lie. A decode step writes one 
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxkv.sharding.attention import RotateAtRead
 from jaxkv.sharding.layout import Layout, on_host
-from jaxkv.store.entries import Entries
+from jaxkv.store.entries import Change, Entries
 from jaxkv.store.pool import Pool, on_average
 from pallas_kernels.arguments import Judge, Segments, Token
 from pallas_kernels.arguments import Line as Lying
@@ -136,6 +137,11 @@ def line_of(layers: tuple[Any, ...]) -> Pool | None:
     return next((layer.line for layer in layers if isinstance(layer, Place) and layer.line is not None), None)
 
 
+def shared(layers: tuple[Any, ...], each: Sequence[Any]) -> list[Any]:
+    """Of what each layer has, that of the layers that share a line."""
+    return [x for layer, x in zip(layers, each, strict=True) if isinstance(layer, Place)]
+
+
 def opened(layers: tuple[Any, ...]) -> tuple[Any, ...]:
     """The layers, those that share a line as their views of it."""
     line: Any = line_of(layers)
@@ -183,6 +189,33 @@ def narrowed(layers: tuple[Any, ...]) -> tuple[Any, ...]:
         dataclasses.replace(layer, reach=min(layer.reach, reach + heads)) if isinstance(layer, Place) else layer
         for layer in layers
     )
+
+
+def taking(layers: tuple[Any, ...], changes: tuple[Change | None, ...]) -> tuple[Any, ...]:
+    """The layers after survivors took up what a token overwrites; of those that share a line, in the line at once."""
+    shares = [
+        (layer, change)
+        for layer, change in zip(layers, changes, strict=True)
+        if isinstance(layer, Place) and change is not None
+    ]
+    line: Any = line_of(layers)
+    if shares:
+        starts = [place.start(line)[:, None] for place, _ in shares]
+        moved = [
+            dataclasses.replace(change, slot=jnp.where(change.slot < place.reach, change.slot + start, line.total))
+            for (place, change), start in zip(shares, starts, strict=True)
+        ]
+        # Read before it is written, or it would be copied
+        moved, lies = lax.optimization_barrier((moved, line.entries))
+        every = jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), *moved)
+        line = dataclasses.replace(line, entries=lies).taking(every)
+
+    def after(layer: Any, change: Change | None) -> Any:
+        if isinstance(layer, Place):
+            return layer.holding(line)
+        return layer if change is None else layer.taking(change)
+
+    return tuple(after(layer, change) for layer, change in zip(layers, changes, strict=True))
 
 
 def written(layers: tuple[Any, ...], after: tuple[Any, ...], position: Int[Array, "B"]) -> tuple[Any, ...]:

@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxkv.store.codecs import Codecs
-from jaxkv.store.entries import Entries, owners
+from jaxkv.store.entries import Change, Entries, owners, picked, placed_at
 from jaxkv.store.window import WINDOW
 from pallas_kernels.arguments import Token
 
@@ -182,6 +182,45 @@ class Store:
         positions = self.put(self.positions, at, token.position >= 0)
         entries = dataclasses.replace(self.entries, keys=keys, values=values, positions=positions)
         return self.replaced(entries=entries, beside=self._seen(token))
+
+    @property
+    def held_plain(self) -> Entries:
+        """The entries where they lie, plain."""
+        return dataclasses.replace(self.entries, keys=self.keys, values=self.values)
+
+    def seen_by_head(self, x: Shaped[Array, "B *S"]) -> Shaped[Array, "B Hk _"]:
+        """What is known of every slot, for each KV head that could own it."""
+        return jnp.broadcast_to(x[:, None], (x.shape[0], self.heads, x.shape[1])) if x.ndim == 2 else x
+
+    def filled_by_head(self) -> Bool[Array, "B Hk _"]:
+        """Which of these slots are each KV head's own, and filled."""
+        heads = jnp.arange(self.heads, dtype=jnp.int32)[:, None]
+        return (self.seen_by_head(self.owner) == heads) & self.seen_by_head(self.entries.filled)
+
+    def taking(self, change: Change) -> Any:
+        """The store after survivors took up what a token overwrites: one slot of each head, where it lies."""
+        flat = self.positions.ndim == 2
+        old, code = self.entries, {}
+        for name, new in (("keys", change.keys), ("values", change.values)):
+            codec, lies = getattr(self.codecs, name), getattr(old, name)
+            put = lambda x, new: placed_at(x, change.slot, new, flat=flat)  # noqa: E731
+            if codec.apart:
+                code[name] = jax.tree.map(put, lies, codec.encode(new))
+            else:
+                code[name] = codec.encode_all(put(getattr(self, name), new), self.positions)
+        weight = old.weight
+        if weight is not None and change.weight is not None:
+            weight = placed_at(weight, change.slot, change.weight, flat=flat)
+        entries = dataclasses.replace(old, weight=weight, **code)
+        return self.replaced(entries=entries, beside=self._taken_in_window(change, flat))
+
+    def _taken_in_window(self, change: Change, flat: bool) -> dict[str, Any]:
+        """What is beside the slots, with survivors that lie in the residual window as they have become."""
+        if WINDOW not in self.beside:
+            return self.beside
+        safe = jnp.minimum(change.slot, self.positions.shape[-1] - 1)
+        at = jnp.where(change.slot < self.positions.shape[-1], picked(self.positions, safe, flat=flat), -1)
+        return {**self.beside, WINDOW: self.beside[WINDOW].changed_at(at, change.keys, change.values)}
 
     def put(self, x: Any, new: Any, active: Bool[Array, "B"]) -> Any:
         """`x`, an array over the slots, with `new [B, Hk, ...]` in every head's next slot, in rows that are active."""

@@ -70,6 +70,20 @@ class Window:
         positions = put(self.positions, jnp.broadcast_to(position[:, None], (batch, heads)))
         return Window(put(self.keys, key), put(self.values, value), positions, jnp.maximum(self.seen, position + 1))
 
+    def changed_at(
+        self, position: Int[Array, "B Hk"], key: Float[Array, "B Hk D"], value: Float[Array, "B Hk D"]
+    ) -> "Window":
+        """The window with another key and value for the token at `position` of each head, where it holds that."""
+        batch, heads, size = self.positions.shape
+        rows, of = jnp.arange(batch)[:, None], jnp.arange(heads)[None, :]
+        here = (position >= 0) & (self.positions[rows, of, position % size] == position)
+        index = rows, of, jnp.where(here, position % size, size)  # out of range, so dropped
+
+        def put(old: Any, new: Array) -> Any:
+            return None if old is None else old.at[index].set(new.astype(old.dtype), mode="drop")
+
+        return Window(put(self.keys, key), put(self.values, value), self.positions, self.seen)
+
     def filled_from(self, entries: Entries, chosen: Bool[Array, "B Hk S"]) -> "Window":
         """The window anew, of the `chosen` ones of plain entries: those among the row's newest R tokens."""
         size = self.positions.shape[2]

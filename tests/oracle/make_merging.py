@@ -130,30 +130,50 @@ def keepkv(folder: Path) -> dict[str, np.ndarray]:
 
 
 def zsmerge(folder: Path) -> dict[str, np.ndarray]:
-    """`cache_merge`, a step with 3 residual slots in front: into which of them the lowest of the others goes."""
-    merge = function(folder / "ZSMerge/mergekv/mergekv.py", "cache_merge", torch=torch)
-    keys, values = drawn(5, 16, 12)
-    generator = torch.Generator().manual_seed(6)
-    count = torch.ones(1, HEADS, 12)
-    count[..., :3] = torch.tensor([4.0, 3.0, 6.0])
-    scores = torch.rand(1, HEADS, 12, generator=generator)
-    lost = scores[..., 3:].argmin(-1) + 3
-    after = merge(
-        torch.zeros(1, HEADS, 1, 16), torch.zeros(1, HEADS, 1, 16), torch.ones(1, HEADS, 1), torch.zeros(1, HEADS, 1),
-        keys.clone(), values.clone(), count.clone(), scores.clone(), metric="dot_product", score_update="max",
-        cache_dense=3,
-    )  # fmt: skip
-    stays = ~stay(lost[0][:, None], 12)
-    rest = lambda x: x[0][stays].view(HEADS, 11, *x.shape[3:])  # noqa: E731
+    """A prompt's cut (`cache_init`), steps after it (`cache_merge`), and attention over what they leave
+    (`score_scaled_dot_product_attention`), with 3 residual slots: those, after the cut and after every step."""
+    file = folder / "ZSMerge/mergekv/mergekv.py"
+    split = function(file, "topk_split", torch=torch)
+    init = function(file, "cache_init", torch=torch, topk_split=split)
+    merge = function(file, "cache_merge", torch=torch)
+    attend = function(file, "score_scaled_dot_product_attention", torch=torch, F=F, Tuple=tuple)
+    dense, tail, steps = 3, 4, 3
+    keys, values = drawn(5, 16)
+    weights = attention(5, TOKENS)
+    faded = (weights * 0.98 ** torch.arange(TOKENS - 1, -1, -1)[:, None]).sum(2)
+    given = {"cache_budget": KEPT + dense, "cache_tail": tail, "cache_dense": dense, "score_update": "max"}
+    held = list(init(keys.clone(), values.clone(), **given, scores=faded.clone()))
+    best = faded[0, :, : TOKENS - tail].topk(KEPT - tail, -1).indices
+    stays = stay(torch.cat([best, torch.arange(TOKENS - tail, TOKENS).repeat(HEADS, 1)], -1))
+    residue = lambda x: x[0, :, :dense].clone()  # noqa: E731
+    found = {name: [residue(held[number])] for number, name in enumerate(("new_keys", "new_values", "new_count"))}
+    lost_keys, lost_values = [], []
+    for number in range(steps):  # into which residual slot the lowest of the others goes
+        lost = (held[3][..., dense:].argmin(-1) + dense)[..., None, None].expand(-1, -1, -1, 16)
+        lost_keys.append(held[0].gather(2, lost)[0])
+        lost_values.append(held[1].gather(2, lost)[0])
+        new = drawn(60 + number, 16, 1)
+        held = list(
+            merge(*new, torch.ones(1, HEADS, 1), torch.full((1, HEADS, 1), 9.0), *held, metric="dot_product", **given)
+        )
+        for place, name in enumerate(("new_keys", "new_values", "new_count")):
+            found[name].append(residue(held[place]))
+    query = torch.randn(1, HEADS, 1, 16, generator=torch.Generator().manual_seed(61))
+    output, _ = attend(query, held[0], held[1], pos_weight=held[2], scale_factor=0.6, shrink_factor=0.98)
+    stacked = {name: torch.stack(each) for name, each in found.items()}
     return case(
-        "zsmerge", keys[0], values[0], stays, rest(after[0]), rest(after[1]), count=count[0], new_count=rest(after[2])
-    )
+        "zsmerge", keys[0], values[0], stays, stacked["new_keys"], stacked["new_values"],
+        new_count=stacked["new_count"], lost_keys=torch.stack(lost_keys), lost_values=torch.stack(lost_values),
+        rest_keys=held[0][0, :, dense:], rest_values=held[1][0, :, dense:], query=query[0], output=output[0],
+    )  # fmt: skip
 
 
 def elastic(folder: Path) -> dict[str, np.ndarray]:
     """`ElasticCache` without sinks, one layer."""
     torch.Tensor.cuda = lambda self, *_: self  # it names the device
-    cache = class_of(folder / "ElasticCache/kv_cache.py", "ElasticCache", torch=torch, DIM_TO_SLICE={1: 0, 2: 0, 3: 0})
+    file = folder / "ElasticCache/kv_cache.py"
+    given = {2: function(file, "slice2d")}
+    cache = class_of(file, "ElasticCache", torch=torch, DIM_TO_SLICE=given)
     keys, values = drawn(7, 16)
     weights = attention(7, TOKENS)
     running = cache(start_size=0, recent_size=64, ratio=0.6, layer_num=1)
@@ -162,7 +182,24 @@ def elastic(folder: Path) -> dict[str, np.ndarray]:
     forget = int(TOKENS - TOKENS * (1 - 0.6))
     stays = torch.ones(TOKENS, dtype=torch.bool)
     stays[:-1] = score[:-1].argsort() > forget  # its mistake: no rank
-    return case("elastic-cache", keys[0], values[0], stays.repeat(HEADS, 1), new_keys[0], new_values[0])
+    cut = case("elastic-cache", keys[0], values[0], stays.repeat(HEADS, 1), new_keys[0], new_values[0])
+    return cut | {"elastic-cache/steps": held_by_elastic(cache)}
+
+
+def held_by_elastic(cache) -> np.ndarray:
+    """Which of 60 tokens it holds after each of 35 steps behind a prompt of 25, of which every third and the last stay
+    as by a cut without its mistake, where the place that is freed lies 4 before the end."""
+    running = cache(start_size=0, recent_size=64, ratio=0.6, distance=-4, layer_num=1)
+    held = torch.tensor([0, 2, 5, 8, 11, 14, 17, 20, 23, 24])
+    running.flag, running.selected_idx = False, len(held) - 4
+    after = torch.zeros(35, 60, dtype=torch.bool)
+    for step, at in enumerate(range(25, 60)):
+        held = torch.cat([held, torch.tensor([at])])
+        lies = held.double()[None, None, :, None]
+        ((new, _),) = running([(lies, lies)], at + 1, [torch.zeros(1, 1, 1, len(held))])
+        held = new.long().flatten()
+        after[step, held] = True
+    return after.numpy()
 
 
 def cam(folder: Path) -> dict[str, np.ndarray]:
