@@ -271,8 +271,8 @@ class Eval:
     """Measure what policies cost on text: tasks, fidelity, memory, speed. Goes on where it was stopped."""
 
     run: Positional[str] = "default"
-    """A TOML file, or a shipped run: allocators, dapq, default, gsm8k, long-output, longbench, needles, retrieval,
-    ruler, text."""
+    """A TOML file, or a shipped run: allocators, catalogue, dapq, default, gsm8k, long-output, longbench, merging,
+    needles, retrieval, ruler, text."""
     model: str | None = None
     """Instead of the run's model."""
     dtype: str | None = None
@@ -299,8 +299,8 @@ class Eval:
     """Instead of the run's batch."""
     block: int | None = None
     """Prompt tokens that run at a time, instead of 2048."""
-    share_prefill: bool | None = None
-    """Run a prompt once for all policies that can share that."""
+    share_prefill: bool = False
+    """Run a prompt once for all policies that can share that, also where the run does not say so."""
     plan: bool = False
     """Say what the run will cost, and run nothing."""
     parts: tuple[str, ...] = ()
@@ -709,7 +709,8 @@ def _eval(command: Eval) -> int:
 
     _register(command.parts)
     given = ("model", "dtype", "weights", "policies", "budgets", "ratios", "data", "batch", "block", "share_prefill")
-    changes = {name: value for name in given if (value := getattr(command, name)) not in (None, ())}
+    changes = {name: value for name in given if (value := getattr(command, name)) is not None}
+    changes = {name: value for name, value in changes.items() if value != () and value is not False}
     if command.budgets or command.ratios:
         changes |= {"budgets": command.budgets, "ratios": command.ratios}
     each = {

@@ -399,6 +399,8 @@ def test_the_command_line(finished, lettered, tmp_path, monkeypatch, capsys):
     assert cli.main(["eval", str(toml), "--out", str(tmp_path / "out"), "--no-report"]) == 0
     (record,) = Store(tmp_path / "out").records()
     assert record["policy"] == "full" and record["kl"] == [0.0] and "| full |" in capsys.readouterr().out
+    args = ["eval", str(toml), "--out", str(tmp_path / "shared"), "--no-report", "--share-prefill"]
+    assert cli.main(args) == 0 and Store(tmp_path / "shared").about()["settings"]["share_prefill"]
     assert cli.main(["report", str(store.folder), "--out", str(tmp_path / "page")]) == 0
     assert capsys.readouterr().out.strip().endswith("report.html")
     assert cli.main(["eval", "no-such-run"]) == 2
