@@ -15,7 +15,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxkv.attend import Ask, Facts, LayerIn, decode_layer, divided, overwritten, prefill_layer
+from jaxkv.attend import Ask, Facts, LayerIn, Sharing, decode_layer, divided, gathering, overwritten, prefill_layer
 from jaxkv.models import AttentionSpec, ModelConfig, graphdef
 from jaxkv.models.decoder import Decoder
 from jaxkv.plan import Plan, PromptBlocks, shares
@@ -210,11 +210,14 @@ def through_block(
         for i, store in enumerate(opened(layers))
     ]
     everything, last = layout.lay("tokens", jnp.concatenate([tokens, behind], axis=1)), tokens.shape[1] - 1
+    sharing = Sharing(policy, plan, full, limits[full[0]] if full else limits[0], layout)
+    fold = gathering(sharing)
     hidden, left = model(
         everything, given, attend, layout.lay, behind=None if whole else behind.shape[1], route=flow.route(passing),
-        sizes=plan.look and HIDDEN in policy.needs, scan=scan_layers,
+        sizes=plan.look and HIDDEN in policy.needs, scan=scan_layers, fold=fold,
     )  # fmt: skip
-    layers = divided(policy, cast(Any, left), full, plan, now, limits, lambda i: _of_layer(learned, i))
+    outs, gathered = (left, None) if fold is None else (left[:-1], left[-1])
+    layers = divided(sharing, cast(Any, outs), cast(Any, gathered), now, lambda i: _of_layer(learned, i))
     return tuple(map(layout.layer, layers)), hidden, last
 
 

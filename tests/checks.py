@@ -32,6 +32,7 @@ POOLS = Check(KVPRESS, PREFILL, "test_pool.py::test_kept_as_in_kvpress")
 REPLAY = Check(KVPRESS, PREFILL, "test_family.py::test_replay_as_in_kvpress")
 HEADS = Check(FORM, PREFILL, "test_head_budgets.py::test_kept_by_the_papers_rule")
 RELEASED = Check(CODE, PREFILL, "test_released.py::test_what_a_prompt_leaves")
+STEPS = Check(CODE, BOTH, "test_released.py::test_what_every_step_leaves")
 FORMS = Check(FORM, BOTH, "test_forms.py::test_prompt_and_steps")
 
 MERGED = Check(CODE, PART, "test_merging.py::test_merging_as_released")
@@ -76,7 +77,7 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "full": Check(CODE, BOTH, "test_released.py::test_the_full_cache_generates_what_transformers_does"),
     "global-h2o": Check(FORM, PREFILL, "test_model_pool.py::test_one_budget_for_all"),
     "graphkv": Check(FORM, PART, "test_family.py::test_neighbours_of_the_best_count_less"),
-    "h2o": Check(CODE, BOTH, "test_released.py::test_what_every_step_leaves"),
+    "h2o": STEPS,
     "headkv": (HEADS, Check(CODE, PART, "test_head_budgets.py::test_headkv_as_released")),
     "keepkv": (MERGED, FORMS),
     "keydiff": (TWINS, FORMS_AT_DECODE),
@@ -97,7 +98,10 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "laq-plus-plus": FORMS,
     "layer-compresskv": RELEASED,
     "layer-defensivekv": Check(CODE, PREFILL, "test_released_scores.py::test_defensivekv_as_released"),
-    "lazyeviction": FORMS,
+    "lazyeviction": (
+        Check(CODE, DECODE, "test_released.py::test_lazyeviction_up_to_its_first_eviction"),
+        FORMS,
+    ),
     "leverage": (TWINS, FORMS_AT_DECODE),
     "longflow": Check(CODE, BOTH, "test_released.py::test_longflow_step_by_step"),
     "look-m": (MERGED, FORMS),
@@ -120,17 +124,17 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "scope": SCOPE,
     "scope-adaptive": SCOPE,
     "scope-discontinuous": SCOPE,
-    "simlayerkv": Check(FORM, PREFILL, "test_model_pool.py::test_simlayerkv"),
+    "simlayerkv": Check(KVPRESS, PREFILL, "test_released.py::test_simlayerkv_as_in_kvpress"),
     "snapkv": RELEASED,
     "spans": FORMS,
     "spans-longflow": FORMS,
     "streaming-llm": Check(CODE, BOTH, "test_released.py::test_streaming_llm_step_by_step"),
     "subgen": Check(FORM, BOTH, "test_sketch.py::test_what_is_estimated"),
     "tiered-h2o": Check(FORM, PART, "test_evicted.py::test_a_second_tier_holds_what_the_first_has_lost"),
-    "tova": Check(CODE, BOTH, "test_released.py::test_what_every_step_leaves"),
+    "tova": STEPS,
     "treekv": FORMS,
     "value-merging": Check(KVPRESS, PART, "test_merging.py::test_merging_as_released"),
-    "vatp": FORMS,
+    "vatp": STEPS,
     "weightedkv": FORMS,
     "zsmerge": (Check(CODE, PART, "test_merging.py::test_residual_slots_as_released"), FORMS),
 }

@@ -61,6 +61,7 @@ SMALL = {  # published windows are longer than the tiny prompts
     "scope-discontinuous": {"window": 3, "reserve": 0.5, "grow": 4, "every": 4},
     "subgen": {"clusters": 4, "members": 2, "sample": 8},
     "tiered-h2o": {"slots": 8},
+    "treekv": {"sinks": 2, "tokens": 2, "window": 4},
     "value-merging": {"window": 6},
     "vatp": {"sinks": 2},
     "weightedkv": {"sinks": 2},

@@ -118,60 +118,72 @@ class Ems(Merging, Summed):
         return np.where(head.at >= now - self.recent, np.inf, worth)
 
 
-class TreeKv(Summed):
-    """Of a prompt the losers of all pairs leave first, the oldest first, then the oldest winners; while decoding the
-    loser of one pair, which moves on with every token."""
+class TreeKv(Rule):
+    """Algorithm 1: `at` moves round the entries between sinks and recents, and the lower of the two there leaves. A
+    prompt comes in blocks of 4, worth the mean attention of its last 4 queries."""
 
-    sinks = 4
+    sinks, recent, block = 4, 6, 4
+    fresh: ClassVar[dict[str, float]] = {"attention": 0.0, "seen": 0.0}
+
+    def looked(self, seen):
+        return seen.by_group(seen.weights[:, -self.block :].mean(1)).mean(1)
 
     def prompt(self, seen: Prompt):
-        length = seen.weights.shape[1]
-        share = seen.by_group(seen.weights.sum(1)).mean(1) / np.arange(length, 0, -1)
-        worth = np.tile(np.arange(length, dtype=float), (len(share), 1))
-        for row, own in zip(worth, share, strict=True):
-            for at in range(self.sinks, length - 1, 2):
-                row[at if own[at] < own[at + 1] else at + 1] -= length
-        worth[:, : self.sinks] = np.inf
-        return worth
+        worth = []
+        for row in self.looked(seen):
+            free = np.arange(self.sinks, len(row) - self.recent)
+            blocks = [free[at : at + self.block] for at in range(0, len(free), self.block)]
+            most, held, when, at = (self.budget - 1 - self.sinks - self.recent) // self.block, [], {}, 0
+            for number in range(len(blocks)):
+                held.append(number)
+                if len(held) > most:
+                    one, two = (row[blocks[held[at + turn]]].mean() for turn in (0, 1))
+                    self.near = min(self.near, abs(one - two) / max(one, two))
+                    when[held.pop(at + 1 if one > two else at)] = number
+                    at = (at + 1) % most
+            each = np.full(len(row), np.inf)
+            for number, tokens in enumerate(blocks):
+                each[tokens] = when.get(number, len(row)) * self.block + np.arange(len(tokens))
+            worth.append(each)
+        return np.stack(worth)
+
+    def stats(self, seen: Prompt):
+        return {"attention": self.looked(seen), "seen": np.ones(seen.key.shape[:2])}
 
     def step(self, head, mass, now):
         head.stats["attention"] = head.stats["attention"] + mass.mean(0)
-        share = head.stats["attention"] / (now - head.at)
-        at = self.sinks + now % (len(head.at) - self.sinks - 1)
-        loser = at if share[at] < share[at + 1] else at + 1
-        worth = np.where(head.at < self.sinks, np.inf, share)
-        worth[loser] = -np.inf
+        head.stats["seen"] = head.stats["seen"] + 1
+        share, apart = head.stats["attention"] / head.stats["seen"], ends(head.at, self.sinks, now - self.recent)
+        at = self.sinks + now % ((~apart).sum() - 1)
+        self.near = min(self.near, abs(share[at] - share[at + 1]) / max(share[at], share[at + 1]))
+        worth = np.where(apart, np.inf, 1.0)
+        worth[at + 1 if share[at] > share[at + 1] else at] = 0.0
         return worth
 
 
 class LazyEviction(Rule):
-    """Cuts every 4 tokens; what comes back soon and is due stays."""
+    """Cuts every 4 tokens; what comes back soon and is due stays. Every step counts from the end of the prompt on."""
 
     every, window, threshold = 4, 4, 0.05
     fresh: ClassVar[dict[str, float]] = {"gap": 0.0}
 
-    def looked(self, seen):
-        return seen.by_group(seen.weights[:, -self.window :].mean(1)).mean(1)
-
     def prompt(self, seen: Prompt):
-        worth = self.looked(seen)
+        worth = seen.by_group(seen.weights[:, -self.window :].mean(1)).mean(1)
         worth[:, -self.window :] = np.inf
         return worth
 
     def stats(self, seen: Prompt):
-        mass = self.looked(seen)
-        at = np.arange(mass.shape[1])
-        hit = mass > self.threshold
-        return {"last": np.where(hit, at[-1], at + 0.0), "gap": np.where(hit, at[-1] - at, 0.0)}
+        last = np.full(seen.key.shape[:2], seen.key.shape[1] - 1.0)
+        return {"last": last, "gap": np.zeros_like(last)}
 
     def step(self, head, mass, now):
-        hit = mass.max(0) > self.threshold
+        head.stats["last"][-1] = now - 2  # the step before it came
+        hit = mass.max(0) >= self.threshold
         gap, last = head.stats["gap"], head.stats["last"]
         head.stats["gap"] = gap = np.where(hit, np.maximum(gap, now - 1 - last), gap)
         head.stats["last"] = last = np.where(hit, now - 1, last)
-        sigmoid = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
-        wait = np.maximum(gap, 1)
-        worth = 2 * sigmoid(-(now - 1 - last) / wait) + np.where(gap > 0, 2 * sigmoid(1 - wait), 0)
+        sigmoid = lambda x: 1 / (1 + np.exp(np.minimum(-x, 700)))  # noqa: E731
+        worth = 2 * sigmoid(-1 - (now - 1 - last) / (gap + 1e-5)) + np.where(gap > 0, 2 * sigmoid(1 - gap), 0)
         return np.where(head.at >= now - self.window, np.inf, worth)
 
 
@@ -649,7 +661,7 @@ CASES = {  # the rule, our options, the seed of a prompt without near ties
     "vatp": (Vatp, {"sinks": 2}, 0),
     "alisa": (Alisa, {}, 0),
     "ems": (Ems, {"question": 4, "prefill_recent": 4, "decode_recent": 4}, 0),
-    "treekv": (TreeKv, {}, 0),
+    "treekv": (TreeKv, {"recent": 6, "tokens": 4, "window": 4, "rope": "text"}, 0),
     "lazyeviction": (LazyEviction, {"window": 4, "decode_recent": 4, "every": 4, "threshold": 0.05}, 8),
     "elastic-cache": (ElasticCache, {"offset": 9}, 1),
     "weightedkv": (WeightedKv, {"sinks": 2, "recent": 0.5}, 0),

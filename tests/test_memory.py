@@ -68,6 +68,22 @@ def test_the_bytes_are_those_of_the_budget(config):
     assert prefill < short_prefill and decode < short_decode / 2
 
 
+@pytest.mark.long
+def test_layers_that_share_are_cut_as_they_come(config):
+    """While a prompt of one block runs, the model holds its budget and the candidates of one layer, not of each."""
+    layers, tokens = 12, 1024
+    config = dataclasses.replace(config, num_layers=layers, layer_types=("full",) * layers)
+    policy = jaxkv.policy("cake", budget=BUDGET, block=tokens)
+    at_once = type("AtOnce", (type(policy.allocate),), {"cascades": False})()
+    needed = []
+    for share in (policy.allocate, at_once):
+        programs = lower(config, dataclasses.replace(policy, allocate=share), batch=1, tokens=tokens, scan_layers=True)
+        memory = programs.prefill.compile().memory_analysis()
+        needed.append(memory.temp_size_in_bytes)
+    candidates = 2 * config.num_kv_heads * tokens * config.head_dim * 4  # bytes of a layer's
+    assert needed[1] - needed[0] > (layers - 4) * candidates
+
+
 @pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["h2o", "adakv-h2o", "global-h2o"])
 def test_a_decode_step_copies_no_keys(config, name):

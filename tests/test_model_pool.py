@@ -202,6 +202,23 @@ def test_a_safeguard_of_all_is_an_even_share(tiny, share):
         assert held(ours.cache, row) == held(theirs.cache, row)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("share", [Global(0.1, most=0.0), Prefix(), Cake(window=4)], ids=lambda share: share.kind)
+@pytest.mark.parametrize("block", [100, 20])
+def test_layers_that_are_cut_as_they_come_keep_the_same(apart, share, block):
+    """As many layers after each other leave what all of them at once do, one by one or in a loop."""
+    at_once = type("AtOnce", (type(share),), {"cascades": False})(
+        **{field.name: getattr(share, field.name) for field in dataclasses.fields(share)}
+    )
+    policy = dataclasses.replace(jaxkv.policy("h2o", budget=16, block=block), decode=None)
+    run = functools.partial(jaxkv.prefill, apart, [ids(55), ids(9, 1)])
+    want = run(policy=dataclasses.replace(policy, allocate=at_once))
+    for scan in (False, True):
+        got = run(policy=dataclasses.replace(policy, allocate=share), scan_layers=scan)
+        for row in range(2):
+            assert held(got, row) == held(want, row)
+
+
 # ---- the line
 
 

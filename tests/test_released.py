@@ -13,7 +13,7 @@ from ordered import heads_of
 from safetensors.numpy import load_file, save_file
 
 import jaxkv
-from jaxkv.policies import catalogue
+from jaxkv.policies import Lazy, catalogue
 
 FAMILY = "llama2"
 STEP = {"max_new_tokens": 1, "stop_tokens": ()}
@@ -174,14 +174,16 @@ def test_the_full_cache_generates_what_transformers_does(goldens, tiny, family):
         ("h2o", "p12-b16", 16),
         ("tova", "p20-b16", 16),
         ("tova", "p60-b24", 24),
+        ("vatp", "p20-b17", 17),
+        ("vatp", "p60-b25", 25),
     ],
 )
 def test_what_every_step_leaves(goldens, tiny, ungrouped, name, case, budget):
-    """The prompt's cut, and what each step leaves; H2O's release knows no groups."""
+    """The prompt's cut, and what each step leaves; H2O's and VATP's releases know no groups."""
     theirs = golden(goldens, f"{name}_released", case)
-    policy = jaxkv.policy(name, budget=budget)
+    policy = jaxkv.policy(name, budget=budget, **({"sinks": 4} if name == "vatp" else {}))
     policy = dataclasses.replace(policy, prefill=dataclasses.replace(policy.prefill, reserve=1))
-    for step, cache in enumerate(stepped(ungrouped if name == "h2o" else tiny(FAMILY), policy, theirs)):
+    for step, cache in enumerate(stepped(tiny(FAMILY) if name == "tova" else ungrouped, policy, theirs)):
         for layer, kept in zip(cache.layers, theirs["kept"][step], strict=True):
             assert left(layer) == [head[head >= 0].tolist() for head in kept], f"step {step}"
 
@@ -222,3 +224,41 @@ def test_q_filters_step_by_step(goldens, tiny, case, budget, window):
 
 def _entries(layer):
     return [np.sort(head[head >= 0]).tolist() for head in heads_of(layer)]
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("lazy", [1, 2])
+def test_simlayerkv_as_in_kvpress(goldens, tiny, lazy):
+    """Which layers are lazy, and what each keeps, with a budget that lets the others keep everything."""
+    theirs = golden(goldens, "simlayerkv", f"lazy{lazy}")
+    length, newest, layers = len(theirs["ids"]), 15, len(theirs["shares"])  # the last query's 15 newest; 14 stay
+    budget = (lazy * (4 + newest - 1) + (layers - lazy) * length) // layers
+    share = Lazy((4 + newest - 0.9) / budget, length / budget, float(theirs["threshold"]), 4, newest)
+    policy = dataclasses.replace(jaxkv.policy("simlayerkv", budget=budget), allocate=share)
+    cache = jaxkv.prefill(tiny(FAMILY), theirs["ids"], policy=policy)
+    for layer, kept in zip(cache.views, theirs["kept"], strict=True):
+        assert _entries(layer) == [kept[kept >= 0].tolist()] * len(_entries(layer))
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize(("case", "window", "threshold"), [("p24-w12", 12, 0.03), ("p16-w8", 8, 0.06)])
+def test_lazyeviction_up_to_its_first_eviction(goldens, ungrouped, case, window, threshold):
+    """When each entry was last attended to and at what longest gap, and that what stays is worth the most there. Of the
+    many that are worth the same the release's `topk` takes any, ours the oldest."""
+    theirs = golden(goldens, "lazyeviction", case)
+    length = len(theirs["ids"])
+    options = {"window": 4, "decode_recent": window, "every": window, "threshold": threshold}
+    policy = jaxkv.policy("lazyeviction", budget=length, **options)
+    *_, before, after = stepped(ungrouped, policy, theirs)
+    for number, (was, now) in enumerate(zip(before.layers, after.layers, strict=True)):
+        for head, positions in enumerate(np.asarray(was.positions[0])):
+            slots = np.flatnonzero((positions >= 0) & (positions < length))
+            slots = slots[np.argsort(positions[slots])]
+            last, longest = (np.asarray(was.stats[name])[0, head, slots] for name in ("last_seen", "longest_gap"))
+            assert (last - length).tolist() == theirs["last"][number, head].tolist()
+            assert longest.tolist() == theirs["longest"][number, head].tolist()
+            kept, worth = _entries(now)[head], theirs["worth"][number, head]
+            assert kept[-window:] == list(range(length, length + window)) and len(kept) == length
+            gone = np.setdiff1d(np.arange(length), kept)
+            assert worth[kept[:-window]].min() >= worth[gone].max()
+            assert worth[kept[:-window]].max() > worth[gone].min()

@@ -134,7 +134,9 @@ def shares(settings: Settings, examples: list[Example], cells: Sequence[Cell], t
     out, parts = [], -(-len(policies) // TOGETHER)
     for some in itertools.batched(policies, -(-len(policies) // max(parts, 1)) or 1):
         for row, ids in found:
-            sharing = [cell for sizes in some for cell in sizes if not one_prefill.apart(cell.policy, len(ids))]
+            sharing = [
+                cell for sizes in some for cell in sizes if cell.policy and not one_prefill.apart(cell.policy, len(ids))
+            ]
             out.append(Share(row, ids, tuple(sharing)))
     return [share for share in out if len(share.cells) > 1]
 

@@ -22,6 +22,7 @@ S = TypeVar("S")
 Attend = Callable[..., tuple[jax.Array, Any]]
 Lay = Callable[[str, jax.Array], jax.Array]
 Route = Callable[[int, jax.Array, Any, Attend], tuple[jax.Array, Attend]]
+Fold = Callable[[Any, Any, AttentionSpec, Any], tuple[Any, Any]]
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": nnx.silu,
@@ -144,33 +145,49 @@ def _traced_once(attend: Attend, lay: Lay, sizes: bool) -> Callable[..., tuple[j
 
 
 def _scanned(
-    run: Callable[..., tuple[jax.Array, Any]], layers: Sequence[Any], x: jax.Array, spec: AttentionSpec, states: Any
-) -> tuple[jax.Array, list[Any]]:
-    """Layers that are alike, one after the other in a loop: XLA compiles one of them, and each turn copies its weights
-    to where that one has them (stacked ones would be in memory twice)."""
+    run: Callable[..., tuple[jax.Array, Any]],
+    layers: Sequence[Any],
+    first: int,
+    x: jax.Array,
+    spec: AttentionSpec,
+    states: Any,
+    fold: Fold,
+    carried: Any,
+) -> tuple[jax.Array, list[Any], Any]:
+    """Layers that are alike, from number `first` on, one after the other in a loop: XLA compiles one of them, and each
+    turn copies its weights to where that one has them (stacked ones would be in memory twice)."""
     weights = [lambda layer=layer: layer for layer in layers]
     before = after = jax.tree.structure(states[0])
 
-    def turn(x, own):
+    def turn(carry, own):
         nonlocal after
-        index, leaves = own
+        (x, carried), (index, leaves) = carry, own
         x, state = run(lax.switch(index, weights), x, spec, jax.tree.unflatten(before, leaves), None)
+        carried, state = fold(carried, first + index, spec, state)
         leaves, after = jax.tree.flatten(state)
-        return x, leaves
+        return (x, carried), leaves
 
     # The loop carries leaves: stacked, they would not have the shapes that a state says its arrays have
     stacked = [jnp.stack(leaves) for leaves in zip(*map(jax.tree.leaves, states), strict=True)]
-    x, new = lax.scan(turn, x, (jnp.arange(len(layers)), stacked))
-    return x, [jax.tree.unflatten(after, [leaf[index] for leaf in new]) for index in range(len(layers))]
+    (x, carried), new = lax.scan(turn, (x, carried), (jnp.arange(len(layers)), stacked))
+    return x, [jax.tree.unflatten(after, [leaf[index] for leaf in new]) for index in range(len(layers))], carried
 
 
-def _alike(specs: Sequence[AttentionSpec], states: Sequence[Any], behind: int | None) -> list[range]:
-    """The layers in runs whose attention and states have the same form; the last by itself where it does less."""
+def _alike(specs: Sequence[AttentionSpec], states: Sequence[Any], behind: int | None, begins: bool) -> list[range]:
+    """The layers in runs whose attention and states have the same form; the last by itself where it does less, and the
+    first with its attention where what is folded `begins` there."""
     form = lambda state: (jax.tree.structure(state), *map(jax.typeof, jax.tree.leaves(state)))  # noqa: E731
     forms = [(spec, form(state)) for spec, state in zip(specs, states, strict=True)]
     last = len(forms) - 1
-    apart = (at for at in range(1, last + 1) if forms[at] != forms[at - 1] or (at == last and behind is not None))
+    alone = {specs.index(spec) for spec in specs} if begins else set()
+    alone |= {last} if behind is not None else set()
+    apart = (at for at in range(1, last + 1) if forms[at] != forms[at - 1] or {at, at - 1} & alone)
     return list(itertools.starmap(range, itertools.pairwise((0, *apart, last + 1))))
+
+
+def _kept_apart(carried: Any, layer: Any, spec: AttentionSpec, state: Any) -> tuple[Any, Any]:
+    """Nothing is folded."""
+    return carried, state
 
 
 def through[State](
@@ -184,26 +201,32 @@ def through[State](
     route: Route | None,
     sizes: bool,
     scan: bool,
+    fold: Fold | None = None,
 ) -> tuple[jax.Array, tuple[State, ...]]:
     """The stream after all layers, and their new states: what `Decoder` does between embedding and last norm. The
     layers are called as `Layer` is."""
-    new: list[State] = []
+    new: list[Any] = []
+    carried, each = None, fold or _kept_apart
     last = len(specs) - 1
     run = _traced_once(attend, lay, sizes)
     alone = [range(index, index + 1) for index in range(last + 1)]
-    for alike in _alike(specs, states, behind) if scan and route is None else alone:
+    for alike in _alike(specs, states, behind, fold is not None) if scan and route is None else alone:
         index, spec = alike.start, specs[alike.start]
         if len(alike) > 1:
-            x, some = _scanned(run, [layers[at] for at in alike], x, spec, [states[at] for at in alike])
-            new.extend(some)
+            some, given = [layers[at] for at in alike], [states[at] for at in alike]
+            x, left, carried = _scanned(run, some, index, x, spec, given, each, carried)
+            new.extend(left)
             continue
         x, state = run(layers[index], x, spec, states[index], behind if index == last else None)
+        carried, state = each(carried, index, spec, state)
+        if fold is not None:  # before the next layer runs, or its memory would be needed beside what this one left
+            x, carried = lax.optimization_barrier((x, carried))
         new.append(state)
         if route is not None:
             x, following = route(index, x, state.notes, attend)
             if following is not attend:
                 attend, run = following, _traced_once(following, lay, sizes)
-    return x, tuple(new)
+    return x, tuple(new) if fold is None else (*new, carried)
 
 
 class Decoder(nnx.Module):
@@ -228,6 +251,7 @@ class Decoder(nnx.Module):
         route: Route | None = None,
         sizes: bool = False,
         scan: bool = False,
+        fold: Fold | None = None,
     ) -> tuple[Float[Array, "B _ M"], tuple[S, ...]]:
         """The final-norm hidden states (of the token with so many `behind` it alone, if given: the last layer is
         cheaper then), and the new per-layer states.
@@ -239,11 +263,13 @@ class Decoder(nnx.Module):
         that something was added to it, and the joined product "qkv", and gives them back laid out over devices.
         `route(layer, stream, state.notes, attend)` may send only some of the tokens on to the layers after this one.
         With `scan`, and no route, layers that are alike run as one `lax.scan`: compiled sooner, a bit slower to run.
+        `fold(carried, layer, spec, state) -> (carried, state)` comes after each layer; `carried` is None at first, has
+        one form from the first layer of each spec on, and stands behind the states.
         """
         x = lay("stream", lookup(self.embed[...], tokens))
         if self.config.embed_scale is not None:
             x = x * jnp.asarray(self.config.embed_scale, x.dtype)
-        x, new = through(self.layers, self.specs, x, states, attend, lay, behind, route, sizes, scan)
+        x, new = through(self.layers, self.specs, x, states, attend, lay, behind, route, sizes, scan, fold)
         return rms_norm(x, self.norm[...], self.config.norm_eps), new
 
     def logits(self, hidden: Float[Array, "*lead M"]) -> Float[Array, "*lead V"]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv.models.config import AttentionSpec
-from jaxkv.models.decoder import Attend, Decoder, Lay, Route, through
+from jaxkv.models.decoder import Attend, Decoder, Fold, Lay, Route, through
 
 
 @jax.tree_util.register_dataclass
@@ -56,10 +56,11 @@ class Recorded:
         route: Route | None = None,
         sizes: bool = False,
         scan: bool = False,
+        fold: Fold | None = None,
     ) -> tuple[Float[Array, "B 1 1"], tuple[Any, ...]]:
         """As `Decoder` is called; the tokens are those that were heard."""
         none = jnp.zeros((tokens.shape[0], 1, 1), jnp.float32)
-        return through(self.layers, self.model.specs, none, states, attend, lay, None, route, sizes, scan)
+        return through(self.layers, self.model.specs, none, states, attend, lay, None, route, sizes, scan, fold)
 
     def output_matrix(self, layer: int) -> Float[Array, "Hq D M"]:
         """The output matrix of one layer's attention, by query heads."""

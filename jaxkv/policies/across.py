@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.errors import BadValue
-from jaxkv.policies.allocator import UNLIMITED, WORTH, Choice, Contest, Division, Learned
+from jaxkv.policies.allocator import UNLIMITED, Choice, Contest, Division, Learned
 from jaxkv.policies.by_queries import over_queries, window_attention
 from jaxkv.policies.measured import STEPS, poured
 from jaxkv.policies.needs import MASS, QUERIES
@@ -85,23 +85,18 @@ class Across(Shared):
             kept, _ = compete(worth, *place, contest.heads, contest.heads * most, guard)
         return Choice(kept, worth, profile)
 
-    def divide(self, division: Division) -> tuple[Any, ...]:
-        """What all layers keep of their candidates, in one line."""
-        number, heads, each = len(division.pools), division.pools[0].heads, division.each
-
-        def kept(line: Any) -> Bool[Array, "B N"]:
-            place = line.positions, line.owner
-            if division.profiles is None:
-                return line.positions >= 0
-            if not self.alike:
-                total = number * heads
-                return compete(line.stats[WORTH], *place, total, total * each, division.guard)[0]
-            held = jnp.max(line.held().reshape(-1, number, heads), axis=-1).T
-            profiles = jnp.stack(division.profiles)
-            quota = self.quotas(profiles, each, division.guard, self.ceiling(each), held)
-            return best(line.stats[WORTH], *place, jnp.repeat(quota.T, heads, axis=1))
-
-        return division.lined(kept)
+    def divide(self, division: Division) -> Bool[Array, "B N"]:
+        """What all layers keep of their candidates."""
+        number, heads, each = division.layers, division.heads, division.each
+        line = division.worth, division.positions, division.owner
+        if division.profiles is None:
+            return division.positions >= 0
+        if not self.alike:
+            total = number * heads
+            return compete(*line, total, total * each, division.guard)[0]
+        held = jnp.max(division.held.reshape(-1, number, heads), axis=-1).T
+        quota = self.quotas(division.profiles, each, division.guard, self.ceiling(each), held)
+        return best(*line, jnp.repeat(quota.T, heads, axis=1))
 
     def ceiling(self, each: Int[Array, "B"]) -> Int[Array, "B"]:
         """The most entries per head that a layer may hold."""
@@ -140,6 +135,7 @@ class Global(Across):
 
     kind: ClassVar[str] = "global"
     alike: ClassVar[bool] = False
+    cascades: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset()
 
     def profile(self, inputs: ScoreInputs, ranks: int) -> Float[Array, "B _"]:
@@ -159,6 +155,7 @@ class Prefix(Across):
     safeguard: float = 0.0
     most: float = 0.0
     kind: ClassVar[str] = "prefix"
+    cascades: ClassVar[bool] = True
 
     def guard(self, limits: Int[Array, "B"], phases: Sequence[Any]) -> Int[Array, "B"]:
         """The safeguard, or what is protected."""
@@ -216,8 +213,8 @@ class Cake(Weighed):
 
     H = -sum over heads, queries and keys of a ln a, V = the sum over heads and keys of the variance (W - 1) over the
     queries. What is protected comes first; the rest of the model's budget goes by weight, and what a layer has no text
-    for to the others in even parts. Source: CAKE (arXiv 2503.12491) and its release's `adjust_budgets`. It cuts earlier
-    layers again at each later one, here all are cut at the end of the block: the same entries stay.
+    for to the others in even parts. Earlier layers are cut again after each later one. Source: CAKE (arXiv 2503.12491)
+    and its release's `adjust_budgets`.
     """
 
     safeguard: float = 0.0
@@ -226,6 +223,7 @@ class Cake(Weighed):
     tau1: float = 1.6
     tau2: float = 0.6
     kind: ClassVar[str] = "cake"
+    cascades: ClassVar[bool] = True
     spills: ClassVar[str] = "even"
     needs: ClassVar[frozenset[str]] = frozenset({QUERIES})
 

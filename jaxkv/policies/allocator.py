@@ -57,17 +57,26 @@ class Choice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """What all layers that share hold after a block, to be divided: a pool of candidates each, with `worth` among its
-    statistics, and what each said of itself (None: nobody looked, and all stays).
+    """What the layers that share hold after a block, to be divided: the candidates of `layers`, with `heads` each, in
+    one line of slots (`owner`: the heads of all, bottom first), what they are `worth`, and what each layer said of
+    itself (None: nobody looked, and all stays). Layers that the block has not come to hold nothing and said zeros.
 
-    `each [B]` entries per head stay on average, `guard [B]` at least. `lined(kept)` gives the stores with those kept.
+    `each [B]` entries per head stay on average over all layers, `guard [B]` at least.
     """
 
-    pools: Sequence[Any]
-    profiles: Sequence[Float[Array, "B _"]] | None
+    positions: Int[Array, "B N"]
+    owner: Int[Array, "B N"]
+    worth: Float[Array, "B N"]
+    held: Int[Array, "B LHk"]
+    layers: int
+    profiles: Float[Array, "L B _"] | None
     each: Int[Array, "B"]
     guard: Int[Array, "B"]
-    lined: Callable[[Callable[[Any], Bool[Array, "B N"]]], tuple[Any, ...]]
+
+    @property
+    def heads(self) -> int:
+        """KV heads of a layer."""
+        return self.held.shape[1] // self.layers
 
 
 class Allocate(Checked):
@@ -76,6 +85,7 @@ class Allocate(Checked):
     kind: ClassVar[str]
     store: ClassVar[str] = "slots"  # where a layer's entries lie: "slots", "pool" (heads share), "line" (layers share)
     needs: ClassVar[frozenset[str]] = frozenset()
+    cascades: ClassVar[bool] = False  # what a layer keeps only falls as others come: it is cut after each of them
 
     @property
     def pooled(self) -> bool:
@@ -138,9 +148,9 @@ class Allocate(Checked):
         borders now; None where they never do between cuts."""
         return None
 
-    def divide(self, division: Division) -> tuple[Any, ...] | None:
-        """The stores of the layers that share, after a block; None where layers share nothing."""
-        return None
+    def divide(self, division: Division) -> Bool[Array, "B N"]:
+        """Which of the candidates of the layers that share stay; asked where layers share a line."""
+        raise NotImplementedError
 
 
 EACH_ITS_OWN = Allocate()  # for layers with a sliding window, which is a budget of its own

@@ -6,12 +6,13 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.errors import BadValue
 from jaxkv.policies.needs import MASS
 from jaxkv.policies.order import BIG, best_first, in_time
-from jaxkv.policies.score import AccumulatedAttention, Score, ScoreInputs, Stats
+from jaxkv.policies.score import AccumulatedAttention, Entering, Score, ScoreInputs, Stats
 from jaxkv.store.entries import EMPTY
 
 
@@ -107,34 +108,81 @@ class Place(Score):
 
 
 @dataclasses.dataclass(frozen=True)
-class Neighbours(AccumulatedAttention):
-    """One of two neighbours goes, the one with less attention so far; the pair moves on with every token.
+class Neighbours(Score):
+    """One of two neighbours goes, the one with less attention in the mean so far; the pair moves on with every token.
 
-    So the past thins out like a tree, the farther the thinner, and no stretch of it is lost whole. From a prompt the
-    loser of every pair goes first, the oldest first, then the oldest winners (ours).
-    Source: TreeKV (arXiv 2501.04987), from its description.
+    So the past thins out like a tree, the farther the thinner, and no stretch of it is lost whole. In a prompt the same
+    is done to blocks of `tokens` tokens, one after the other, by the mean attention that the observing queries give
+    them, which counts as one query later. Of equals the older goes. Source: TreeKV (arXiv 2501.04987), its algorithm 1;
+    the size of a block is ours.
     """
 
-    average: bool = True
+    tokens: int = 16
     kind: ClassVar[str] = "neighbours"
+    stats: ClassVar[tuple[str, ...]] = ("attention", "seen")
+    needs: ClassVar[frozenset[str]] = frozenset({MASS})
+    remembers: ClassVar[bool] = True
     linear: ClassVar[bool] = False
+    keyless: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if self.tokens < 1:
+            raise BadValue(f"tokens={self.tokens}: expected at least 1 in a block")
+
+    def enter(self, new: Entering) -> Stats:
+        return {name: jnp.zeros(new.keys.shape[:-1], jnp.float32) for name in self.stats}
+
+    def observe(self, stats: Stats, mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"] | None) -> Stats:
+        if mass is None:
+            return {}
+        return {"attention": stats["attention"] + mass, "seen": stats["seen"] + 1}
 
     def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
-        order, worth = in_time(inputs.at), super().score(stats, inputs)
-        line, place = order.put(worth), jnp.arange(inputs.at.shape[-1])
-        free = order.count - inputs.sinks
-        left, right = line, jnp.roll(line, -1, axis=-1)
-        loses = left < right  # to the entry after it; of equals the younger goes
+        assert inputs.protected is not None
+        stats, order = {**stats, **self.observe(stats, inputs.mass, None)}, in_time(inputs.at)
+        worth = order.put(stats["attention"] / jnp.maximum(stats["seen"], 1.0))
+        apart = inputs.live & inputs.protected
+        first = jnp.minimum(inputs.sinks, order.count[..., None])  # what is protected comes first and last in time
+        free = (order.count - jnp.sum(apart, axis=-1, dtype=jnp.int32))[..., None]
+        place = jnp.arange(inputs.at.shape[-1]) - first
         if inputs.queries is not None:
-            first = (place - inputs.sinks) % 2 == 0
-            gone = jnp.where(first, loses, jnp.roll(~loses, 1, axis=-1)) & (place >= inputs.sinks)
-            alone = place == order.count[..., None] - 1
-            gone = gone & ~(first & alone)
-            return order.slots((place - jnp.where(gone, inputs.at.shape[-1], 0)).astype(jnp.float32))
-        at = inputs.sinks + (inputs.next[:, None] % jnp.maximum(free - 1, 1))
-        at = at[..., None]
-        gone = jnp.where(jnp.take_along_axis(loses, at, axis=-1), place == at, place == at + 1)
-        return order.slots(jnp.where(gone, -BIG, line))
+            room = inputs.goal - jnp.sum(apart, axis=-1, keepdims=True, dtype=jnp.int32)
+            return order.slots(self.thinned(worth, place, free, room))
+        left = (inputs.next[:, None, None] % jnp.maximum(free - 1, 1)) + first
+        pair = jnp.take_along_axis(worth, left, axis=-1), jnp.take_along_axis(worth, left + 1, axis=-1)
+        return order.slots(jnp.where(place + first == jnp.where(pair[0] > pair[1], left + 1, left), -BIG, worth))
+
+    def thinned(
+        self,
+        worth: Float[Array, "B Hk S"],
+        place: Int[Array, "B Hk S"],
+        free: Int[Array, "B Hk 1"],
+        room: Int[Array, "B _ 1"],
+    ) -> Float[Array, "B Hk S"]:
+        """When each of the `free` entries goes, counted in blocks, if its head has `room` for so many; what stays is
+        worth most."""
+        blocks = -(-worth.shape[-1] // self.tokens)
+        inside = (place >= 0) & (place < free)
+        group = jnp.where(inside, place // self.tokens, blocks)
+        add = jax.vmap(jax.vmap(lambda x, at: jax.ops.segment_sum(x, at, blocks + 1)[:blocks]))
+        mean = add(jnp.where(inside, worth, 0.0), group) / jnp.maximum(add(inside.astype(jnp.float32), group), 1.0)
+        most, number = jnp.maximum(room // self.tokens, 1), jnp.arange(blocks)
+
+        def come(state, block):
+            stays, gone, at = state
+            stays = stays | ((number == block) & (block * self.tokens < free))
+            rank = jnp.cumsum(stays, axis=-1) - 1
+            one, two = (stays & (rank == at + turn) for turn in (0, 1))
+            of = lambda pair: jnp.sum(jnp.where(pair, mean, 0.0), axis=-1, keepdims=True)  # noqa: E731
+            loses = jnp.where(of(one) > of(two), two, one) & (rank[..., -1:] >= most)
+            at = jnp.where(rank[..., -1:] >= most, (at + 1) % most, at)
+            return (stays & ~loses, jnp.where(loses, block, gone), at), None
+
+        none = jnp.zeros(mean.shape, bool)
+        state = none, jnp.full(mean.shape, blocks, jnp.int32), jnp.zeros((*mean.shape[:-1], 1), jnp.int32)
+        (_, gone, _), _ = lax.scan(come, state, number)
+        when = jnp.take_along_axis(gone, jnp.minimum(group, blocks - 1), axis=-1)
+        return (when * self.tokens + place % self.tokens).astype(jnp.float32)  # in a block the younger stay
 
 
 @dataclasses.dataclass(frozen=True)
