@@ -1,5 +1,6 @@
 """One prefill for all policies gives what each of them gives alone, question by question; a stopped run goes on."""
 
+import dataclasses
 import json
 import re
 
@@ -107,6 +108,21 @@ def test_many_policies_come_in_parts(lettered, data, monkeypatch):
     keys = [key for step in steps for key in step.keys]
     assert len(keys) == len(set(keys)) == 2 * len(run.cells())
     assert runner.cost(lettered, run).startswith("2 prompts run 2 times, for as many parts of the policies, 220 tokens")
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("names", [("snapkv", "h2o"), ("adakv", "d2o"), ("cake", "kivi"), ("laq", "longflow")])
+def test_fidelity_is_that_of_each_alone(lettered, data, tmp_path, names):
+    table = {"texts": 2, "prompt": 48, "continuation": 6}
+    run = dataclasses.replace(run_of(data, *names), tasks=(), fidelity=settings.Fidelity(**table))
+    both = [
+        {(r["policy"], r["budget"]): r for r in runner.evaluate(lettered, each, tmp_path / str(number)).records()}
+        for number, each in enumerate((run, dataclasses.replace(run, share_prefill=True)))
+    ]
+    assert both[0].keys() == both[1].keys() and len(both[0]) == len(run.cells())
+    for cell, alone in both[0].items():
+        for name in ("kl", "top1", "perplexity", "full_perplexity", "mass", "overlap"):
+            np.testing.assert_allclose(both[1][cell][name], alone[name], atol=1e-4, rtol=1e-4, err_msg=f"{cell} {name}")
 
 
 def test_a_stopped_run_computes_only_what_is_missing(lettered, data, tmp_path, monkeypatch):

@@ -5,12 +5,15 @@ token under it. Everything is compared with the same steps on the full cache.
 """
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxkv.evaluation import one_prefill
 from jaxkv.evaluation.forced import follow
 from jaxkv.generate import prefill
 from jaxkv.policies.aggregate import Aggregate
@@ -68,6 +71,26 @@ def fidelity(params: Params, policy: Policy, against: Reference) -> Fidelity:
     kept = np.stack([_kept(each, against.prompt.shape[1]) for each in positions])
     share, overlap = shares(kept, against.mass)
     return Fidelity(kl, top1, np.exp(loss), np.exp(full_loss), share, overlap)
+
+
+def together(params: Params, policies: Sequence[Policy], against: Reference, *, chunk: int) -> list[Fidelity]:
+    """`fidelity` of each policy, from one prefill of each text; at most `chunk` of them are decoded side by side. Every
+    policy must be able to share a prefill of this length (`one_prefill.apart`)."""
+    found: list[list[tuple[Any, ...]]] = [[] for _ in policies]
+    for row, (ids, continuation) in enumerate(zip(against.prompt, against.continuation, strict=True)):
+        prompt = one_prefill.hear(params, ids)
+        for numbers, held, logits in one_prefill.followed(prompt, policies, continuation, chunk=chunk):
+            full = jnp.broadcast_to(against.log_probabilities[row], logits.shape)
+            rows = jnp.broadcast_to(jnp.asarray(continuation), logits.shape[:2])
+            said = zip(*map(np.asarray, _compare(full, jax.nn.log_softmax(logits), rows)), strict=True)
+            for number, layers, figures in zip(numbers, held, said, strict=True):
+                found[number].append((*figures, np.stack([_kept(each[None], len(ids)) for each in layers])))
+    out = []
+    for texts in found:
+        kl, top1, loss, full_loss, kept = zip(*texts, strict=True)
+        share, overlap = shares(np.concatenate(kept, axis=1), against.mass)
+        out.append(Fidelity(np.array(kl), np.array(top1), np.exp(loss), np.exp(full_loss), share, overlap))
+    return out
 
 
 def shares(kept: np.ndarray, mass: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -121,32 +121,38 @@ def _contexts(rows: list[tuple[Example, int]], row: tuple[Example, int]) -> int:
 def shares(settings: Settings, examples: list[Example], cells: Sequence[Cell], tokenizer: Any) -> list[Share]:
     """The questions that several cells ask of one prefill, from the shortest prompt on: all of them for `TOGETHER`
     policies, those of the same decode steps next to each other, then for as many more."""
-    steps: dict[Policy, dict[str, list[Cell]]] = {}
-    for cell in cells:
-        if cell.policy is not None:
-            steps.setdefault(cell.policy.decoding, {}).setdefault(cell.label, []).append(cell)
-    policies = [sizes for labels in steps.values() for sizes in labels.values()]
     found = []
     for example in examples if "aware" in settings.modes else ():
         for number, question in enumerate(() if example.output else example.questions):
             found.append(((example, number), np.concatenate(asking.asked(tokenizer, example, question))))
     found.sort(key=lambda one: len(one[1]))
-    out, parts = [], -(-len(policies) // TOGETHER)
-    for some in itertools.batched(policies, -(-len(policies) // max(parts, 1)) or 1):
-        for row, ids in found:
-            sharing = [
-                cell for sizes in some for cell in sizes if cell.policy and not one_prefill.apart(cell.policy, len(ids))
-            ]
-            out.append(Share(row, ids, tuple(sharing)))
+    out = [
+        Share(row, ids, tuple(cell for cell in some if cell.policy and not one_prefill.apart(cell.policy, len(ids))))
+        for some in parts(cells)
+        for row, ids in found
+    ]
     return [share for share in out if len(share.cells) > 1]
+
+
+def parts(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
+    """The cells that can be measured, `TOGETHER` policies at a time or a bit fewer, those of the same decode steps next
+    to each other."""
+    steps: dict[Policy, dict[str, list[Cell]]] = {}
+    for cell in cells:
+        if cell.policy is not None:
+            steps.setdefault(cell.policy.decoding, {}).setdefault(cell.label, []).append(cell)
+    policies = [sizes for labels in steps.values() for sizes in labels.values()]
+    count = -(-len(policies) // TOGETHER)
+    for some in itertools.batched(policies, -(-len(policies) // count) if count else 1):
+        yield [cell for sizes in some for cell in sizes]
 
 
 def cost(shares: Sequence[Share], own: Sequence[Job], tokenizer: Any) -> str:
     """How many prefills, of how many tokens, for how many answers; who needs a prefill of its own, and why."""
     answers, tokens = sum(len(share.cells) for share in shares), sum(len(share.ids) for share in shares)
     prompts = len({(id(share.row[0]), share.row[1]) for share in shares})
-    parts = len(shares) // max(prompts, 1)
-    once = "once each" if parts < 2 else f"{parts} times, for as many parts of the policies"
+    times = len(shares) // max(prompts, 1)
+    once = "once each" if times < 2 else f"{times} times, for as many parts of the policies"
     said = [f"{prompts} prompts run {once}, {tokens} tokens in all, for {answers} answers side by side"]
     prefills, tokens, why = 0, 0, {}
     for job in own:

@@ -1,4 +1,5 @@
-"""One prefill of a prompt for every policy and size: what each keeps of it, and the answers, decoded side by side.
+"""One prefill of a prompt for every policy and size: what each keeps of it, and the answers or a text's own
+continuation, decoded side by side.
 
 A prompt that runs as one block attends to itself whole, whatever is evicted behind it. So the model runs once and what
 it made of the prompt in every layer is kept (`models.recorded`); each policy then cuts that by the very program that
@@ -16,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv import run
+from jaxkv.evaluation.forced import follow
 from jaxkv.generate import behind, first_pass, generate
 from jaxkv.models import AttentionSpec, ModelConfig
 from jaxkv.models.recorded import Heard, Recorded
@@ -24,7 +26,7 @@ from jaxkv.plan import SIZES, Plan, PromptBlocks, planned, rounded
 from jaxkv.policies.policy import Policy, check_scores
 from jaxkv.programs import held, make_room
 from jaxkv.prompts import left_padded
-from jaxkv.store import KVCache
+from jaxkv.store import EMPTY, KVCache
 from jaxkv.store.line import narrowed
 from jaxkv.weights.params import Params
 from pallas_kernels.prefill_attend.api import prefill_attend
@@ -198,11 +200,11 @@ def _pseudo(prompt: Prompt, sizes: Sequence[Policy]) -> list[np.ndarray]:
     return [np.array([each.tokens], np.int32) for _, each in sorted(pairs, key=lambda one: one[0])]
 
 
-def answers(
-    prompt: Prompt, policies: Sequence[Policy], count: int, *, chunk: int, enough: Enough = lambda _: False
-) -> Iterator[list[tuple[int, Said]]]:
-    """(number of the policy, what it leads to) for each of them, up to `count` greedy tokens, in batches of at most
-    `chunk`; one ends where all its answers are long `enough`. Policies come in the order of their decode steps."""
+def batches(
+    prompt: Prompt, policies: Sequence[Policy], room: int, *, chunk: int
+) -> Iterator[tuple[Policy, list[tuple[int, Kept]]]]:
+    """What each policy keeps, with its number, in batches of at most `chunk` that decode by the same steps, under
+    these steps; with slots for `room` tokens more."""
     alike: dict[Policy, dict[Policy, list[int]]] = {}  # by decode steps, then by all but the size
     for number, policy in enumerate(policies):
         unsized = dataclasses.replace(policy, budget=None, ratio=None)
@@ -210,36 +212,66 @@ def answers(
     for steps, methods in alike.items():
         waiting: dict[Any, list[tuple[int, Kept]]] = {}  # by the form of what they keep
         for numbers in methods.values():
-            for number, kept in zip(numbers, keep(prompt, [policies[at] for at in numbers], count), strict=True):
+            for number, kept in zip(numbers, keep(prompt, [policies[at] for at in numbers], room), strict=True):
                 kept = dataclasses.replace(kept, layers=tuple(layer.keeping(steps.stats) for layer in kept.layers))
                 form = (jax.tree.structure(kept.layers), *map(jax.typeof, jax.tree.leaves(kept.layers)))
                 waiting.setdefault(form, []).append((number, kept))
                 del kept  # what waits is the only one
                 if len(waiting[form]) == chunk:
-                    yield _said(prompt, steps, waiting.pop(form), count, enough)
+                    yield steps, waiting.pop(form)
         while waiting:
-            yield _said(prompt, steps, waiting.popitem()[1], count, enough)
+            yield steps, waiting.popitem()[1]
+
+
+def answers(
+    prompt: Prompt, policies: Sequence[Policy], count: int, *, chunk: int, enough: Enough = lambda _: False
+) -> Iterator[list[tuple[int, Said]]]:
+    """(number of the policy, what it leads to) for each of them, up to `count` greedy tokens, in batches of at most
+    `chunk`; one ends where all its answers are long `enough`. Policies come in the order of their decode steps."""
+    for steps, some in batches(prompt, policies, count, chunk=chunk):
+        yield _said(prompt, steps, some, count, enough)
+
+
+def followed(
+    prompt: Prompt, policies: Sequence[Policy], continuation: Int[np.ndarray, "N"], *, chunk: int
+) -> Iterator[tuple[list[int], list[list[np.ndarray]], Float[Array, "R N V"]]]:
+    """Of each policy its number, the positions that every layer's heads hold of the prompt `[Hk, C]`, and the logits
+    after every token of a continuation that is forced through decode; in batches of at most `chunk`."""
+    for steps, some in batches(prompt, policies, len(continuation), chunk=chunk):
+        numbers = [number for number, _ in some]
+        cache = _together(prompt, steps, some, EMPTY)
+        views = [np.asarray(view.by_head().positions) for view in cache.views]
+        held_by = [[view[row] for view in views] for row in range(len(numbers))]
+        _, logits = follow(prompt.params, cache, np.tile(continuation, (len(numbers), 1)))
+        assert logits is not None
+        yield numbers, held_by, logits
+
+
+def _together(prompt: Prompt, steps: Policy, some: list[tuple[int, Kept]], pending: int) -> KVCache:
+    """One cache whose rows are what these policies keep, with the token that waits to be run (-1: none). `some` is
+    emptied: each is in memory once."""
+    rows, params = len(some), prompt.params
+    layers = jax.tree.map(lambda *each: jnp.concatenate(each), *(kept.layers for _, kept in some))
+    limits = jnp.asarray(np.concatenate([kept.limits for _, kept in some], axis=1))
+    some.clear()
+    return KVCache(
+        layers=narrowed(layers),
+        lengths=jnp.full(rows, len(prompt.ids), jnp.int32),
+        limits=limits,
+        pending=jnp.full(rows, pending, jnp.int32),
+        policy=steps,
+        model=params.fingerprint,
+    )
 
 
 def _said(
     prompt: Prompt, steps: Policy, some: list[tuple[int, Kept]], count: int, enough: Enough
 ) -> list[tuple[int, Said]]:
-    """The answers of one batch, decoded under the steps that its policies share. `some` is emptied: each cache is in
-    memory once."""
+    """The answers of one batch, decoded under the steps that its policies share."""
     rows, params = len(some), prompt.params
     shares = [(number, kept.share) for number, kept in some]
-    layers = jax.tree.map(lambda *each: jnp.concatenate(each), *(kept.layers for _, kept in some))
-    cache = KVCache(
-        layers=narrowed(layers),
-        lengths=jnp.full(rows, len(prompt.ids), jnp.int32),
-        limits=jnp.asarray(np.concatenate([kept.limits for _, kept in some], axis=1)),
-        pending=jnp.full(rows, prompt.first, jnp.int32),
-        policy=steps,
-        model=params.fingerprint,
-    )
     tokens = [[prompt.first] for _ in some]
-    some.clear()
-    del layers
+    cache = _together(prompt, steps, some, prompt.first)
     while len(tokens[0]) < count and not all(map(enough, tokens)):
         out = generate(params, None, cache=cache, max_new_tokens=min(PIECE, count - len(tokens[0])), stop_tokens=())
         tokens = [[*before, *new] for before, new in zip(tokens, out.tokens.tolist(), strict=True)]

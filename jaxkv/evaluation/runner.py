@@ -17,7 +17,7 @@ import numpy as np
 from jaxkv.errors import BadValue, first_line
 from jaxkv.evaluation import asking, datasets, jobs, one_prefill, published, tasks, texts
 from jaxkv.evaluation.example import Example
-from jaxkv.evaluation.fidelity import fidelity, reference
+from jaxkv.evaluation.fidelity import fidelity, reference, together
 from jaxkv.evaluation.forced import follow
 from jaxkv.evaluation.jobs import Job, Share, about, cell_said, key_of
 from jaxkv.evaluation.results import Record, Store
@@ -305,7 +305,8 @@ def text_of(file: str) -> str:
 
 
 def _fidelity_steps(params: Params, settings: Settings, cells: Sequence[Cell]) -> list[tuple[Cell, Step]]:
-    """One step per cell; the full cache is asked once, by the first."""
+    """One step per cell, or one for all cells of a part that share a prefill of each text; the full cache is asked
+    once, by the first."""
     wanted = settings.fidelity
     if wanted is None:
         return []
@@ -316,26 +317,43 @@ def _fidelity_steps(params: Params, settings: Settings, cells: Sequence[Cell]) -
         what += hashlib.sha256(text_of(wanted.file).encode()).hexdigest()
     known: list[Any] = []
 
-    def step(cell: Cell, key: str) -> Iterator[list[Record]]:
-        about = {"kind": "fidelity", "key": key, "source": "jaxkv", **cell_said(cell), "length": wanted.prompt}
-        if cell.policy is None:
-            yield [{**about, "skipped": cell.reason}]
-            return
+    def measured(some: Sequence[Cell]) -> list[Any]:
         if not known:
             known.append(reference(params, prompt, continuation))
-        found = fidelity(params, cell.policy, known[0])
-        measured = {field.name: getattr(found, field.name).tolist() for field in dataclasses.fields(found)}
-        yield [{**about, **measured}]
+        policies = [cell.policy for cell in some if cell.policy is not None]
+        if len(some) > 1:
+            return together(params, policies, known[0], chunk=settings.batch)
+        return [fidelity(params, policy, known[0]) for policy in policies]
 
-    out, work = [], wanted.texts * (wanted.prompt + wanted.continuation)
-    for cell in cells:
+    def records(some: Sequence[Cell], done: set[str]) -> Iterator[list[Record]]:
+        some = [cell for cell in some if key_of(cell, "fidelity", what) not in done]
+        if some[0].policy is None:
+            yield [{**said(some[0]), "skipped": some[0].reason}]
+            return
+        for cell, found in zip(some, measured(some), strict=True):
+            yield [
+                {**said(cell), **{each.name: getattr(found, each.name).tolist() for each in dataclasses.fields(found)}}
+            ]
+
+    def said(cell: Cell) -> Record:
         key = key_of(cell, "fidelity", what)
-        left_out = wanted.budgets and cell.budget is not None and cell.budget not in wanted.budgets
-        if not left_out:
-            size = cell.budget if cell.ratio is None else cell.ratio
-            title = f"{cell.label}{'' if size is None else f' at {size}'}: fidelity"
-            out.append((cell, Step(title, (key,), work, lambda _, cell=cell, key=key: step(cell, key))))
-    return out
+        return {"kind": "fidelity", "key": key, "source": "jaxkv", **cell_said(cell), "length": wanted.prompt}
+
+    def step(*some: Cell) -> tuple[Cell, Step]:
+        size = some[0].budget if some[0].ratio is None else some[0].ratio
+        own = f"{some[0].label}{'' if size is None else f' at {size}'}"
+        title = f"{own if len(some) == 1 else f'{len(some)} policies and sizes'}: fidelity"
+        keys = tuple(key_of(cell, "fidelity", what) for cell in some)
+        work = len(some) * wanted.texts * (wanted.prompt + wanted.continuation)
+        return some[0], Step(title, keys, work, lambda done: records(some, done))
+
+    cells = [cell for cell in cells if not wanted.budgets or cell.budget is None or cell.budget in wanted.budgets]
+    sharing: list[list[Cell]] = []
+    if settings.share_prefill:
+        able = [cell for cell in cells if cell.policy and not one_prefill.apart(cell.policy, wanted.prompt)]
+        sharing = [some for some in jobs.parts(able) if len(some) > 1]
+    taken = [cell for some in sharing for cell in some]
+    return [step(*some) for some in sharing] + [step(cell) for cell in cells if cell not in taken]
 
 
 def _retention_steps(params: Params, settings: Settings) -> list[Step]:
