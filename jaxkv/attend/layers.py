@@ -51,7 +51,9 @@ def divided(
         line, stay = joined(pools), pools
         kept = choose(line)
         if looked and policy.prefill is not None and policy.prefill.evicted.acts:
-            stay = _left(policy, policy.prefill, pools, kept, now, limit, [learned(i) for i in full])
+            width = plan.reach if policy.allocate.alike else None
+            most = policy.allocate.widest(max(plan.slots[i] for i in full))
+            stay = _left(policy, policy.prefill, pools, kept, now, limit, [learned(i) for i in full], width, most)
             line = joined(stay)
         total = heads * slots
         room = jnp.full_like(limit, total) if policy.decode is None else line.heads * limit
@@ -93,8 +95,11 @@ def _left(
     now: Int[Array, "B"],
     limit: Int[Array, "B"],
     learned: Sequence[Learned],
+    width: int | None,
+    most: int,
 ) -> list[Any]:
-    """The layers' candidates, and what is beside each, after those that are not kept have left by the rule."""
+    """The layers' candidates, and what is beside each, after those that are not kept have left by the rule. No head has
+    more than `width` of them, where their numbers are alike, nor more than `most` that stay (0: nobody knows)."""
     after = []
     for number, (pool, facts) in enumerate(zip(pools, learned, strict=True)):
         own = kept[:, number * pool.total : (number + 1) * pool.total]
@@ -105,8 +110,9 @@ def _left(
 
         def takes(beside, entries, chosen, facts=facts):
             known = leaving(policy, phase, facts, entries.positions, now, limit)
+            known = dataclasses.replace(known, most=most)
             return absorbed(phase.evicted, beside, entries, chosen, known)
 
-        entries, beside = seen.absorbed(own, takes)
+        entries, beside = seen.absorbed(own, takes, width)
         after.append(pool.replaced(entries=dataclasses.replace(entries, stats=pool.stats), beside=beside))
     return after
