@@ -45,7 +45,7 @@ def costs(params: Any, settings: Settings, options: argparse.Namespace) -> Itera
     """Prefill and decode step of each pair, merging over dropping."""
     params = first_layers(params, options.layers)
     rows = prose_rows(params.tokenizer, 1, options.tokens)
-    policies = {cell.label: cell.policy for cell in settings.cells()}
+    policies = {cell.label: cell.policy for cell in settings.cells() if cell.policy is not None}
     for name, base in pairs(settings).items():
         both = {"merge": policies[name], "drop": policies[base]}
         row: dict[str, Any] = {"policy": name}

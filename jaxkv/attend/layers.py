@@ -129,7 +129,9 @@ def divided(
         profiles = None if said is None else jnp.stack(said)
         kept, line_of = sharing.cut(whole.entries, whole.owner, whole.heads, whole.codecs, profiles)
         if looked and policy.prefill is not None and policy.prefill.evicted.acts:
-            pools = _left(policy, policy.prefill, pools, kept, now, limit, [learned(i) for i in full])
+            width = sharing.plan.reach if policy.allocate.alike else None
+            most = policy.allocate.widest(max(sharing.plan.slots[i] for i in full))
+            pools = _left(policy, policy.prefill, pools, kept, now, limit, [learned(i) for i in full], width, most)
             whole = joined(pools)
         line = line_of(whole.entries)
     beside = [pool.beside for pool in pools]
@@ -164,8 +166,11 @@ def _left(
     now: Int[Array, "B"],
     limit: Int[Array, "B"],
     learned: Sequence[Learned],
+    width: int | None,
+    most: int,
 ) -> list[Any]:
-    """The layers' candidates, and what is beside each, after those that are not kept have left by the rule."""
+    """The layers' candidates, and what is beside each, after those that are not kept have left by the rule. No head has
+    more than `width` of them, where their numbers are alike, nor more than `most` that stay (0: nobody knows)."""
     after = []
     for number, (pool, facts) in enumerate(zip(pools, learned, strict=True)):
         own = kept[:, number * pool.total : (number + 1) * pool.total]
@@ -176,8 +181,9 @@ def _left(
 
         def takes(beside, entries, chosen, facts=facts):
             known = leaving(policy, phase, facts, entries.positions, now, limit)
+            known = dataclasses.replace(known, most=most)
             return absorbed(phase.evicted, beside, entries, chosen, known)
 
-        entries, beside = seen.absorbed(own, takes)
+        entries, beside = seen.absorbed(own, takes, width)
         after.append(pool.replaced(entries=dataclasses.replace(entries, stats=pool.stats), beside=beside))
     return after

@@ -185,7 +185,8 @@ def _cut(
     kept = choice.kept.reshape(joined.positions.shape)
 
     beside, moving = store.beside, joined
-    if policy.prefill is not None and looked and given.ask.shares:
+    lossless = share.keeps_all(joined.positions.shape[-1], given.ask.slots)
+    if policy.prefill is not None and looked and given.ask.shares and not lossless:
         phase, limits = policy.prefill, given.limits
         facts = leaving(policy, phase, given.facts.learned, joined.positions, now, limits, inputs.rotate, share)
         facts = dataclasses.replace(facts, most=given.ask.slots if store.equal else 0)

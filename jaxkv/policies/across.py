@@ -85,6 +85,9 @@ class Across(Shared):
             kept, _ = compete(worth, *place, contest.heads, contest.heads * most, guard)
         return Choice(kept, worth, profile)
 
+    def keeps_all(self, held: int, slots: int) -> bool:
+        return self.alike and not self.most and held <= slots
+
     def divide(self, division: Division) -> Bool[Array, "B N"]:
         """What all layers keep of their candidates."""
         number, heads, each = division.layers, division.heads, division.each
@@ -272,7 +275,7 @@ class Density(Across):
     """
 
     safeguard: float = 0.0
-    most: float = 2.72
+    most: float = 0.0
     spare: int = 0
     spare_last: int = 0
     kind: ClassVar[str] = "density"
@@ -292,6 +295,9 @@ class Density(Across):
 
     def budgets(self, budget: int, layers: int, tokens: int, window: int, learned: Learned) -> tuple[int, ...]:
         return tuple(budget if self.shares(layer, layers) else UNLIMITED for layer in range(layers))
+
+    def widest(self, slots: int) -> int:
+        return math.ceil(math.e * slots) + 1  # no weight is more than e times another
 
     def profile(self, inputs: ScoreInputs, ranks: int) -> Float[Array, "B 1"]:
         assert inputs.by_query is not None

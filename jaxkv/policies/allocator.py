@@ -83,6 +83,7 @@ class Allocate(Checked):
     """The defaults: every head of every layer has its own budget, and keeps its best entries."""
 
     kind: ClassVar[str]
+    alike: ClassVar[bool] = False  # where layers share: a layer's heads hold equally many
     store: ClassVar[str] = "slots"  # where a layer's entries lie: "slots", "pool" (heads share), "line" (layers share)
     needs: ClassVar[frozenset[str]] = frozenset()
     cascades: ClassVar[bool] = False  # what a layer keeps only falls as others come: it is cut after each of them
@@ -138,6 +139,15 @@ class Allocate(Checked):
         by_head = contest.by_head(worth), contest.by_head(contest.positions)
         kept = best_of_each(*by_head, jnp.minimum(contest.each, contest.slots))
         return Choice(kept.reshape(worth.shape), worth)
+
+    def keeps_all(self, held: int, slots: int) -> bool:
+        """Whether a layer of so many `slots` keeps as candidates all that lies in `held` slots per head."""
+        return False
+
+    def widest(self, slots: int) -> int:
+        """The most entries per head that a layer may keep of its candidates, where an even share has `slots` (0: nobody
+        knows)."""
+        return 0
 
     def local(self, learned: Learned, heads: int) -> Bool[Array, "Hk"] | None:
         """True for the heads whose entries leave oldest first, whatever their score; None where there are none."""

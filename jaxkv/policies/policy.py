@@ -296,8 +296,10 @@ class Policy(Checked):
     def left(self, store: Any, now: Int[Array, "B"]) -> Stats:
         """The statistics, by head, that say of the entries of a store where a prompt's cut has left them."""
         leaves = [leaf for each in self.phases for leaf in each.score.leaves() if leaf.placed]
-        wide = store.by_head().positions if leaves else None
-        return {name: stat for leaf in leaves for name, stat in leaf.left(wide, now).items()}
+        if not leaves:
+            return {}
+        positions = store.by_head().positions
+        return {name: stat for leaf in leaves for name, stat in leaf.left(positions, now).items()}
 
     def observe(
         self, phase: Phase, stats: Stats, mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"] | None = None

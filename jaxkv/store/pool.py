@@ -90,20 +90,21 @@ class Pool(Store):
 
     # ---- a block of the prompt
 
-    def by_head(self) -> Entries:
+    def by_head(self, width: int | None = None) -> Entries:
         """The entries by KV head `[B, Hk, P]`, plain: Hk times their memory, for as long as a block of a prompt, or a
-        score that compares a head's entries with each other, needs them."""
+        score that compares a head's entries with each other, needs them. `width` slots of each head, where no segment
+        has more."""
         if not self.total:
             nothing = lambda x: jnp.zeros((x.shape[0], self.heads, *x.shape[1:]), x.dtype)  # noqa: E731
             return self.plain(jax.tree.map(nothing, self.entries))
-        at, inside = self._rectangle()
+        at, inside = self._rectangle(width)
         rows = jnp.arange(at.shape[0])[:, None, None]
         wide = jax.tree.map(lambda x: x[rows, at], self.entries)
         return self.plain(wide).masked(inside)
 
-    def _rectangle(self) -> tuple[Int[Array, "B Hk P"], Bool[Array, "B Hk P"]]:
-        """P slots of the pool for every head, from its border on, and which of them are its own."""
-        at = self.offsets[:, :-1, None] + jnp.arange(self.total)
+    def _rectangle(self, width: int | None = None) -> tuple[Int[Array, "B Hk W"], Bool[Array, "B Hk W"]]:
+        """`width` slots of the pool (P) for every head, from its border on, and which of them are its own."""
+        at = self.offsets[:, :-1, None] + jnp.arange(min(width or self.total, self.total))
         return jnp.minimum(at, self.total - 1), at < self.offsets[:, 1:, None]
 
     def in_time_order(self) -> "Pool":
@@ -141,9 +142,9 @@ class Pool(Store):
         """The inverse of `scored`."""
         return x[:, 0]
 
-    def compared(self, x: Shaped[Array, "B P"]) -> Shaped[Array, "B Hk P"]:
+    def compared(self, x: Shaped[Array, "B P"], width: int | None = None) -> Shaped[Array, "B Hk W"]:
         """What is known of every slot, by KV head as in `by_head`."""
-        return x[jnp.arange(x.shape[0])[:, None, None], self._rectangle()[0]]
+        return x[jnp.arange(x.shape[0])[:, None, None], self._rectangle(width)[0]]
 
     def uncompared(self, x: Shaped[Array, "B Hk P"]) -> Shaped[Array, "B 1 P"]:
         """What was computed by KV head, in scored form (0 in nobody's slots)."""
@@ -245,12 +246,14 @@ class Pool(Store):
         # A loop of no or one turn: its carry stays where it is; the branches of a cond would copy the pool every step
         return lax.fori_loop(0, jnp.any(due).astype(jnp.int32), cut, self)
 
-    def absorbed(self, chosen: Bool[Array, "B P"], absorb: Absorb) -> tuple[Entries, dict[str, Any]]:
-        """The entries, and what is beside them, after those not chosen have left."""
+    def absorbed(
+        self, chosen: Bool[Array, "B P"], absorb: Absorb, width: int | None = None
+    ) -> tuple[Entries, dict[str, Any]]:
+        """The entries, and what is beside them, after those not chosen have left; `width` as of `by_head`."""
         if absorb is dropped:
             return self.entries, self.beside
-        wide = self.by_head()
-        stay = self.compared(chosen) & wide.filled
+        wide = self.by_head(width)
+        stay = self.compared(chosen, width) & wide.filled
         new, beside = absorb(self.beside, wide, stay)
         if new is wide:
             return self.entries, beside
@@ -261,11 +264,11 @@ class Pool(Store):
 
         return jax.tree.map(back, self.loosened(new), self.entries), self.renewed(beside, new, stay)
 
-    def _flat(self, x: Shaped[Array, "B Hk P *X"]) -> Shaped[Array, "B P *X"]:
+    def _flat(self, x: Shaped[Array, "B Hk W *X"]) -> Shaped[Array, "B P *X"]:
         """What was computed by KV head, in the pool's own slots (anything in nobody's)."""
-        owner, total = self.owner, self.total
-        at = jnp.minimum(owner, self.heads - 1) * total + jnp.arange(total) - per_slot(self.offsets[:, :-1], owner)
-        at = jnp.maximum(at, 0).reshape(*at.shape, *(1,) * (x.ndim - 3))
+        owner, width = self.owner, x.shape[2]
+        at = jnp.minimum(owner, self.heads - 1) * width + jnp.arange(self.total) - per_slot(self.offsets[:, :-1], owner)
+        at = jnp.clip(at, 0, self.heads * width - 1).reshape(*at.shape, *(1,) * (x.ndim - 3))
         return jnp.take_along_axis(x.reshape(x.shape[0], -1, *x.shape[3:]), at, axis=1)
 
     # ---- room
