@@ -226,7 +226,7 @@ def through[State](
             x, following = route(index, x, state.notes, attend)
             if following is not attend:
                 attend, run = following, _traced_once(following, lay, sizes)
-    return x, tuple(new) if fold is None else (*new, carried)
+    return x, tuple(new if fold is None else [*new, carried])
 
 
 class Decoder(nnx.Module):
