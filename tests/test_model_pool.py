@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import itertools
+import json
 
 import d2o_numpy as d2o
 import jax
@@ -11,6 +13,7 @@ import pytest
 from archives import arrays
 from flax import nnx
 from ordered import heads_of, in_line
+from safetensors.numpy import load_file, save_file
 from small import SMALL
 from test_head_budgets import apportioned
 from watched import watched
@@ -202,17 +205,32 @@ def test_a_safeguard_of_all_is_an_even_share(tiny, share):
         assert held(ours.cache, row) == held(theirs.cache, row)
 
 
+@pytest.fixture(scope="module")
+def deep(goldens, tmp_path_factory):
+    """A model of six layers, the tiny llama2's twice, each looking more sharply than the one below it."""
+    source, folder = goldens / "tiny" / "llama2", tmp_path_factory.mktemp("deep")
+    facts, weights = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+    new = {name: weight for name, weight in weights.items() if ".layers." not in name}
+    for layer, (name, weight) in itertools.product(range(6), weights.items()):
+        old = f".layers.{layer % facts['num_hidden_layers']}."
+        if old in name:
+            new[name.replace(old, f".layers.{layer}.")] = weight * (1 + layer / 2 if "q_proj" in name else 1)
+    save_file(new, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**facts, "num_hidden_layers": 6}))
+    return jaxkv.load(folder)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("share", [Global(0.1, most=0.0), Prefix(), Cake(window=4)], ids=lambda share: share.kind)
-@pytest.mark.parametrize("block", [100, 20])
-def test_layers_that_are_cut_as_they_come_keep_the_same(apart, share, block):
-    """As many layers after each other leave what all of them at once do, one by one or in a loop."""
+def test_layers_that_are_cut_as_they_come_keep_the_same(deep, share):
+    """What all of them at once would, one by one or in a loop, in each block of a prompt."""
     at_once = type("AtOnce", (type(share),), {"cascades": False})(
         **{field.name: getattr(share, field.name) for field in dataclasses.fields(share)}
     )
-    policy = dataclasses.replace(jaxkv.policy("h2o", budget=16, block=block), decode=None)
-    run = functools.partial(jaxkv.prefill, apart, [ids(55), ids(9, 1)])
+    policy = dataclasses.replace(jaxkv.policy("h2o", budget=16, block=20), decode=None)
+    run = functools.partial(jaxkv.prefill, deep, [ids(38), ids(9, 1)])
     want = run(policy=dataclasses.replace(policy, allocate=at_once))
+    assert len({len(layer[0]) for layer in held(want)}) > 1
     for scan in (False, True):
         got = run(policy=dataclasses.replace(policy, allocate=share), scan_layers=scan)
         for row in range(2):

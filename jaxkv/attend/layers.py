@@ -97,8 +97,8 @@ def gathering(sharing: Sharing) -> Callable[..., tuple[Any, LayerOut]] | None:
             owner = jnp.concatenate([before.line.owner, owner], axis=1)
         profiles = None
         if said is not None:
-            profiles = jnp.zeros((len(full), *said.shape), said.dtype) if before is None else before.profiles
-            profiles = profiles.at[number].set(said)
+            none = jnp.zeros((len(full), *said.shape), said.dtype)
+            profiles = (none if before is None or before.profiles is None else before.profiles).at[number].set(said)
         _, line = sharing.cut(entries, owner, heads, pool.codecs, profiles)
         beside, reach = pool.beside, pool.heads * sharing.plan.reach
         laid = sharing.layout.layer(Place(line(entries), 0, reach, pool.heads)).line

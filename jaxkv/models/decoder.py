@@ -206,7 +206,8 @@ def through[State](
     """The stream after all layers, and their new states: what `Decoder` does between embedding and last norm. The
     layers are called as `Layer` is."""
     new: list[Any] = []
-    carried, each = None, fold or _kept_apart
+    carried: Any = None
+    each = fold or _kept_apart
     last = len(specs) - 1
     run = _traced_once(attend, lay, sizes)
     alone = [range(index, index + 1) for index in range(last + 1)]
@@ -226,7 +227,9 @@ def through[State](
             x, following = route(index, x, state.notes, attend)
             if following is not attend:
                 attend, run = following, _traced_once(following, lay, sizes)
-    return x, tuple(new) if fold is None else (*new, carried)
+    if fold is not None:
+        new.append(carried)
+    return x, tuple(new)
 
 
 class Decoder(nnx.Module):
