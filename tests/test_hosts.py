@@ -128,7 +128,7 @@ def served(tmp_path, requests, **job):
     """Two processes with one front; the exit codes, the lines of each, their errors, and the text of the prefix."""
     prefix = np.random.default_rng(99).integers(3, 100, 21).tolist()
     job = {"cancelled": [], "timeout": 10, **job, "requests": requests, "prefix": prefix, "policy": SERVED}
-    codes, texts, _ = run(tmp_path, 2, SERVING, devices=2, mesh={"model": 2, "context": 2}, **job)
+    codes, texts, _ = run(tmp_path, 2, SERVING, devices=1, mesh={"model": 2}, **job)
     lines = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in texts]
     return codes, lines, [error for _, error in texts], prefix
 

@@ -24,6 +24,7 @@ from jaxkv.serving import Engine
 from jaxkv.serving.http import Limits, Server
 
 FAMILY = "llama3"
+GOLDENS = Path(__file__).parents[1] / "goldens"
 CHAT = [{"role": "user", "content": "Tell me"}]
 
 
@@ -402,44 +403,64 @@ def test_the_stop_finishes_what_runs(params):
         until(lambda: engine.closed)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("hosts", [1, 2])
-def test_the_command_runs_until_it_is_told_to_stop(tmp_path, hosts):
-    """In a process of its own, or in two that are one mesh: it answers, finishes what runs, and ends with 0."""
-    port, meeting = free_port(), free_port()
-    (tmp_path / "manual.txt").write_text("Press the red button.", encoding="utf-8")
-    words = ["serve", "--policy", "tova", "--budget", "32", "--block", "64", "--rows", "2", "--port", str(port),
-             "--prefix", f"manual={tmp_path / 'manual.txt'}", "--token", "secret", "--name", "small",
-             "--max-new-tokens", "100"]  # fmt: skip
-    more = [["--speculative", "lookup"]]
-    if hosts > 1:
-        joined = ["--mesh", f"model={hosts}", "--coordinator", f"127.0.0.1:{meeting}", "--num-processes", str(hosts)]
-        more = [[*joined, "--process-id", str(number)] for number in range(hosts)]
+@contextlib.contextmanager
+def commands(*each):
+    """`jaxkv serve` in processes of their own, with these arguments."""
     processes = [
-        subprocess.Popen([sys.executable, "-m", "jaxkv.cli", *words, *each], stderr=subprocess.PIPE, text=True)
-        for each in more
+        subprocess.Popen([sys.executable, "-m", "jaxkv.cli", "serve", *words], stderr=subprocess.PIPE, text=True)
+        for words in each
     ]
-    front = processes[0]
     try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.long
+def test_the_command_runs_until_it_is_told_to_stop(tmp_path):
+    """In a process of its own: it answers, finishes what runs, and ends with 0."""
+    port = free_port()
+    (tmp_path / "manual.txt").write_text("Press the red button.", encoding="utf-8")
+    words = ["--policy", "tova", "--budget", "32", "--block", "64", "--rows", "2", "--port", str(port),
+             "--prefix", f"manual={tmp_path / 'manual.txt'}", "--token", "secret", "--name", "small",
+             "--max-new-tokens", "100", "--speculative", "lookup"]  # fmt: skip
+    with commands(words) as (process,):
         address = f"http://127.0.0.1:{port}"
-        until(lambda: front.poll() is not None or (_listens(port) and got(address, "/health")[0] == 200), 550)
+        until(lambda: process.poll() is not None or (_listens(port) and got(address, "/health")[0] == 200), 550)
         asked = {"model": "small", "prompt": " What colour?", "max_tokens": 60, "temperature": 0, "stream": True}
         more = {"ignore_eos": True, "prefix": "manual"}
         stream = client(address, "secret").completions.create(
             **asked, stream_options={"include_usage": True}, extra_body=more
         )
         first = next(iter(stream))
-        for process in processes:
-            process.terminate()
+        process.terminate()
         last = list(stream)[-1]
         assert first.choices[0].text and last.usage.completion_tokens == 60
         assert last.usage.prompt_tokens_details.cached_tokens > 0
-        assert [process.wait(60) for process in processes] == [0] * hosts, [each.stderr.read() for each in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-            process.stderr.close()
+        assert process.wait(60) == 0, process.communicate()
+
+
+@pytest.mark.long
+def test_the_command_on_two_hosts():
+    """The same command on both: process 0 answers, and when all are told to stop it finishes, and both end with 0."""
+    port, meeting = free_port(), free_port()
+    words = ["--model", str(GOLDENS / "tiny" / FAMILY), "--policy", "tova", "--budget", "32", "--block", "16",
+             "--rows", "2", "--port", str(port), "--name", "tiny", "--max-new-tokens", "64", "--longest", "64",
+             "--mesh", "model=2", "--coordinator", f"127.0.0.1:{meeting}", "--num-processes", "2"]  # fmt: skip
+    with commands(*([*words, "--process-id", str(number)] for number in range(2))) as both:
+        address = f"http://127.0.0.1:{port}"
+        until(lambda: both[0].poll() is not None or (_listens(port) and got(address, "/health")[0] == 200), 550)
+        asked = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(post, address, "/v1/completions", asked)
+            until(lambda: answer.done() or b"jaxkv_rows_taken 1.0" in got(address, "/metrics")[1])
+            for process in both:
+                process.terminate()
+            status, body = answer.result(120)
+        assert status == 200 and json.loads(body)["usage"]["completion_tokens"] == 60
+        assert [process.wait(60) for process in both] == [0, 0], [process.communicate() for process in both]
 
 
 @pytest.mark.slow

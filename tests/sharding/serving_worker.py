@@ -23,11 +23,27 @@ import jaxkv  # noqa: E402
 from jaxkv.errors import BadValue, HostFailure  # noqa: E402
 from jaxkv.serving import Engine  # noqa: E402
 from jaxkv.sharding import start  # noqa: E402
-from jaxkv.sharding.hosts import failed_elsewhere  # noqa: E402
+from jaxkv.sharding.hosts import KEPT, PART, Line, failed_elsewhere, together  # noqa: E402
+
+
+def speak() -> None:
+    """Many messages, short and long, come once and in order; those that all have heard are removed."""
+    line, messages = Line(), ["", "x" * (2 * PART + 5), *map(str, range(4 * KEPT))]
+    if process_id:
+        assert [line.hear() for _ in messages] == messages
+        together("heard")
+        return
+    for message in messages:
+        line.say(message)
+    together("heard")
+    line._forget()
+    left = [key for key, _ in line._store.key_value_dir_get(f"{line._name}/said/")]
+    assert len(left) < KEPT, left
 
 
 def main() -> None:
     start(job["coordinator"], job["processes"], process_id, timeout=job["timeout"])
+    speak()
     params = jaxkv.load(job["folder"], mesh=jaxkv.mesh(**job["mesh"]))
     policy = jaxkv.policy(**job["policy"])
     engine = Engine(params, policy, rows=3, longest=64, max_new_tokens=16, steps=4)
