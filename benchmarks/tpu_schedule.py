@@ -95,11 +95,11 @@ def compiled(case: Case) -> dict[str, Any]:
     kind = AbstractDevice(chips[0].device_kind, CHIPS[case.chip].cores, "tpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)):
         program = jax.jit(function, donate_argnums=donated).lower(*arrays).compile()
-    text = program.as_text()
-    assert text is not None
+    text, memory = program.as_text(), program.memory_analysis()
+    assert text is not None and memory is not None
     cache = arrays[0]["keys"].shape if donated else ()
     return {
-        "temporary": program.memory_analysis().temp_size_in_bytes,
+        "temporary": memory.temp_size_in_bytes,
         "copies": sum(copies_of(cache, text).values()) if donated else 0,
         "beside": beside(text, CALLS[case.kernel, case.work]),
     }
@@ -116,7 +116,7 @@ def steps(case: Case) -> tuple[Any, tuple, tuple[int, ...]]:
 
     batch, kv_heads, group, slots, dim = SIZES[case.dim]
     each = (batch, kv_heads, slots) if case.kernel == "equal" else (batch, kv_heads * slots)
-    of = jax.ShapeDtypeStruct
+    of: Any = jax.ShapeDtypeStruct
     new, row = of((batch, kv_heads, dim), jnp.bfloat16), of((batch,), jnp.int32)
     token = Token(of((batch, kv_heads * group, dim), jnp.bfloat16), new, new, row)
     cache = {name: of((*each, dim), jnp.bfloat16) for name in ("keys", "values")}

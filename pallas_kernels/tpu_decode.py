@@ -128,10 +128,10 @@ def step(
     blocks, block = blocks_of.even_blocks(slots, BLOCK_BYTES // row_bytes)
     both = (0.0, 0.0) if judge.rule is None else (judge.weight, judge.bias)
     factors = [factor for factor in both if not isinstance(factor, float)]
+    weight, bias = (factor if isinstance(factor, float) else None for factor in both)
     plan = _Plan(
         slots, columns, block, blocks, batch, min(blocks_of.cores(), batch), sets, heads // sets, kv_heads,
-        offsets is not None, scale, window, softcap, judge.group, judge.rule,
-        *(factor if isinstance(factor, float) else None for factor in both), with_mass,
+        offsets is not None, scale, window, softcap, judge.group, judge.rule, weight, bias, with_mass,
     )  # fmt: skip
     vmem = _vmem_bytes(plan, row_bytes, len(factors))
     if vmem > blocks_of.VMEM_BYTES:
@@ -411,8 +411,8 @@ def _kernel(
         if plan.rule is not None:
             score = jnp.zeros(place.shape, jnp.float32) if not plan.with_mass or plan.weight == 0 else mass[0][0]
             if plan.weight != 0:
-                score = score * (plan.weight if weight is None else weight[0])
-            score = score + (plan.bias if bias is None else bias[0])
+                score = score * ((plan.weight or 0.0) if weight is None else weight[0])
+            score = score + ((plan.bias or 0.0) if bias is None else bias[0])
         held = jnp.sum(scratch["held"][buffer_before], axis=1, keepdims=True)
         room = True if plan.pooled else held < limits_ref[before]
         worth, age = _worth(plan, score, place, position_before + 1, room, recents_ref[before])
