@@ -11,6 +11,7 @@ from jaxkv.models import ModelConfig
 from jaxkv.policies.policy import NOTHING, UNLIMITED, Learned, Policy
 from jaxkv.sharding.layout import on_host
 from jaxkv.store import KVCache
+from jaxkv.store.entries import in_pieces
 
 ROUND = 16  # sizes are multiples of this
 SIZES = 4  # a prompt's first block has one of so many sizes per doubling of its length
@@ -75,10 +76,11 @@ def plan(
 ) -> tuple[Plan, PromptBlocks, np.ndarray]:
     """The shapes for `new [B]` prompt tokens per row and `room` tokens decoded after them, and limits int32 [L, B].
 
-    The slots of every layer are rounded up to a multiple of `parts`, for the devices that share them. A layer has the
-    slots of its budget, or above `AT_ONCE` those that prompt and room need; where nothing is evicted while decoding,
-    those for new tokens are rounded up, and so is a prompt that fits. Blocks are counted from the end of the prompt, so
-    a row is cut at the same places whatever stands beside it; the first is padded to one of `sizes` sizes per doubling.
+    The slots of every layer are whole pieces of memory (`in_pieces`) for each of the `parts` devices that share them;
+    those beyond the budget stay empty. A layer has the slots of its budget, or above `AT_ONCE` those that prompt and
+    room need; where nothing is evicted while decoding, those for new tokens are rounded up, and so is a prompt that
+    fits. Blocks are counted from the end of the prompt, so a row is cut at the same places whatever stands beside it;
+    the first is padded to one of `sizes` sizes per doubling.
     Raises `BadValue` for a text longer than the model's context under a policy that keeps text positions.
     """
     seen = np.zeros_like(new) if cache is None else np.asarray(cache.lengths)
@@ -132,7 +134,7 @@ def planned(
         else:
             count = min(limit, prompt) + more
         count = count if window is None or policy.decode is not None else min(count, window)
-        slots.append(-(-count // parts) * parts)
+        slots.append(in_pieces(count, parts))
 
     more = max(0, -(-int(new.max()) // block) - 1)
     first = int(new.max()) - more * block
@@ -142,7 +144,7 @@ def planned(
         limit = min(int(limits[sharing].max()), most_slots)
         reach = policy.allocate.reach(most_slots, limit, len(sharing), longest)
     blocks = PromptBlocks(min(rounded(first, sizes), block), more, block)
-    return Plan(tuple(slots), _looks(policy, total, limits), reach), blocks, limits
+    return Plan(tuple(slots), _looks(policy, total, limits), in_pieces(reach)), blocks, limits
 
 
 def whole(policy: Policy, limit: int) -> int:

@@ -12,6 +12,7 @@ from jaxkv.models import AttentionSpec, ModelConfig
 from jaxkv.plan import shares, whole
 from jaxkv.policies.policy import NOTHING, Learned, Policy
 from jaxkv.run import empty_layer
+from jaxkv.store.entries import PIECE, in_pieces
 
 LEAST = 4096  # a part whose smallest budget is larger than that, and twice what is protected, is wrong
 
@@ -50,6 +51,11 @@ def _layer(policy: Policy, spec: AttentionSpec, dtype: str, slots: int, sharing:
 def slots_at(policy: Policy, config: ModelConfig, budget: int, learned: Learned = NOTHING) -> list[int]:
     """Slots per KV head of each layer under a budget, for a text as long as the model's context; where tokens are only
     added while decoding, those of the prompt."""
+    return [in_pieces(count) for count in _used_at(policy, config, budget, learned)]
+
+
+def _used_at(policy: Policy, config: ModelConfig, budget: int, learned: Learned) -> list[int]:
+    """Of the slots of `slots_at` those that are ever filled."""
     each = dataclasses.replace(policy, budget=budget, ratio=None, bytes=None)
     limits = each.budgets(config.max_position, config.num_layers, learned)
     limits = [min(limit, config.max_position) for limit in limits]  # a layer that is spared holds the text
@@ -83,7 +89,10 @@ def fitted(policy: Policy, config: ModelConfig, dtype: Any, learned: Learned = N
 
     @functools.cache
     def taken(budget: int) -> int:
-        return size_of(parts, config, dtype, slots_at(parts, config, budget, learned)).keys_values
+        slots = _used_at(parts, config, budget, learned)
+        # layers that differ may do so in another way for another length of text, and be rounded up by more
+        slots = [in_pieces(count) if len(set(slots)) == 1 else count + PIECE - 1 for count in slots]
+        return size_of(parts, config, dtype, slots).keys_values
 
     low = least(parts)
     high = max(config.max_position, low)

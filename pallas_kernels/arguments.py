@@ -80,6 +80,18 @@ class Judge(NamedTuple):
     rule: Rule | None = None
     group: str = "sum"
 
+    @property
+    def weighs(self) -> bool:
+        """Whether the choice needs the attention mass."""
+        return self.rule is not None and not (isinstance(self.weight, float) and self.weight == 0)
+
+    def check(self, with_mass: bool) -> None:
+        """Raises `ValueError` where the choice needs the mass and nobody computes it."""
+        if self.weighs and not with_mass:
+            raise ValueError(
+                f"with_mass=False, and the judge weighs the mass by {self.weight}: give weight=0.0, or none"
+            )
+
     def tree_flatten(self) -> tuple[tuple, tuple]:
         """The arrays (None in a plain number's place), and what is static."""
         factors = self.weight, self.bias

@@ -6,11 +6,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Int
 
 LANES = 128  # a vector register holds 8 sublanes of 128 lanes
 SUBLANES = 8
 QUERIES = 16  # a block of queries is a multiple of it: rows of bfloat16 lie packed in tiles of 16
 VMEM_BYTES = 48 * 2**20  # of on-chip memory that a kernel may take: v5p has 64 MiB, v5e and v6e 128
+
+
+def cores() -> int:
+    """The cores of the chip that is compiled for, which share its memory: of the default device, or of the abstract one
+    that is set; 2, as v5p has, where neither is a TPU.
+    """
+    try:
+        return pltpu.get_tpu_info().num_cores
+    except ValueError:
+        return 2
 
 
 def round_up(size: int, multiple: int) -> int:
@@ -66,6 +78,32 @@ class Walk:
         axis = x.ndim - (1 if self.columns else 2)
         grow = [(0, (self.width - self.slots) * (at == axis)) for at in range(x.ndim)]
         return jnp.pad(x, grow, constant_values=jnp.nan)
+
+    def order(
+        self, positions: Int[Array, "B H S"], position: Int[Array, "B"], window: int | None
+    ) -> tuple[Int[Array, "B N"], Int[Array, "B"]]:
+        """For every block of every row, twice the number of the block that is there then, plus 1 where the block has
+        empty slots; and the row whose blocks are there.
+
+        A block in which the row holds nothing that it could see is not fetched: the one before stays, or the first that
+        is due is there already. While a row that has finished goes by, the last block of the row before it stays.
+        """
+        batch, sets, _ = positions.shape
+        place = jnp.pad(positions, ((0, 0), (0, 0), (0, self.width - self.slots)), constant_values=-1)
+        place = place.reshape(batch, sets, self.blocks, self.block)
+        seen = place >= 0
+        if window is not None:
+            seen = seen & (place > (position[:, None, None, None] - window))
+        due, hollow = jnp.any(seen, axis=(1, 3)), jnp.any(place < 0, axis=(1, 3))
+        number = jnp.arange(self.blocks, dtype=jnp.int32)
+        upto = jnp.max(jnp.where(due[:, None] & (number <= number[:, None]), number, -1), axis=-1)
+        first = jnp.min(jnp.where(due, number, self.blocks - 1), axis=-1, keepdims=True)
+        walk = 2 * jnp.where(upto < 0, first, upto) + hollow.astype(jnp.int32)
+        row = jnp.arange(batch, dtype=jnp.int32)
+        runs = position >= 0
+        before = jnp.max(jnp.where(runs & (row <= row[:, None]), row, -1), axis=-1)
+        after = jnp.min(jnp.where(runs, row, batch - 1))
+        return walk, jnp.where(before < 0, after, before)
 
 
 def zero_empty(block: jax.Array, filled: jax.Array, columns: bool) -> jax.Array:

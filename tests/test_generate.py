@@ -289,7 +289,7 @@ def test_cutting_every_few_steps(tiny):
     policy = jaxkv.policy("h2o", budget=16, every=5)
     prompts = [ids(30), ids(8, 1)]
     together = jaxkv.generate(params, prompts, policy=policy, max_new_tokens=30, stop_tokens=())
-    assert together.cache.layers[0].slots == 21
+    assert together.cache.layers[0].slots == 24, "21 in whole pieces of memory"
     assert int(together.cache.held().max()) <= 20
     for row, prompt in enumerate(prompts):
         alone = jaxkv.generate(params, prompt, policy=policy, max_new_tokens=30, stop_tokens=())

@@ -4,6 +4,7 @@ Where there is no TPU its kernels run under the interpreter, which looks for rac
 the diagonal of each product of cases; on a TPU they run all.
 """
 
+import functools
 import itertools
 
 import jax
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.arguments import Held, Judge, Rule, Token
+from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
 from pallas_kernels.decode_attend_score import api as decode_api
+from pallas_kernels.dispatch import dispatch
 from pallas_kernels.prefill_attend import api as attend_api
 from pallas_kernels.prefill_attend_mass import api as mass_api
+from pallas_kernels.ragged_decode import api as ragged_api
 
 DTYPES = {"float32": 2e-5, "bfloat16": 2e-2}
 ON_TPU = jax.default_backend() == "tpu"
@@ -355,6 +358,54 @@ def test_attention_and_mass_share_their_softmax():
     assert dots[0] == dots[1] > 0
 
 
+@pytest.mark.some(4)
+@cases(
+    kind=["equal", "ragged"],
+    choice=[(None, False), (Rule("each", sinks=2), True)],
+    shape=[(3, 2, 64, "float32", 300), (2, 4, 128, "bfloat16", 1100)],
+)
+def test_without_the_mass_the_rest_is_the_same(how, kind, choice, shape):
+    """Also of rows that have finished, and of blocks in which a row holds nothing, whatever lies there."""
+    (rule, biased), (kv_heads, group, dim, dtype, slots) = choice, shape
+    rng, batch = np.random.default_rng(slots), 4
+    query, keys, values, _ = inputs(rng, batch, kv_heads, group, slots, dim, 1, dtype)
+    positions = np.tile(rng.permutation(slots), (batch, kv_heads, 1))
+    positions[1, :, : slots // 2] = -1
+    positions[2, :, 40:] = -1
+    hollow = np.where(positions < 0, np.nan, 1.0)[..., None]
+    hollow[0] = np.nan  # the row has finished: nothing of it is read
+    keys, values = (jnp.nan_to_num(x) * jnp.asarray(hollow, dtype) for x in (keys, values))
+    key, value = (jnp.asarray(rng.normal(size=(batch, kv_heads, dim)), dtype) for _ in range(2))
+    position = jnp.array([-1, slots, slots, slots + 7], jnp.int32)
+    first = np.arange(kv_heads) * (slots if kind == "ragged" else 0)
+    slot = jnp.asarray(first + rng.integers(0, slots, (batch, kv_heads)), jnp.int32)
+    bias = jnp.asarray(rng.normal(size=positions.shape), jnp.float32)
+    few = jnp.array([slots, slots // 2 + 1, 41, slots], jnp.int32), jnp.full(batch, 2, jnp.int32)
+    flat = (lambda x: x.reshape(batch, -1, *x.shape[3:])) if kind == "ragged" else (lambda x: x)
+    judge = Judge(*few, 0.0, flat(bias) if biased else 0.0, rule)
+    token = Token(query[:, :, 0], key, value, position)
+    held = Held(flat(keys), flat(values), flat(jnp.asarray(positions, jnp.int32)))
+    call = decode_api.decode_attend_score
+    if kind == "ragged":
+        offsets = jnp.tile(jnp.arange(kv_heads + 1, dtype=jnp.int32) * slots, (batch, 1))
+        held, call = Segments(*held[:3], offsets), ragged_api.ragged_decode
+    run = jax.jit(functools.partial(call, scale=0.1), static_argnames=("implementation", "with_mass", "interpret"))
+    ours = run(token, held, slot, judge, with_mass=False, **how)
+    theirs = run(token, held, slot, judge, implementation="reference")
+    assert ours.mass is None
+    assert np.array_equal(ours.next_slot, theirs.next_slot)
+    np.testing.assert_allclose(ours.lse, theirs.lse, atol=1e-4, rtol=1e-4)
+    mine, its = (np.asarray(x.output[1:], np.float64) for x in (ours, theirs))
+    np.testing.assert_allclose(mine, its, atol=DTYPES[dtype])
+    if how["implementation"] == "tpu":
+        assert np.all(np.asarray(ours.output[0], np.float64) == 0)
+    for x, y in zip(ours[3:6], theirs[3:6], strict=True):
+        assert np.array_equal(np.asarray(x, np.float64), np.asarray(y, np.float64), equal_nan=True)
+    weighing = judge._replace(rule=Rule("each"), weight=1.0)
+    with pytest.raises(ValueError, match="weighs the mass"):
+        call(token, held, slot, weighing, scale=0.1, with_mass=False)
+
+
 def test_a_name_that_is_not_there():
     with pytest.raises(ValueError, match="implementation 'warp' is not one of"):
-        decode_api.decode_attend_score(implementation="warp")
+        dispatch(decode_api.IMPLEMENTATIONS, "warp")

@@ -318,7 +318,8 @@ def test_ragged_decode_is_each_head_by_itself(how, shape, group, rule, dtype):
     whole = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
     token, held = Token(query, key, value, whole(position)), Segments(keys, values, whole(positions), whole(offsets))
     judge = Judge(whole([total, total]), whole(recents), jnp.asarray(weight), jnp.asarray(bias), rule, group)
-    run = jax.jit(functools.partial(ragged_decode, **options, implementation=how, **DECODES[how]))
+    run = functools.partial(ragged_decode, **options, implementation=how, **DECODES[how])
+    run = jax.jit(run, static_argnames="with_mass")
     out = run(token, held, whole(slot), judge)
     near = {"rtol": 2e-5, "atol": 1e-5} if dtype == "float32" else {"rtol": 2e-2, "atol": 2e-2}
     for row in range(2):
@@ -342,6 +343,10 @@ def test_ragged_decode_is_each_head_by_itself(how, shape, group, rule, dtype):
             np.testing.assert_array_equal(text(out.values[row, own]), text(lone.values[0, 0]))
             assert int(out.next_slot[row, head]) - offsets[row, head] == int(lone.next_slot[0, 0])
         assert (np.asarray(out.mass)[row, offsets[row, -1] :] == 0).all()
+    by_age = judge._replace(weight=0.0)
+    with_it, without = (run(token, held, whole(slot), by_age, with_mass=asked) for asked in (True, False))
+    assert without.mass is None and np.array_equal(without.next_slot, with_it.next_slot)
+    np.testing.assert_array_equal(np.asarray(without.output, np.float32), np.asarray(with_it.output, np.float32))
     still = run(token._replace(position=whole([-1, many])), held, whole(slot), judge)
     np.testing.assert_array_equal(np.asarray(still.positions)[0], positions[0])
     np.testing.assert_array_equal(np.asarray(still.keys, np.float32)[0], np.asarray(keys, np.float32)[0])

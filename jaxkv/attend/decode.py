@@ -75,7 +75,10 @@ def decode_layer(
     allowed = policy.allowed(stats, store.scored(store.positions), position, limits)
     store = store.single(active)
     judge = _judge(phase, share, store, stats, position, limits, facts.learned)._replace(limits=allowed)
-    softmax = {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap, "implementation": implementation}
+    softmax = {
+        "scale": spec.scale, "window": spec.window, "softcap": spec.softcap, "implementation": implementation,
+        "with_mass": policy.weighs_at_decode or judge.weighs,
+    }  # fmt: skip
     if given.ask.everything:
         partial, after = store.step(layout, token, judge, at_read, **softmax)
     else:

@@ -233,6 +233,14 @@ class Policy(Checked):
         return self.allocate.needs.union(*(phase.needs for phase in self.phases))
 
     @property
+    def weighs_at_decode(self) -> bool:
+        """Whether a decode step needs the attention mass: the decode phase reads it, or a statistic remembers it."""
+        if self.decode is None:
+            return False
+        leaves = [leaf for phase in self.phases for leaf in phase.score.leaves()]
+        return MASS in self.decode.needs or any(leaf.remembers for leaf in leaves)
+
+    @property
     def calibrated(self) -> bool:
         """Whether it needs numbers measured on the model before."""
         return bool(self.learns)

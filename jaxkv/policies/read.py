@@ -105,7 +105,7 @@ class Pages(Read):
         index = indexed(store.keys, store.positions, self.page)
         return dataclasses.replace(store, beside={**store.beside, self.state: index})
 
-    def step(self, store, layout, token, judge, rotate, *, scale, window, softcap, implementation):
+    def step(self, store, layout, token, judge, rotate, *, scale, window, softcap, implementation, with_mass):
         active, slot = token.position >= 0, store.next_slot
         store = store.with_token(token)
         index = store.beside[self.state].with_token(slot, token.key, active)
@@ -119,12 +119,13 @@ class Pages(Read):
         seen = visible(token.position[:, None, None], some.positions, window)
         partial = attend_few(
             token.query[:, :, None], some.keys, some.values, seen, some.weight, scale=scale, softcap=softcap,
-            group=judge.group,
+            group=judge.group if with_mass else None,
         )  # fmt: skip
-        rows, heads = jnp.arange(slot.shape[0])[:, None, None], jnp.arange(slot.shape[1])[None, :, None]
-        assert partial.mass is not None
-        mass = jnp.zeros(store.positions.shape, jnp.float32)
-        mass = mass.at[rows, heads, jnp.where(at < store.slots, at, store.slots)].set(partial.mass, mode="drop")
+        mass = partial.mass
+        if mass is not None:
+            rows, heads = jnp.arange(slot.shape[0])[:, None, None], jnp.arange(slot.shape[1])[None, :, None]
+            inside = jnp.where(at < store.slots, at, store.slots)
+            mass = jnp.zeros(store.positions.shape, jnp.float32).at[rows, heads, inside].set(mass, mode="drop")
         following = aim(mass, store.positions, token.position, slot, judge, window=window)
         after = dataclasses.replace(store, next_slot=following, beside={**store.beside, self.state: index})
         partial = partial.now()

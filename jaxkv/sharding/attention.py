@@ -132,6 +132,7 @@ def decode_attend_score(
     rotate: RotateAtRead | None,
     window: int | None,
     implementation: str | None,
+    with_mass: bool = True,
     **softmax: Any,
 ) -> Attended:
     """`decode_attend_score` with rows, heads and slots divided; K and V never leave their device.
@@ -145,7 +146,7 @@ def decode_attend_score(
         decode_kernel.decode_attend_score, window=window, implementation=implementation, **softmax
     )
     if layout.mesh is None:
-        return kernel(token, held, slot, judge, rotate=_rotation(rotate))
+        return kernel(token, held, slot, judge, rotate=_rotation(rotate), with_mass=with_mass)
 
     query, keys, rule = token.query, held.keys, judge.rule
     grouped = _grouped(query, keys.shape[1])
@@ -158,20 +159,22 @@ def decode_attend_score(
 
     def local(token, held, slot, judge):
         if divided:
-            return _attend_part(layout, token, held, slot, group=judge.group, rotate=rotate, window=window, **softmax)
+            group = judge.group if with_mass else None
+            return _attend_part(layout, token, held, slot, group=group, rotate=rotate, window=window, **softmax)
         shape = token.query.shape
         token, judge = token._replace(query=_flat(token.query)), judge._replace(rule=rule if own_rule else None)
-        out = kernel(token, held, slot, judge, rotate=_rotation(rotate))
+        out = kernel(token, held, slot, judge, rotate=_rotation(rotate), with_mass=with_mass)
+        shared = out.mass is not None and layout.size(GROUP) > 1
         return out._replace(
             output=out.output.reshape(shape),
             lse=out.lse.reshape(shape[:3]),
-            mass=ACROSS[judge.group](out.mass, GROUP) if layout.size(GROUP) > 1 else out.mass,
+            mass=ACROSS[judge.group](out.mass, GROUP) if shared else out.mass,
         )
 
     new = Token._make((q, _and_whole(heads), _and_whole(heads), rows))
     lies = Held._make((kv, kv, flat, None if held.bias is None else flat))
     ins = (new, lies, heads, _judge_specs(judge, rows, flat))
-    outs = Attended._make((q, _but_last(q), flat, kv, kv, flat, heads))
+    outs = Attended._make((q, _but_last(q), flat if with_mass else None, kv, kv, flat, heads))
     out = _mapped(layout, local, ins, outs)(token._replace(query=grouped), held, slot, judge)
     out = out._replace(output=out.output.reshape(query.shape), lse=out.lse.reshape(query.shape[:2]))
     if own_rule and not divided:
@@ -185,7 +188,7 @@ def _attend_part(
     held: Held,
     slot: Int[Array, "b h"],
     *,
-    group: str,
+    group: str | None,
     rotate: RotateAtRead | None,
     scale: float,
     window: int | None,
@@ -193,7 +196,7 @@ def _attend_part(
 ) -> Attended:
     """One device's part of a decode step: its own slots, and the merge with the others' by log-sum-exp.
 
-    The query is grouped, `[b, h, g, D]`.
+    The query is grouped, `[b, h, g, D]`. Without a `group` nobody asks for the mass.
     """
     query, slots = token.query, held.keys.shape[2]
     keys, values, positions, bias = written(token, held, _here(slot, slots, SLOTS))
@@ -210,11 +213,11 @@ def _attend_part(
         "bhgc,bhcd->bhgd", weights.astype(values.dtype), filled(values, positions), preferred_element_type=jnp.float32
     )
     everyone, share = _merged(lse, SLOTS)
-    mass = REDUCE[group](weights * share[..., None], axis=2)
+    mass = None if group is None else REDUCE[group](weights * share[..., None], axis=2)
     return Attended(
         output=lax.psum(output * share[..., None], SLOTS).astype(query.dtype),
         lse=everyone,
-        mass=ACROSS[group](mass, GROUP) if layout.size(GROUP) > 1 else mass,
+        mass=ACROSS[group](mass, GROUP) if group is not None and layout.size(GROUP) > 1 else mass,
         keys=keys,
         values=values,
         positions=positions,
@@ -231,6 +234,7 @@ def ragged_decode(
     *,
     whole: bool,
     implementation: str | None,
+    with_mass: bool = True,
     **softmax: Any,
 ) -> Attended:
     """`ragged_decode` with rows and slots divided, wherever the heads' borders lie; K and V never leave their device.
@@ -240,21 +244,21 @@ def ragged_decode(
     """
     kernel = functools.partial(ragged_kernel.ragged_decode, implementation=implementation, **softmax)
     if layout.mesh is None:
-        return kernel(token, held, slot, judge)
+        return kernel(token, held, slot, judge, with_mass=with_mass)
     kv = layout.spec(held.keys.shape, (ROWS, None if whole else POOL, None))
     rows, flat = layout.spec(token.position.shape, (ROWS,)), _but_last(kv)
     few, tokens = PartitionSpec(*rows, None), PartitionSpec(*rows, None, None)
 
     def local(token, held, slot, judge):
         if kv[1] is not None:
-            return _ragged_part(kv[1], token, held, slot, group=judge.group, **softmax)
-        return kernel(token, held, slot, judge)
+            return _ragged_part(kv[1], token, held, slot, group=judge.group if with_mass else None, **softmax)
+        return kernel(token, held, slot, judge, with_mass=with_mass)
 
     held = held._replace(line=None)  # keys and values cut out of it are read
     new = Token._make((tokens, tokens, tokens, rows))
     lies = Segments._make((kv, kv, flat, few, None, None if held.bias is None else flat))
     ins = (new, lies, few, _judge_specs(judge, rows, flat))
-    outs = Attended._make((tokens, few, flat, kv, kv, flat, few))
+    outs = Attended._make((tokens, few, flat if with_mass else None, kv, kv, flat, few))
     out = _mapped(layout, local, ins, outs)(token, held, slot, judge)
     if kv[1] is None:
         return out
@@ -269,9 +273,12 @@ def _ragged_part(
     *,
     scale: float,
     softcap: float | None,
-    group: str,
+    group: str | None,
 ) -> Attended:
-    """One device's part of a decode step on a pool: its own slots of the line, and the merge with the others'."""
+    """One device's part of a decode step on a pool: its own slots of the line, and the merge with the others'.
+
+    Without a `group` nobody asks for the mass.
+    """
     query, slots = token.query, held.keys.shape[1]
     mine = jnp.clip(held.offsets - lax.axis_index(over) * slots, 0, slots)
     held = ragged.written(held, token.key, token.value, token.position, _here(slot, slots, over))
@@ -281,7 +288,7 @@ def _ragged_part(
     return Attended(
         output=output.astype(query.dtype).reshape(query.shape),
         lse=everyone.reshape(query.shape[:2]),
-        mass=over_slots(REDUCE[group](weights * share[..., None], axis=2), owner),
+        mass=None if group is None else over_slots(REDUCE[group](weights * share[..., None], axis=2), owner),
         keys=held.keys,
         values=held.values,
         positions=held.positions,

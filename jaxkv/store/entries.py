@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 EMPTY = -1
 NEVER = -jnp.inf  # priority of an empty slot: below every entry
+PIECE = 8  # slots that a TPU's memory holds as one piece
 
 
 @jax.tree_util.register_dataclass
@@ -53,6 +54,15 @@ class Entries:
     def keeping(self, names: tuple[str, ...]) -> "Entries":
         """The entries with these statistics alone."""
         return dataclasses.replace(self, stats={name: self.stats[name] for name in names})
+
+
+def in_pieces(slots: int, parts: int = 1) -> int:
+    """So many slots, rounded up to whole pieces of memory for each of `parts` devices.
+
+    An array of any other number of slots is laid out on TPU with the heads or the rows innermost, and copied whole
+    wherever a kernel reads it slot by slot.
+    """
+    return -(-slots // (PIECE * parts)) * PIECE * parts
 
 
 def blank(shape: tuple[int, ...], keys: Any, values: Any, stats: tuple[str, ...], weighs: bool = False) -> Entries:

@@ -47,7 +47,7 @@ class View(Pool):
         assert rotate is None, "heads that share a pool have no places in common"
         result = self._ragged(layout, token, judge, whole=True, line=self.lies, **softmax)
         after = dataclasses.replace(self.attended(result, token), lies=None, new=Written(token.key, token.value))
-        return Partial(result.output, result.lse, self.scored(result.mass)), after
+        return Partial(result.output, result.lse, None if result.mass is None else self.scored(result.mass)), after
 
 
 @jax.tree_util.register_dataclass

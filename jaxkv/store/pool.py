@@ -172,7 +172,8 @@ class Pool(Store):
         """Write the token into every head's next slot, attend over the heads' segments, choose the slots after it."""
         assert rotate is None, "heads that share a pool have no places in common"
         result = self._ragged(layout, token, judge, **softmax)
-        return Partial(result.output, result.lse, self.scored(result.mass)), self.attended(result, token)
+        mass = None if result.mass is None else self.scored(result.mass)
+        return Partial(result.output, result.lse, mass), self.attended(result, token)
 
     def _ragged(
         self,

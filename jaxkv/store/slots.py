@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from jaxkv.sharding.attention import RotateAtRead, decode_attend_score
 from jaxkv.sharding.layout import Layout
 from jaxkv.store.codecs import PLAIN_BOTH, Codecs
-from jaxkv.store.entries import Entries, appended, blank, chosen_at, in_time_order, owners, packed, taken
+from jaxkv.store.entries import Entries, appended, blank, chosen_at, in_pieces, in_time_order, owners, packed, taken
 from jaxkv.store.store import Absorb, Choose, Store, Worth
 from pallas_kernels.arguments import Held, Judge, Token
 from pallas_kernels.decode_attend_score.victim import alive, victim
@@ -205,7 +205,7 @@ class Slots(Store):
         token goes to the first new slot."""
         tokens = held + tokens
         slots = -(-tokens // GROW) * GROW
-        slots = slots if window is None else min(slots, window)
+        slots = slots if window is None else min(slots, in_pieces(window))
         if self.slots >= min(tokens, slots):
             return self
         first = jnp.full(self.next_slot.shape, self.slots, jnp.int32)
@@ -214,7 +214,7 @@ class Slots(Store):
 
     def divisible(self, parts: int) -> "Slots":
         """The store with slots added until `parts` devices can have equally many."""
-        return self.resized(-(-self.slots // parts) * parts)
+        return self.resized(in_pieces(self.slots, parts))
 
 
 def empty(

@@ -1,5 +1,11 @@
 """decode_attend_score: picks the implementation for where it runs."""
 
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import Array, Int
+
+from pallas_kernels.arguments import Held, Judge, Token
 from pallas_kernels.decode_attend_score import reference
 from pallas_kernels.dispatch import dispatch, imported
 
@@ -10,6 +16,25 @@ IMPLEMENTATIONS = {
 }
 
 
-def decode_attend_score(*args, implementation: str | None = None, **kwargs) -> reference.Attended:
-    """`reference.decode_attend_score` by the fastest implementation that takes the arguments, or the named one."""
-    return dispatch(IMPLEMENTATIONS, implementation, *args, **kwargs)
+def decode_attend_score(
+    token: Token,
+    held: Held,
+    slot: Int[Array, "B Hk"],
+    judge: Judge,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    rotate: Callable | None = None,
+    with_mass: bool = True,
+    implementation: str | None = None,
+    **how: Any,
+) -> reference.Attended:
+    """`reference.decode_attend_score` by the fastest implementation that takes the arguments, or the named one; `how`
+    is what that one alone takes, such as `interpret`.
+
+    Raises `ValueError` where the judge weighs the mass and `with_mass` is False.
+    """
+    judge.check(with_mass)
+    how |= {"scale": scale, "window": window, "softcap": softcap, "rotate": rotate, "with_mass": with_mass}
+    return dispatch(IMPLEMENTATIONS, implementation, token, held, slot, judge, **how)

@@ -26,7 +26,7 @@ from pallas_kernels import gpu_blocks as blocks_of
 from pallas_kernels.arguments import Held, Judge, Token
 from pallas_kernels.decode_attend_score.reference import GROUP, Attended
 from pallas_kernels.decode_attend_score.victim import aim
-from pallas_kernels.masking import MASKED
+from pallas_kernels.masking import visible
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +47,11 @@ def decode_attend_score(
     window: int | None = None,
     softcap: float | None = None,
     rotate: Callable | None = None,
+    with_mass: bool = True,
     interpret: bool | plgpu.InterpretGPUParams = False,
 ) -> Attended:
-    """`reference.decode_attend_score`, K and V read once.
+    """`reference.decode_attend_score`, K and V read once; not those of blocks before the first and behind the last that
+    the query sees.
 
     Raises `NotImplementedError` on GPUs other than Hopper, for keys turned at read time (`rotate`), for a bias, for
     dtypes other than bfloat16 and float16, for D that is no multiple of 16 or above 256, for G above 16, and for
@@ -80,10 +82,14 @@ def decode_attend_score(
         scale=scale,
         window=window,
         softcap=softcap,
+        keeps_logits=with_mass,
         interpret=interpret,
     )
-    weights = jnp.where(logits > MASKED / 2, jnp.exp(logits - lse[:, None, :]), 0.0)
-    mass = GROUP[judge.group](weights, axis=-1).reshape(batch, kv_heads, slots)
+    mass = None
+    if with_mass:
+        seen = visible(position[:, None, None], positions, window).reshape(rows, slots, 1)
+        weights = jnp.where(seen, jnp.exp(logits - lse[:, None, :]), 0.0)
+        mass = GROUP[judge.group](weights, axis=-1).reshape(batch, kv_heads, slots)
     return Attended(
         output=output.reshape(query.shape).astype(query.dtype),
         lse=lse.reshape(query.shape[:2]),
@@ -113,7 +119,7 @@ def attend(
 ) -> tuple:
     """The kernel: output [H, G, D] and lse [H, G] in float32, logits [H, C, G] (None unless kept), and the new cache.
 
-    `positions` hold the new token's already. Logits of slots that are not seen are `masking.MASKED`.
+    `positions` hold the new token's already. Logits of slots that are not seen say nothing.
     """
     rows, slots, dim = keys.shape
     heads = query.shape[1]
@@ -124,6 +130,9 @@ def attend(
     if slots % 8:
         place = np.arange(width) - shift
         held = jnp.where((place >= 0) & (place < slots), jnp.take_along_axis(held, place % width, axis=1), -1)
+    seen = visible(position[:, None], held, window).reshape(rows, plan.blocks, plan.block)
+    due, number = jnp.any(seen, axis=2), jnp.arange(plan.blocks, dtype=jnp.int32)
+    reach = jnp.stack([jnp.min(jnp.where(due, number, plan.blocks), 1), jnp.max(jnp.where(due, number + 1, 0), 1)], 1)
     outputs = [
         jax.ShapeDtypeStruct((rows, plan.splits, plan.dim, plan.columns), jnp.float32),
         jax.ShapeDtypeStruct((rows, plan.splits, 2, plan.columns), jnp.float32),
@@ -146,6 +155,7 @@ def attend(
         value.astype(values.dtype),
         position,
         slot,
+        reach,
         held,
         *cache,
     )
@@ -159,13 +169,13 @@ def attend(
 
 
 def _attend_block(
-    plan: _Plan, query, key, value, position, slot, positions, keys, values, parts, sums, *logits,
+    plan: _Plan, query, key, value, position, slot, reach, positions, keys, values, parts, sums, *logits,
     q_mem, k_mem, v_mem, w_mem, p_mem, key_mem, value_mem, logit_mem, out_mem, sum_mem, once, k_here, v_here,
 ) -> None:  # fmt: skip
-    """One program: the blocks of slots from `first` on, of one KV head of one row."""
+    """One program: the blocks of slots from `first` on, of one KV head of one row, as far as it reaches."""
     row, split = lax.axis_index("row"), lax.axis_index("split")
-    first = split * plan.each
-    count = jnp.minimum(plan.each, plan.blocks - first)
+    first = jnp.maximum(split * plan.each, reach[row, 0])
+    count = jnp.maximum(jnp.minimum((split + 1) * plan.each, reach[row, 1]) - first, 0)
     now, target = position[row], slot[row]
     head, begin, shift = row, 0, 0
     if plan.slots % 8:

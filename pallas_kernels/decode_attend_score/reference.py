@@ -14,11 +14,11 @@ GROUP = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}
 
 
 class Attended(NamedTuple):
-    """What one decode step of one layer gives back."""
+    """What one decode step of one layer gives back; no mass where nobody asked for it."""
 
     output: Float[Array, "B Hq D"]
     lse: Float[Array, "B Hq"]
-    mass: Float[Array, "B Hk C"]
+    mass: Float[Array, "B Hk C"] | None
     keys: Float[Array, "B Hk C D"]
     values: Float[Array, "B Hk C D"]
     positions: Int[Array, "B Hk C"]
@@ -35,11 +35,12 @@ def decode_attend_score(
     window: int | None = None,
     softcap: float | None = None,
     rotate: Callable | None = None,
+    with_mass: bool = True,
 ) -> Attended:
     """Write the token into `slot`, then softmax(scale * q . k) over the filled slots.
 
     What `held.bias` has is added to the logits. `mass` is each slot's softmax weight, reduced over the G query heads of
-    its KV head by the judge's `group`, float32.
+    its KV head by the judge's `group`, float32; None without `with_mass`, where the judge weighs none.
     `next_slot` is the slot for the token after this one: an empty or expired slot while the row holds fewer than its
     limit, else the lowest weight * mass + bias under the rule; with no rule, the first empty or expired one. A row
     whose position is -1 changes nothing. `rotate(query, keys, positions)` turns query and keys at read time, for caches
@@ -59,7 +60,7 @@ def decode_attend_score(
     output = jnp.einsum(
         "bhgc,bhcd->bhgd", weights.astype(values.dtype), filled(values, positions), preferred_element_type=jnp.float32
     )
-    mass = GROUP[judge.group](weights, axis=2)
+    mass = GROUP[judge.group](weights, axis=2) if with_mass else None
     return Attended(
         output=output.astype(query.dtype).reshape(batch, heads, dim),
         lse=lse.reshape(batch, heads),
@@ -73,13 +74,24 @@ def decode_attend_score(
 
 def written(token: Token, held: Held, slot: Int[Array, "B Hk"]) -> Held:
     """The slots with the token in its own; a position of -1 or a slot of C writes nothing."""
-    batch, kv_heads, slots = held.positions.shape
-    position = token.position[:, None]
-    target = jnp.where(position < 0, slots, slot)  # out of range, so dropped
-    at = (jnp.arange(batch)[:, None], jnp.arange(kv_heads)[None, :], target)
+    at = _at(held.positions, token.position, slot)
     return Held(
         held.keys.at[at].set(token.key, mode="drop"),
         held.values.at[at].set(token.value, mode="drop"),
-        held.positions.at[at].set(jnp.broadcast_to(position, slot.shape), mode="drop"),
+        placed(held.positions, token.position, slot),
         held.bias,
     )
+
+
+def placed(
+    positions: Int[Array, "B Hk C"], position: Int[Array, "B"], slot: Int[Array, "B Hk"]
+) -> Int[Array, "B Hk C"]:
+    """The positions with the token's in its slots."""
+    at = _at(positions, position, slot)
+    return positions.at[at].set(jnp.broadcast_to(position[:, None], slot.shape), mode="drop")
+
+
+def _at(positions: Int[Array, "B Hk C"], position: Int[Array, "B"], slot: Int[Array, "B Hk"]) -> tuple:
+    """Where the token is written; out of range, so that it is dropped, for a position of -1."""
+    batch, kv_heads, slots = positions.shape
+    return jnp.arange(batch)[:, None], jnp.arange(kv_heads)[None, :], jnp.where(position[:, None] < 0, slots, slot)

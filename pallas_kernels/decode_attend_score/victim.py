@@ -67,7 +67,7 @@ def _least(x: Int[Array, "*lead S"], among: Bool[Array, "*lead S"]) -> Int[Array
 
 
 def aim(
-    mass: Float[Array, "B Hk C"],
+    mass: Float[Array, "B Hk C"] | None,
     positions: Int[Array, "B Hk C"],
     position: Int[Array, "B"],
     slot: Int[Array, "B Hk"],
@@ -75,7 +75,7 @@ def aim(
     *,
     window: int | None,
 ) -> Int[Array, "B Hk"]:
-    """The slot for the token after `position`, whose attention gave every slot its `mass`.
+    """The slot for the token after `position`, whose attention gave every slot its `mass` (None where it weighs none).
 
     An empty or expired slot while the row holds fewer than its limit, else the lowest weight * mass + bias under the
     rule; with no rule, the first empty or expired slot. A row at position -1 keeps its `slot`.
@@ -85,6 +85,7 @@ def aim(
     if rule is None:
         chosen = jnp.argmin(live, axis=-1).astype(jnp.int32)
     else:
+        mass = jnp.zeros(positions.shape, jnp.float32) if mass is None else mass
         score = over_heads(linear(mass, judge.weight, judge.bias), rule.heads)
         score = jnp.where(protected(positions, now, rule.sinks, judge.recents), jnp.inf, score)
         chosen = victim(score, positions, live, judge.limits)

@@ -1,5 +1,10 @@
 """ragged_decode: picks the implementation for where it runs."""
 
+from typing import Any
+
+from jaxtyping import Array, Int
+
+from pallas_kernels.arguments import Judge, Segments, Token
 from pallas_kernels.decode_attend_score.reference import Attended
 from pallas_kernels.dispatch import dispatch, imported
 from pallas_kernels.ragged_decode import reference
@@ -12,6 +17,23 @@ IMPLEMENTATIONS = {
 }
 
 
-def ragged_decode(*args, implementation: str | None = None, **kwargs) -> Attended:
-    """`reference.ragged_decode` by the fastest implementation that takes the arguments, or the named one."""
-    return dispatch(IMPLEMENTATIONS, implementation, *args, **kwargs)
+def ragged_decode(
+    token: Token,
+    held: Segments,
+    slot: Int[Array, "B Hk"],
+    judge: Judge,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    with_mass: bool = True,
+    implementation: str | None = None,
+    **how: Any,
+) -> Attended:
+    """`reference.ragged_decode` by the fastest implementation that takes the arguments, or the named one; `how` is what
+    that one alone takes, such as `interpret`.
+
+    Raises `ValueError` where the judge weighs the mass and `with_mass` is False.
+    """
+    judge.check(with_mass)
+    how |= {"scale": scale, "softcap": softcap, "with_mass": with_mass}
+    return dispatch(IMPLEMENTATIONS, implementation, token, held, slot, judge, **how)

@@ -21,6 +21,7 @@ from pallas_kernels.ragged_decode.reference import LAST, written
 
 REDUCE = {name: code for code, name in enumerate(GROUP)}
 SUM, MAX = REDUCE["sum"], REDUCE["max"]
+NO_MASS = len(GROUP)
 NO_RULE = -1
 # The buffers of a call, in order
 QUERY, KEY, VALUE, SLOT, KEYS, VALUES, FIRST, POSITIONS, OFFSETS, POSITION, SOFTMAX, GROUPS, RECENTS = range(13)
@@ -37,8 +38,10 @@ def ragged_decode(
     *,
     scale: float,
     softcap: float | None = None,
+    with_mass: bool = True,
 ) -> Attended:
-    """`reference.ragged_decode`, K and V read once; of a layer that shares a line, where they lie in it.
+    """`reference.ragged_decode`, K and V read once and only where they are filled; of a layer that shares a line, where
+    they lie in it.
 
     Raises `NotImplementedError` for a bias, for dtypes other than float32, and where XLA cannot call what numba
     compiles.
@@ -57,14 +60,15 @@ def ragged_decode(
     out = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in floating]
     output, lse, mass, aimed = jax.ffi.ffi_call(_attend(), [*out, jax.ShapeDtypeStruct(slot.shape, jnp.int32)])(
         queries, key, value, target, *line, positions, offsets, position,
-        np.array([scale, softcap or 0.0], np.float32), np.array([REDUCE[judge.group]], np.int32), judge.recents,
+        np.array([scale, softcap or 0.0], np.float32),
+        np.array([REDUCE[judge.group] if with_mass else NO_MASS], np.int32), judge.recents,
         *(x if isinstance(x, jax.Array) else np.full((1, 1), x, np.float32) for x in (judge.weight, judge.bias)),
         np.array([NO_RULE if judge.rule is None else judge.rule.sinks], np.int32),
     )  # fmt: skip
     return Attended(
         output=output.reshape(query.shape),
         lse=lse.reshape(query.shape[:2]),
-        mass=mass,
+        mass=mass if with_mass else None,
         keys=keys,
         values=values,
         positions=positions,
@@ -155,6 +159,8 @@ def _attend_segment(
     slots, nothing = positions.shape[0], -np.float32(np.inf)
     weights = np.empty((groups, slots), np.float32)
     for p in range(slots):
+        if positions[p] < 0 or positions[p] > position:
+            continue  # not read; masked below
         own = keys[p] if p != slot else key
         for g in range(groups):
             dot = np.float32(0)
@@ -164,10 +170,10 @@ def _attend_segment(
     for g in range(groups):
         top = nothing
         for p in range(slots):
-            if softcap > 0:
-                weights[g, p] = softcap * math.tanh(weights[g, p] / softcap)
             if positions[p] < 0 or positions[p] > position:
                 weights[g, p] = nothing
+            elif softcap > 0:
+                weights[g, p] = softcap * math.tanh(weights[g, p] / softcap)
             top = max(top, weights[g, p])
         total = np.float32(0)
         for p in range(slots):
@@ -179,7 +185,7 @@ def _attend_segment(
             weights[g, p] *= share
             if reduce == MAX:
                 mass[p] = max(mass[p], weights[g, p])
-            else:
+            elif reduce != NO_MASS:
                 mass[p] += weights[g, p] if reduce == SUM else weights[g, p] / groups
     output[:] = 0
     for p in range(slots):

@@ -39,6 +39,7 @@ def ragged_decode(
     *,
     scale: float,
     softcap: float | None = None,
+    with_mass: bool = True,
     interpret: bool | plgpu.InterpretGPUParams = False,
 ) -> Attended:
     """`reference.ragged_decode`, K and V read once. Every head's `slot` lies in its own segment.
@@ -67,12 +68,13 @@ def ragged_decode(
 
     queries = query.reshape(batch, kv_heads, heads, dim)
     cache = [jax.new_ref(x) for x in (keys, values)]
-    parts, sums, logits = plgpu.kernel(
+    kept = [jax.ShapeDtypeStruct((batch, width, plan.stored), jnp.float32)] if with_mass else []
+    parts, sums, *logits = plgpu.kernel(
         functools.partial(_attend_run, plan),
         out_type=[
             jax.ShapeDtypeStruct((batch, count, plan.dim, plan.columns), jnp.float32),
             jax.ShapeDtypeStruct((batch, count, 2, plan.columns), jnp.float32),
-            jax.ShapeDtypeStruct((batch, width, plan.stored), jnp.float32),
+            *kept,
         ],
         scratch_types=plan.scratch(dim, keys.dtype),
         grid=(batch, plan.splits),
@@ -90,9 +92,11 @@ def ragged_decode(
         *cache,
     )
     output, lse = _joined(plan, parts[:, :, :dim, :heads], sums[..., :heads], borders)
-    own = jnp.take_along_axis(lse, jnp.minimum(owner, kv_heads - 1)[..., None], axis=1)  # [B, P, G]
-    seen = ((owned >= 0) & (owned <= position[:, None]))[..., None]
-    mass = GROUP[judge.group](jnp.where(seen, jnp.exp(logits[:, :slots, :heads] - own), 0.0), axis=-1)
+    mass = None
+    if with_mass:
+        own = jnp.take_along_axis(lse, jnp.minimum(owner, kv_heads - 1)[..., None], axis=1)  # [B, P, G]
+        seen = ((owned >= 0) & (owned <= position[:, None]))[..., None]
+        mass = GROUP[judge.group](jnp.where(seen, jnp.exp(logits[0][:, :slots, :heads] - own), 0.0), axis=-1)
     return Attended(
         output=output.reshape(query.shape).astype(query.dtype),
         lse=lse.reshape(query.shape[:2]),
@@ -122,8 +126,8 @@ def _joined(
 
 
 def _attend_run(
-    plan: blocks_of.Decode, query, key, value, position, slot, borders, positions, keys, values, parts, sums, logits,
-    *, q_mem, k_mem, v_mem, w_mem, p_mem, key_mem, value_mem, logit_mem, out_mem, sum_mem, once, k_here, v_here,
+    plan: blocks_of.Decode, query, key, value, position, slot, borders, positions, keys, values, parts, sums, *logits,
+    q_mem, k_mem, v_mem, w_mem, p_mem, key_mem, value_mem, logit_mem, out_mem, sum_mem, once, k_here, v_here,
 ) -> None:  # fmt: skip
     """One program: a run of a row's blocks from `first` on, under all heads whose segments meet it."""
     row, split = lax.axis_index("row"), lax.axis_index("split")
@@ -179,15 +183,18 @@ def _attend_run(
             own = (place >= low) & (place < high)
             scores, visible = plan.scores(k_mem.at[stage], q_mem, own & (held >= 0) & (held <= now))
             top, weights, shrink = blocks_of.weigh(top, scores, visible, w_mem)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            before = plgpu.layout_cast(logit_mem[...], blocks_of.SQUARE)
-            logit_mem[...] = jnp.where(per_key(own, scores.shape), scores, before)
+            if logits:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                before = plgpu.layout_cast(logit_mem[...], blocks_of.SQUARE)
+                logit_mem[...] = jnp.where(per_key(own, scores.shape), scores, before)
             plgpu.commit_smem()  # and everyone has done with the stage of the block before
 
-            @pl.when((high >= start + plan.block) | (head == head_to - 1))
-            def _leave():
-                some = pl.ds(start, plan.block)
-                plgpu.copy_smem_to_gmem(logit_mem, logits.at[row, some, all_heads])
+            if logits:
+
+                @pl.when((high >= start + plan.block) | (head == head_to - 1))
+                def _leave():
+                    some = pl.ds(start, plan.block)
+                    plgpu.copy_smem_to_gmem(logit_mem, logits[0].at[row, some, all_heads])
 
             coming = index - 1 + plan.stages
             pl.when(fresh & (index > 0) & (coming < count))(functools.partial(fetch, coming))

@@ -26,18 +26,20 @@ def ragged_decode(
     *,
     scale: float,
     softcap: float | None = None,
+    with_mass: bool = True,
 ) -> Attended:
     """Write the token into every head's `slot`, then softmax(scale * q . k) over the head's segment.
 
     `mass [B, P]` is each slot's softmax weight, reduced over the G query heads of its own KV head by the judge's
-    `group`, float32. `next_slot` is each head's first empty slot, else the lowest weight * mass + bias of its segment
-    under the rule; ties go to the older token. With no rule, the first empty one (or the segment's first). Limits are
-    the segments' sizes. A row whose position is -1 changes nothing. Every segment has at least one slot.
+    `group`, float32; None without `with_mass`, where the judge weighs none. `next_slot` is each head's first empty
+    slot, else the lowest weight * mass + bias of its segment under the rule; ties go to the older token. With no rule,
+    the first empty one (or the segment's first). Limits are the segments' sizes. A row whose position is -1 changes
+    nothing. Every segment has at least one slot.
     """
     query = token.query
     held = written(held, token.key, token.value, token.position, slot)
     given, lse, owner = weights(token, held, scale=scale, softcap=softcap)
-    mass = over_slots(GROUP[judge.group](given, axis=2), owner)
+    mass = over_slots(GROUP[judge.group](given, axis=2), owner) if with_mass else None
     return Attended(
         output=read(given, held.values, held.positions).astype(query.dtype).reshape(query.shape),
         lse=lse.reshape(query.shape[:2]),
@@ -80,17 +82,28 @@ def written(
     slot: Int[Array, "B Hk"],
 ) -> Segments:
     """The pool with key, value and position in every head's slot; a position of -1 writes nothing."""
-    batch, slots = held.positions.shape
-    at = (jnp.arange(batch)[:, None], jnp.where(position[:, None] < 0, slots, slot))  # out of range
+    at = _at(held.positions, position, slot)
     return held._replace(
         keys=held.keys.at[at].set(key, mode="drop"),
         values=held.values.at[at].set(value, mode="drop"),
-        positions=held.positions.at[at].set(jnp.broadcast_to(position[:, None], slot.shape), mode="drop"),
+        positions=placed(held.positions, position, slot),
     )
 
 
+def placed(positions: Int[Array, "B P"], position: Int[Array, "B"], slot: Int[Array, "B Hk"]) -> Int[Array, "B P"]:
+    """The positions with the token's in every head's slot."""
+    at = _at(positions, position, slot)
+    return positions.at[at].set(jnp.broadcast_to(position[:, None], slot.shape), mode="drop")
+
+
+def _at(positions: Int[Array, "B P"], position: Int[Array, "B"], slot: Int[Array, "B Hk"]) -> tuple:
+    """Where the token is written; out of range, so that it is dropped, for a position of -1."""
+    batch, slots = positions.shape
+    return jnp.arange(batch)[:, None], jnp.where(position[:, None] < 0, slots, slot)
+
+
 def aim(
-    mass: Float[Array, "B P"],
+    mass: Float[Array, "B P"] | None,
     positions: Int[Array, "B P"],
     offsets: Int[Array, "B Hk_1"],
     position: Int[Array, "B"],
@@ -105,6 +118,7 @@ def aim(
         chosen = first_empty(positions, offsets)
     else:
         factors = (x[:, None] if isinstance(x, jax.Array) else x for x in (judge.weight, judge.bias))
+        mass = jnp.zeros(positions.shape, jnp.float32) if mass is None else mass
         score = linear(mass[:, None], *factors)  # as of one long head
         safe = protected(positions[:, None], position + 1, judge.rule.sinks, judge.recents)
         chosen = lowest(jnp.where(safe, jnp.inf, score)[:, 0], positions, offsets)

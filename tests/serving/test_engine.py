@@ -140,7 +140,7 @@ def test_a_request_may_have_a_smaller_budget(engine, params, length):
     finish(engine)
     assert answer.tokens == alone(params, policy, prompt, **asked) and answer.kept <= 24
     assert whole.tokens == alone(params, engine.policy, prompt, **asked)
-    with pytest.raises(BadValue, match="need 41 slots"):
+    with pytest.raises(BadValue, match="need 48 slots"):
         engine.submit(prompt, budget=41, **asked)
     with pytest.raises(BadValue, match="budget"):
         engine.submit(prompt, budget=1, **asked)

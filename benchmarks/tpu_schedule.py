@@ -1,0 +1,371 @@
+"""What the TPU compiler makes of each kernel: bundles per block beside the block's copy, bytes moved beside those
+needed, and copies of the cache in a loop. No TPU need be there.
+
+libtpu's compiler writes each kernel's static schedule, one bundle a cycle. A kernel whose bundles for a block are fewer
+than the cycles in which the block comes from memory is bound by memory; what is beyond that, it costs. Each case is
+compiled in a process of its own, as a loop of steps whose cache is donated.
+
+    pip install libtpu && python -m benchmarks.tpu_schedule [--only NAME ...] [--check]
+
+`--check` compares with `results/tpu_schedule.json` instead of writing it, and fails where a case got worse.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pod import into_page
+from benchmarks.report import RESULTS
+
+NAME = "tpu_schedule"
+PAGE = RESULTS.parent / "RESULTS.md"
+SLACK = 1.03  # by which a case may get worse before `--check` fails
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A chip's topology, cores that share its memory, bytes from memory and bfloat16 operations per core and cycle."""
+
+    topology: str
+    cores: int
+    bytes_per_cycle: float
+    flops_per_cycle: float
+
+
+CHIPS = {
+    "v5e": Chip("v5e:2x2", 1, 819e9 / 1.5e9, 197e12 / 1.5e9),
+    "v6e": Chip("v6e:2x2", 1, 1640e9 / 1.75e9, 918e12 / 1.75e9),
+    "v5p": Chip("v5p:2x2x1", 2, 2765e9 / 2 / 1.75e9, 459e12 / 2 / 1.75e9),
+}
+WORK = ("attends", "scores", "chooses")  # no mass and the first empty slot; the mass too; and the lowest score
+SIZES = {128: (8, 8, 4, 4096, 128), 64: (8, 8, 4, 8192, 64)}  # B, Hk, G, C, D
+PROMPT = (1, 8, 4, 1024, 4096, 128)  # B, Hk, G, queries, keys, D
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A kernel on a chip: "equal" or "ragged" heads and what a step does, or "prefill"."""
+
+    kernel: str
+    work: str
+    dim: int
+    chip: str
+
+    @property
+    def name(self) -> str:
+        """As the table and the files name it."""
+        return f"{self.kernel} {self.work} D{self.dim} {self.chip}"
+
+
+CASES = [
+    *(Case(*each) for each in itertools.product(("equal", "ragged"), WORK, SIZES, CHIPS)),
+    *(Case("prefill", work, 128, chip) for work, chip in itertools.product(("attends", "weighs"), CHIPS)),
+]
+CALLS = {
+    ("prefill", "attends"): "prefill_attend", ("prefill", "weighs"): "prefill_attend_mass",
+    **{("equal", work): "decode_attend_score" for work in WORK}, **{("ragged", work): "ragged_decode" for work in WORK},
+}  # fmt: skip
+
+
+# ---- in a process of its own
+
+
+def compiled(case: Case) -> dict[str, Any]:
+    """The case compiled: its copies, its temporary memory, and the bytes that its operations move in a step."""
+    import jax
+    from jax.experimental import topologies
+    from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+
+    chips = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[case.chip].topology).devices
+    on = SingleDeviceSharding(chips[0])
+    function, arrays, donated = prompt_block(case) if case.kernel == "prefill" else steps(case)
+    arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), arrays)
+    kind = AbstractDevice(chips[0].device_kind, CHIPS[case.chip].cores, "tpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)):
+        program = jax.jit(function, donate_argnums=donated).lower(*arrays).compile()
+    text, memory = program.as_text(), program.memory_analysis()
+    assert text is not None and memory is not None
+    cache = arrays[0]["keys"].shape if donated else ()
+    return {
+        "temporary": memory.temp_size_in_bytes,
+        "copies": sum(copies_of(cache, text).values()) if donated else 0,
+        "beside": beside(text, CALLS[case.kernel, case.work]),
+    }
+
+
+def steps(case: Case) -> tuple[Any, tuple, tuple[int, ...]]:
+    """Some decode steps one after the other; the cache goes from each to the next."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
+    from pallas_kernels.decode_attend_score.tpu import decode_attend_score
+    from pallas_kernels.ragged_decode.tpu import ragged_decode
+
+    batch, kv_heads, group, slots, dim = SIZES[case.dim]
+    each = (batch, kv_heads, slots) if case.kernel == "equal" else (batch, kv_heads * slots)
+    of: Any = jax.ShapeDtypeStruct
+    new, row = of((batch, kv_heads, dim), jnp.bfloat16), of((batch,), jnp.int32)
+    token = Token(of((batch, kv_heads * group, dim), jnp.bfloat16), new, new, row)
+    cache = {name: of((*each, dim), jnp.bfloat16) for name in ("keys", "values")}
+    cache |= {"positions": of(each, jnp.int32), "slot": of((batch, kv_heads), jnp.int32)}
+    weight = of(each, jnp.float32)
+    options: dict[str, Any] = {"scale": 0.1, "with_mass": case.work != "attends"}
+    rule = Rule("each", sinks=4) if case.work == "chooses" else None
+
+    def loop(cache, token, row, weight, offsets):
+        judge = Judge(row, row, weight, rule=rule) if rule else Judge(row, row)
+
+        def step(_, carry):
+            cache, token, _ = carry
+            arrays = cache["keys"], cache["values"], cache["positions"]
+            if case.kernel == "equal":
+                out = decode_attend_score(token, Held(*arrays), cache["slot"], judge, **options)
+            else:
+                out = ragged_decode(token, Segments(*arrays, offsets), cache["slot"], judge, **options)
+            cache = {"keys": out.keys, "values": out.values, "positions": out.positions, "slot": out.next_slot}
+            token = token._replace(query=out.output, position=token.position + 1)
+            return cache, token, jnp.zeros(each) if out.mass is None else out.mass
+
+        return jax.lax.fori_loop(0, 4, step, (cache, token, jnp.zeros(each)))
+
+    return loop, (cache, token, row, weight, of((batch, kv_heads + 1), jnp.int32)), (0,)
+
+
+def prompt_block(case: Case) -> tuple[Any, tuple, tuple[int, ...]]:
+    """A block of a prompt: its attention, or what each key gets of it."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.prefill_attend.tpu import prefill_attend
+    from pallas_kernels.prefill_attend_mass.tpu import prefill_attend_mass
+
+    batch, kv_heads, group, length, slots, dim = PROMPT
+    query = jax.ShapeDtypeStruct((batch, kv_heads * group, length, dim), jnp.bfloat16)
+    keys = jax.ShapeDtypeStruct((batch, kv_heads, slots, dim), jnp.bfloat16)
+    at = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    place = jax.ShapeDtypeStruct((batch, kv_heads, slots), jnp.int32)
+    if case.work == "attends":
+        attend = functools.partial(prefill_attend, scale=0.1, own_keys_last=True)
+        return attend, (query, keys, keys, at, place), ()
+    return functools.partial(prefill_attend_mass, scale=0.1, reduce="sum"), (query, keys, at, place), ()
+
+
+MOVES_NOTHING = {"parameter", "get-tuple-element", "bitcast", "custom-call", "tuple", "while"}
+
+
+def copies_of(shape: tuple[int, ...], text: str) -> Counter[str]:
+    """The operations of a compiled program that make an array of this shape, or of its last two axes swapped."""
+    *lead, slots, dim = shape
+    either = "|".join(",".join(map(str, (*lead, *last))) for last in ((slots, dim), (dim, slots)))
+    made = Counter(re.findall(rf"= \(?[a-z0-9]+\[(?:{either})\][^=]*? ([a-z-]+)\(", text))
+    return Counter({name: count for name, count in made.items() if name not in MOVES_NOTHING})
+
+
+def beside(text: str, call: str) -> int:
+    """Operations beside the kernel in a program, or in the loop that has it."""
+    body = next(part for part in text.split("\n}\n") if re.search(rf"%{call}[.\d]* = ", part))
+    kinds = re.findall(r"^ +(?:ROOT )?%\S+ = .*? ([a-z][a-z-]*)\(", body, re.M)
+    return sum(kind not in MOVES_NOTHING | {"constant", "iota"} for kind in kinds)
+
+
+# ---- the schedule
+
+
+@dataclasses.dataclass
+class Part:
+    """Bundles that run one after the other, and how many of each vector operation they hold."""
+
+    label: str
+    bundles: int = 0
+    operations: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def has(self, *names: str) -> bool:
+        """Whether it holds one of the operations."""
+        return any(self.operations[name] for name in names)
+
+
+def parts_of(lines: Iterable[str]) -> list[Part]:
+    """A schedule's parts: from each label or branch to the next."""
+    parts, ended = [Part("")], False
+    for line in lines:
+        found = re.match(r"\s*(?:0x[0-9a-f]+|0)\s+([A-Z]+)?\s*:", line)
+        if found is None:
+            continue
+        if found[1] or ended:
+            parts.append(Part(found[1] or ""))
+        parts[-1].bundles += 1
+        parts[-1].operations.update(re.findall(r"(?:= |;;  |\{ )(v[a-z]+[0-9]?|dma)\b", line))
+        ended = "sbr.rel" in line
+    return parts
+
+
+def regions(schedule: str) -> dict[str, int]:
+    """Bundles of a kernel's loop over the blocks, by what they do:
+
+    "attends" has the matrix products; "clears" is the work before them on values of blocks with empty slots; "looks
+    back" what comes behind them (mass, scores and choice, in a decode kernel of the row before); "ends" what only the
+    last block of a row runs; "writes" what only a new token's block runs; "steps" the loop itself and its copies.
+    """
+    parts = parts_of(schedule.splitlines())
+    first = next(number for number, part in enumerate(parts) if part.label == "LB")
+    body = parts[first:]
+    products = [number for number, part in enumerate(body) if part.has("vmatmul", "vmatprep", "vmatpush", "vmatres")]
+    found: Counter[str] = Counter()
+    for number, part in enumerate(body):
+        stores, vectors = part.operations["vst"], sum(part.operations.values()) - part.operations["dma"]
+        if number in products:
+            kind = "attends"
+        elif number < products[0] and number == products[0] - 1 and stores > 16:
+            kind = "clears"
+        elif number < products[0] and part.has("dma", "vunpack", "vsel") and stores and part.bundles < 80:
+            kind = "writes"
+        elif part.has("vlog2", "vrcp") and number > products[-1]:
+            kind = "ends"
+        elif number > products[-1] and vectors > part.bundles // 2 and not part.has("dma"):
+            kind = "looks back"
+        else:
+            kind = "steps"
+        found[kind] += part.bundles
+    return dict(found)
+
+
+# ---- a case's row
+
+
+def measured(case: Case) -> dict[str, Any]:
+    """The case, compiled in a process of its own, and what its schedule says."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        own = {"LIBTPU_INIT_ARGS": flags, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1"}
+        own |= {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+        command = [sys.executable, "-m", f"benchmarks.{NAME}", "--one", case.name]
+        done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{case.name}: {done.stderr[-2000:]}")
+        facts = json.loads(done.stdout.splitlines()[-1])
+        call = CALLS[case.kernel, case.work]
+        files = [path for path in Path(folder).glob(f"*-{call}*-final_bundles.txt") if "analysis" not in path.name]
+        found = regions(max(files, key=lambda path: path.stat().st_size).read_text())
+    return {"name": case.name, **facts, "regions": found} | bound(case, found)
+
+
+def bound(case: Case, found: dict[str, int]) -> dict[str, Any]:
+    """Bundles and cycles of a block, and the whole kernel's cycles over those of its bytes (or its products)."""
+    from pallas_kernels import tpu_blocks
+
+    chip = CHIPS[case.chip]
+    if case.kernel == "prefill":
+        from pallas_kernels.prefill_attend.tpu import KEYS, ROWS
+
+        products = 1 if case.work == "weighs" else 2
+        cycles = 2 * products * ROWS * KEYS * case.dim / chip.flops_per_cycle
+        return {"block": found["attends"], "bound": round(cycles), "over": found["attends"] / cycles - 1}
+    from pallas_kernels.tpu_decode import BLOCK_BYTES
+
+    batch, kv_heads, _group, slots, dim = SIZES[case.dim]
+    sets, width = (kv_heads, slots) if case.kernel == "equal" else (1, kv_heads * slots)
+    columns = tpu_blocks.slots_along_lanes(width, dim)
+    wide = dim if columns else tpu_blocks.round_up(dim, tpu_blocks.LANES)
+    blocks, block = tpu_blocks.even_blocks(width, BLOCK_BYTES // (sets * wide * 2))
+    scores, chooses = case.work != "attends", case.work == "chooses"
+    held = sets * block  # entries of a block
+    needed = held * (4 * dim + 4 + 4 * scores + 4 * chooses)  # K, V, positions, masses, weights
+    moved = needed + 4 * held + 4 * held  # positions again: for the row before, and to see which blocks are due
+    cycles = (needed + 4 * held) / chip.bytes_per_cycle
+    run = found["attends"] + found.get("looks back", 0) + found["steps"]
+    rows = batch / chip.cores
+    last = max(cycles, run + found.get("ends", 0) + found["writes"])  # a row's block with the new token, say the last
+    tail = blocks * (found.get("looks back", 0) + found["steps"])  # of the row behind which there is none
+    whole = rows * ((blocks - 1) * max(cycles, run) + last) + tail
+    return {
+        "block": run,
+        "bound": round(needed / chip.bytes_per_cycle),
+        "over": whole / (rows * blocks * needed / chip.bytes_per_cycle) - 1,
+        "moved": moved / needed,
+    }
+
+
+HEADER = (
+    "kernel", "attends", "looks back", "clears", "loop", "a block", "bound in cycles", "over the bound %",
+    "bytes moved / needed", "operations beside", "copies", "temporary MiB",
+)  # fmt: skip
+
+
+def row_of(found: dict[str, Any]) -> tuple[str, ...]:
+    """A line of the table."""
+    by = found["regions"]
+    return (
+        found["name"], *(str(by.get(name, 0)) for name in ("attends", "looks back", "clears", "steps")),
+        str(found["block"]), str(found["bound"]), f"{100 * found['over']:.1f}",
+        f"{found['moved']:.3f}" if "moved" in found else "-", str(found["beside"]), str(found["copies"]),
+        f"{found['temporary'] / 2**20:.1f}",
+    )  # fmt: skip
+
+
+def stored() -> dict[str, dict[str, Any]]:
+    """The cases of the last run, by name."""
+    path = RESULTS / f"{NAME}.json"
+    return {each["name"]: each for each in json.loads(path.read_text())["results"]} if path.exists() else {}
+
+
+def worse(found: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    """In what a case is worse than it was."""
+    said = [
+        f"{found['name']}, {name}: {found['regions'].get(name, 0)} bundles, not {before['regions'].get(name, 0)}"
+        for name in ("attends", "looks back", "clears", "steps")
+        if found["regions"].get(name, 0) > SLACK * before["regions"].get(name, 0) + 8
+    ]
+    if found["copies"] > before["copies"] or found["temporary"] > SLACK * before["temporary"] + 2**20:
+        said.append(f"{found['name']}: {found['copies']} copies, {found['temporary']} bytes of temporary memory")
+    return said
+
+
+def main() -> None:
+    """Compile, print the lines of the table, and store or compare them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name holds one of these")
+    parser.add_argument("--check", action="store_true", help="compare with what is stored; fail where it is worse")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(compiled(next(case for case in CASES if case.name == options.one))))
+        return
+
+    done, said = stored(), []
+    for case in CASES:
+        if not any(part in case.name for part in options.only):
+            continue
+        found = measured(case)
+        print("  ".join(row_of(found)), flush=True)
+        if options.check:
+            said += worse(found, done[case.name]) if case.name in done else [f"{case.name}: nothing is stored"]
+        else:
+            done[case.name] = found
+            store([done[case.name] for case in CASES if case.name in done])
+    if said:
+        raise SystemExit("\n".join(said))
+
+
+def store(ordered: list[dict[str, Any]]) -> None:
+    """Into the JSON file and the page."""
+    versions = {name: metadata.version(name) for name in ("jax", "libtpu")}
+    path = RESULTS / f"{NAME}.json"
+    path.write_text(json.dumps({"versions": versions, "results": ordered}, indent=1) + "\n", encoding="utf-8")
+    into_page(PAGE, NAME, HEADER, [row_of(each) for each in ordered])
+
+
+if __name__ == "__main__":
+    main()

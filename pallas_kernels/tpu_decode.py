@@ -1,0 +1,494 @@
+"""A decode step on TPU: one walk over K and V per row, for KV heads with as many slots each and for segments of a pool.
+
+The grid is (parts, rows of a part and one more, blocks of slots), the blocks innermost, so the compiler streams each
+block of K and V through on-chip memory exactly once; blocks in which the row holds nothing are not fetched, nor any of
+a row that has finished. Logits alone stay on the chip, and what is known when a row's last block has been seen (mass,
+scores, victim) is computed under the blocks of the row after it, so that memory does not wait: step (row, block)
+attends to that block and looks back at the same block of the row before. The parts are one for each core of the chip.
+
+The new key and value go into their slot inside the block that holds it, and from there the one tile around it goes back
+to the cache, which is aliased from input to output and otherwise untouched. Heads of a pool whose new tokens meet in
+one tile send it once.
+
+XLA lays an array out in memory the way that pads least: [S, D] with D along the lanes where D is a multiple of 128, and
+mostly with S along the lanes (`columns`) where it is not, such as 64. The kernel reads either as it lies. Where S is no
+multiple of 8 XLA may have the heads or the rows innermost, and copies the cache for the kernel.
+
+A pool is one set of slots that all query heads meet, each seeing its own segment: Hk times the arithmetic, in one
+matrix product that the memory hides. H are the sets of slots: Hk, or 1 for a pool; M the query heads of a set.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import tpu_blocks as blocks_of
+from pallas_kernels.arguments import Judge, Rule, Token
+from pallas_kernels.decode_attend_score.victim import HEADS
+from pallas_kernels.masking import MASKED, soft_cap
+
+BLOCK_BYTES = 2**20  # of K, and of V, at a time: long enough to hide the start of a copy
+MOST_STEPS = 2**17  # of the grid: which block is there in each lies in scalar memory, 4 bytes each
+LAST = jnp.iinfo(jnp.int32).max
+
+
+class Step(NamedTuple):
+    """What the kernel gives: mass is None where nobody asked for it."""
+
+    output: Float[Array, "B H M D"]
+    lse: Float[Array, "B H M"]
+    mass: Float[Array, "B H S"] | None
+    keys: Float[Array, "B H S D"]
+    values: Float[Array, "B H S D"]
+    next_slot: Int[Array, "B Hk"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan(blocks_of.Walk):
+    """The numbers that the kernel is compiled for."""
+
+    batch: int
+    parts: int
+    sets: int
+    members: int
+    kv_heads: int
+    pooled: bool
+    scale: float
+    window: int | None
+    softcap: float | None
+    reduce: str
+    rule: Rule | None
+    weight: float | None  # None: an array, which is an input then
+    bias: float | None
+    with_mass: bool
+
+    @property
+    def rows(self) -> int:
+        """Rows of a part; the last part may have fewer."""
+        return -(-self.batch // self.parts)
+
+    @property
+    def buffers(self) -> int:
+        """Rows whose logits are on the chip at a time: the one that is read, and the one before."""
+        return min(2, self.rows)
+
+    # The row that a step attends to, the one that it looks back at, and whether there is one: indices by part and row.
+
+    def last(self, part):
+        """The last row of a part."""
+        return jnp.minimum((part + 1) * self.rows, self.batch) - 1
+
+    def here(self, part, row):
+        """The row that is attended to, or the part's last behind it, and whether it is one."""
+        own = part * self.rows + row
+        return jnp.minimum(own, self.last(part)), own <= self.last(part)
+
+    def before(self, part, row):
+        """The row that is looked back at, or the nearest, and whether it is one."""
+        own = part * self.rows + row - 1
+        return jnp.clip(own, part * self.rows, self.last(part)), (row > 0) & (own <= self.last(part))
+
+
+def step(
+    token: Token,
+    keys: Float[Array, "B H S D"],
+    values: Float[Array, "B H S D"],
+    positions: Int[Array, "B H S"],
+    slot: Int[Array, "B Hk"],
+    judge: Judge,
+    offsets: Int[Array, "B Hk_1"] | None = None,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    with_mass: bool,
+    interpret: bool | pltpu.InterpretParams,
+) -> Step:
+    """Write key and value into their slots, attend, and choose the next ones; `positions` hold the new token already.
+
+    With `offsets` H is 1, and head h's slots are those between its borders. `judge.weight` and `.bias` are numbers or
+    `[B, H, S]`. Raises `NotImplementedError` for 4 slots or fewer, and for what does not fit on the chip.
+    """
+    query, key, value, position = token
+    batch, sets, slots, dim = keys.shape
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if slots <= blocks_of.SUBLANES // 2:
+        raise NotImplementedError(f"{slots} slots lie in memory in smaller pieces than the kernel writes")
+    columns = blocks_of.slots_along_lanes(slots, dim)
+    wide = blocks_of.round_up(dim, blocks_of.SUBLANES if columns else blocks_of.LANES)
+    row_bytes = sets * wide * keys.dtype.itemsize
+    blocks, block = blocks_of.even_blocks(slots, BLOCK_BYTES // row_bytes)
+    both = (0.0, 0.0) if judge.rule is None else (judge.weight, judge.bias)
+    factors = [factor for factor in both if not isinstance(factor, float)]
+    weight, bias = (factor if isinstance(factor, float) else None for factor in both)
+    plan = _Plan(
+        slots, columns, block, blocks, batch, min(blocks_of.cores(), batch), sets, heads // sets, kv_heads,
+        offsets is not None, scale, window, softcap, judge.group, judge.rule, weight, bias, with_mass,
+    )  # fmt: skip
+    vmem = _vmem_bytes(plan, row_bytes, len(factors))
+    if vmem > blocks_of.VMEM_BYTES:
+        raise NotImplementedError(f"{slots} slots of {heads} query heads need {vmem} bytes of on-chip memory")
+    if batch * blocks_of.round_up(blocks, blocks_of.LANES) > MOST_STEPS:
+        raise NotImplementedError(f"{batch} rows of {blocks} blocks: their numbers need more than scalar memory has")
+
+    def attended(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, *shape), lambda p, r, j, *_: (plan.here(p, r)[0],) + (0,) * len(shape))
+
+    def there(p, r, j, walk, rows):
+        """The row and the block that are on the chip in a step."""
+        row, own = plan.here(p, r)
+        running = rows[row]
+        j = jnp.where(own & (running == row), j, jnp.where(running > row, 0, blocks - 1))
+        return running, lax.shift_right_logical(walk[running, j], 1)
+
+    def looked(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, *shape), lambda p, r, j, *_: (plan.before(p, r)[0],) + (0,) * len(shape))
+
+    def block_before(p, r, j, *_):
+        row, own = plan.before(p, r)
+        return row, 0, jnp.where(own, j, jnp.where(r > 0, blocks - 1, 0))  # where there is none, the one that is there
+
+    def cache_block(p, r, j, *scalars):
+        row, at = there(p, r, j, *scalars[-2:])
+        return (row, 0, 0, at) if columns else (row, 0, at, 0)
+
+    def place_block(p, r, j, *scalars):
+        row, at = there(p, r, j, *scalars[-2:])
+        return row, 0, at
+
+    if columns:
+        keys, values, key, value = (jnp.swapaxes(x, -1, -2) for x in (keys, values, key, value))
+    cache = pl.BlockSpec((1, sets, *((dim, block) if columns else (block, dim))), cache_block)
+    untouched = pl.BlockSpec(memory_space=pltpu.HBM)
+    walk, rows = plan.order(positions, position, window)
+    if interpret:
+        keys, values = plan.whole(keys), plan.whole(values)
+    line = pl.BlockSpec((1, sets, block), block_before)
+    some = (sets, plan.members)
+    borders, border_specs = (), []
+    if offsets is not None:
+        each = jnp.stack([offsets[:, :-1], offsets[:, 1:]], axis=-1)
+        borders = jnp.repeat(each, heads // kv_heads, axis=1), each
+        border_specs = [attended(heads, 2), looked(kv_heads, 2)]
+    lanes = (kv_heads, blocks_of.LANES)
+    tile = (dim, plan.tile) if columns else (plan.tile, dim)
+    masses = [(jax.ShapeDtypeStruct((batch, sets, slots), jnp.float32), line)] if with_mass else []
+    outs = [
+        (jax.ShapeDtypeStruct((batch, *some, dim), query.dtype), attended(*some, dim)),
+        (jax.ShapeDtypeStruct((batch, *some, 1), jnp.float32), attended(*some, 1)),
+        (jax.ShapeDtypeStruct((batch, kv_heads, 1), jnp.int32), looked(kv_heads, 1)),
+        *masses,
+        (pltpu.HBM(keys.shape, keys.dtype), untouched),  # else XLA takes a small cache on the chip first, and back
+        (pltpu.HBM(values.shape, values.dtype), untouched),
+    ]
+    scratch: dict[str, Any] = {
+        "top": pltpu.VMEM((*some, 1), jnp.float32),
+        "total": pltpu.VMEM((*some, 1), jnp.float32),
+        "context": pltpu.VMEM((*some, dim), jnp.float32),
+        "held": pltpu.VMEM((plan.buffers, sets, blocks_of.LANES), jnp.int32),
+        "worth": pltpu.VMEM(lanes, jnp.float32),
+        "age": pltpu.VMEM(lanes, jnp.int32),
+        "index": pltpu.VMEM(lanes, jnp.int32),
+        "tiles": pltpu.VMEM((2, kv_heads, *tile), keys.dtype),
+        "copied": pltpu.SemaphoreType.DMA,
+    }
+    if with_mass:
+        scratch |= {
+            "logits": pltpu.VMEM((plan.buffers, *some, plan.width), jnp.float32),
+            "normal": pltpu.VMEM((plan.buffers, *some, 1), jnp.float32),
+        }
+    scalars = (position, slot, judge.limits, judge.recents, walk, rows)
+    inputs = (
+        (query.reshape(batch, *some, dim), attended(*some, dim)),
+        (key, attended(*key.shape[1:])),
+        (value, attended(*value.shape[1:])),
+        (keys, cache),
+        (values, cache),
+        (positions, pl.BlockSpec((1, sets, block), place_block)),
+        (positions, line),
+        *zip(borders, border_specs, strict=True),
+        *((factor, line) for factor in factors),
+    )
+    call = pl.pallas_call(
+        functools.partial(_kernel, plan, len(outs), tuple(scratch)),
+        out_shape=[shape for shape, _ in outs],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(plan.parts, plan.rows + 1, blocks),
+            in_specs=[spec for _, spec in inputs],
+            out_specs=[spec for _, spec in outs],
+            scratch_shapes=list(scratch.values()),
+        ),
+        input_output_aliases={len(scalars) + 3: len(outs) - 2, len(scalars) + 4: len(outs) - 1},  # the cache
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=blocks_of.VMEM_BYTES
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * batch * heads * slots * dim,
+            transcendentals=(1 + with_mass) * batch * heads * slots,
+            bytes_accessed=keys.nbytes + values.nbytes + 4 * (2 + with_mass + len(factors)) * positions.size
+            + 2 * batch * (heads + kv_heads) * dim * keys.dtype.itemsize
+            + 4 * batch * (heads + kv_heads) + 2 * batch * kv_heads * plan.tile * dim * keys.dtype.itemsize
+            + sum(x.nbytes for x in borders),
+        ),
+        name="ragged_decode" if plan.pooled else "decode_attend_score",
+        interpret=interpret,
+    )  # fmt: skip
+    output, lse, aim, *mass, keys, values = call(*scalars, *(x for x, _ in inputs))
+    if columns:
+        keys, values = (jnp.swapaxes(x, -1, -2) for x in (keys, values))
+    if interpret:
+        keys, values = keys[:, :, :slots], values[:, :, :slots]
+    chosen = jnp.where(position[:, None] < 0, slot, jnp.minimum(aim[..., 0], slots - 1))
+    return Step(output, lse[..., 0], mass[0] if mass else None, keys, values, chosen)
+
+
+def _vmem_bytes(plan: _Plan, row_bytes: int, factors: int) -> int:
+    """On-chip memory: two blocks of K, V, positions, masses and factors each, and the logits of two rows."""
+    rows = blocks_of.round_up(plan.sets, blocks_of.SUBLANES)
+    few = plan.members < blocks_of.SUBLANES
+    padded = 2 ** (plan.members - 1).bit_length() if few else blocks_of.round_up(plan.members, blocks_of.SUBLANES)
+    logits = plan.buffers * 4 * plan.width * plan.sets * padded if plan.with_mass else 0
+    return 4 * plan.block * row_bytes + logits + 8 * plan.block * rows * (3 + factors) + 2**22
+
+
+def _kernel(
+    plan: _Plan, outs: int, names: tuple[str, ...], position_ref, slot_ref, limits_ref, recents_ref, walk_ref, _, *refs
+) -> None:  # fmt: skip
+    query, new_key, new_value, keys, values, places, places_before, *refs = refs
+    scratch, refs = dict(zip(names, refs[-len(names) :], strict=True)), refs[: -len(names)]
+    outputs, inputs = refs[-outs:], list(refs[:-outs])
+    borders, borders_before = (inputs.pop(0), inputs.pop(0)) if plan.pooled else (None, None)
+    weight = inputs.pop(0) if plan.weight is None else None
+    bias = inputs.pop(0) if plan.bias is None else None
+    output, lse, aim, *mass, keys_out, values_out = outputs
+    top, total, context, tiles, copied = (scratch[name] for name in ("top", "total", "context", "tiles", "copied"))
+    best = tuple(scratch[name] for name in ("worth", "age", "index"))
+    part, own, block = (pl.program_id(axis) for axis in range(3))
+    row, there = plan.here(part, own)
+    before, looks = plan.before(part, own)
+    position, position_before = position_ref[row], position_ref[before]
+    buffer, buffer_before = lax.rem(own, plan.buffers), lax.rem(own + plan.buffers - 1, plan.buffers)
+    runs = there & (position >= 0)
+
+    def fetched(row):
+        """Whether a row's block is fetched, and whether it has empty slots."""
+        entry = walk_ref[row, block]
+        return lax.shift_right_logical(entry, 1) == block, (entry & 1) == 1
+
+    at = pl.ds(pl.multiple_of(block * plan.block, plan.block), plan.block)
+    index = block * plan.block + lax.broadcasted_iota(jnp.int32, (plan.sets, plan.block), 1)
+
+    @pl.when(block == 0)
+    def _():
+        top[...] = jnp.full(top.shape, MASKED, jnp.float32)
+        total[...] = jnp.zeros(total.shape, jnp.float32)
+        context[...] = jnp.zeros(context.shape, jnp.float32)
+        for each, last in zip(best, (jnp.inf, LAST, LAST), strict=True):
+            each[...] = jnp.full(each.shape, last, each.dtype)
+
+    @pl.when(there & (block == 0))
+    def _():
+        scratch["held"][buffer] = jnp.zeros((plan.sets, blocks_of.LANES), jnp.int32)
+
+    # ---- the row's block: the new token, and attention
+
+    slots = [slot_ref[row, head] for head in range(plan.kv_heads)]
+    due = [runs & (lax.div(slot, plan.block) == block) for slot in slots]
+
+    def each_head(act: Callable, once_per_tile: bool = False):
+        """act(head, slot) for every KV head whose slot is in this block, if the row runs."""
+        for head, (slot, here) in enumerate(zip(slots, due, strict=True)):
+            if once_per_tile and plan.pooled and head:  # segments lie in the heads' order, so neighbours are enough
+                here &= lax.div(slot, plan.tile) != lax.div(slots[head - 1], plan.tile)
+            pl.when(here)(functools.partial(act, head, slot))
+
+    def set_of(head: int) -> int:
+        return 0 if plan.pooled else head
+
+    def write(head: int, slot):
+        around = plan.around(lax.rem(slot, plan.block))
+        here = lax.broadcasted_iota(jnp.int32, tiles.shape[2:], int(plan.columns)) == lax.rem(slot, plan.tile)
+        for old, new in ((keys, new_key), (values, new_value)):
+            one = pl.ds(head, 1)
+            new = (new[0, :, one] if plan.columns else new[0, one, :]).astype(jnp.float32)
+            tile = jnp.where(here, new, old[0, set_of(head), *around].astype(jnp.float32)).astype(old.dtype)
+            old[0, set_of(head), *around] = tile
+
+    def copies(head: int, slot):
+        return [
+            pltpu.make_async_copy(
+                tiles.at[which, head], cache.at[row, set_of(head), *plan.around(slot)], copied
+            )
+            for which, cache in enumerate((keys_out, values_out))
+        ]  # fmt: skip
+
+    def send(head: int, slot):
+        for which, old in enumerate((keys, values)):
+            tiles[which, head] = old[0, set_of(head), *plan.around(lax.rem(slot, plan.block))]
+        for copy in copies(head, slot):
+            copy.start()
+
+    def wait(head: int, slot):
+        for copy in copies(head, slot):
+            copy.wait()
+
+    any_due = functools.reduce(jnp.logical_or, due)
+
+    @pl.when(any_due)
+    def _():
+        each_head(write)
+        each_head(send, once_per_tile=True)
+
+    is_fetched, has_empty = fetched(row)
+
+    @pl.when(runs & is_fetched)
+    def _attend():
+        place = jnp.where(index < plan.slots, places[0], -1)
+        seen = (place >= 0) & (place <= position)
+        if plan.window is not None:
+            seen = seen & (position - place < plan.window)
+        alive = place >= 0 if plan.window is None else (place >= 0) & (place > position + 1 - plan.window)
+        scratch["held"][buffer] += _over_lanes(jnp.add, alive.astype(jnp.int32))
+
+        @pl.when(has_empty)
+        def _():
+            filled = (place >= 0).astype(jnp.float32)
+            for one in range(plan.sets):
+                values[0, one] = blocks_of.zero_empty(values[0, one], filled[one : one + 1], plan.columns)
+
+        some = _product(query[0], keys[0], contract=1 if plan.columns else 2) * plan.scale
+        seen = _owned(index[:, None], borders, seen[:, None])
+        some = jnp.where(seen, soft_cap(some, plan.softcap), MASKED)
+        if plan.with_mass:
+            scratch["logits"][buffer, :, :, at] = some
+        higher = jnp.maximum(top[...], jnp.max(some, axis=2, keepdims=True))
+        shrink = jnp.exp(top[...] - higher)
+        weights = jnp.where(seen, jnp.exp(some - higher), 0.0)
+        top[...] = higher
+        total[...] = total[...] * shrink + jnp.sum(weights, axis=2, keepdims=True)
+        new = _product(weights.astype(values.dtype), values[0], contract=2 if plan.columns else 1)
+        context[...] = context[...] * shrink + new
+
+    @pl.when(there & (block == plan.blocks - 1))
+    def _finish():
+        whole = jnp.where(total[...] > 0, total[...], 1.0)
+        output[0] = (context[...] / whole).astype(output.dtype)
+        lse[0] = jnp.where(total[...] > 0, top[...] + jnp.log(whole), -jnp.inf)
+        if plan.with_mass:
+            scratch["normal"][buffer] = jnp.where(total[...] > 0, top[...] + jnp.log(whole), jnp.inf)
+
+    # ---- the same block of the row before: its mass, and the next slots
+
+    runs_before = looks & (position_before >= 0)
+    if plan.with_mass:
+        looked = runs_before & fetched(before)[0]
+
+        @pl.when(looked)
+        def _weigh():
+            weights = jnp.exp(scratch["logits"][buffer_before, :, :, at] - scratch["normal"][buffer_before])
+            # of a pool, the other heads' are 0
+            weights = (jnp.max if plan.reduce == "max" else jnp.sum)(weights, axis=1)
+            each = plan.members * plan.sets // plan.kv_heads
+            mass[0][0] = weights / each if plan.reduce == "mean" else weights
+
+        @pl.when(looks & ~looked)
+        def _():
+            mass[0][0] = jnp.zeros((plan.sets, plan.block), jnp.float32)
+
+    @pl.when(runs_before)
+    def _choose():
+        place = jnp.where(index < plan.slots, places_before[0], -1)
+        score = None
+        if plan.rule is not None:
+            score = jnp.zeros(place.shape, jnp.float32) if not plan.with_mass or plan.weight == 0 else mass[0][0]
+            if plan.weight != 0:
+                score = score * ((plan.weight or 0.0) if weight is None else weight[0])
+            score = score + ((plan.bias or 0.0) if bias is None else bias[0])
+        held = jnp.sum(scratch["held"][buffer_before], axis=1, keepdims=True)
+        room = True if plan.pooled else held < limits_ref[before]
+        worth, age = _worth(plan, score, place, position_before + 1, room, recents_ref[before])
+        inside = _owned(index, borders_before, index < plan.slots)
+        found = tuple(
+            jnp.where(inside, x, last) for x, last in ((worth, jnp.inf), (age, LAST), (index, LAST))
+        )  # fmt: skip
+        for ref, lowest in zip(best, _lower(tuple(ref[...] for ref in best), _lowest_lanes(found)), strict=True):
+            ref[...] = lowest
+
+    @pl.when(looks & (block == plan.blocks - 1))
+    def _():
+        aim[0] = _lowest(*(ref[...] for ref in best))
+
+    @pl.when(any_due)
+    def _():
+        each_head(wait, once_per_tile=True)
+
+
+def _owned(index: jax.Array, borders: Any, among: jax.Array) -> jax.Array:
+    """Those of some slots that lie in a head's own segment, [rows, S] from indices [1, S] and borders [rows, 2]; of
+    heads with slots of their own, all."""
+    if borders is None:
+        return among
+    return among & (index >= borders[0, :, 0:1]) & (index < borders[0, :, 1:2])
+
+
+def _product(a: jax.Array, b: jax.Array, contract: int) -> jax.Array:
+    """One matrix product per set of slots, [H, M, N], in float32: over the last axis of a and axis `contract` of b."""
+    axes = (((2,), (contract,)), ((0,), (0,)))
+    return lax.dot_general(a, b, axes, precision=blocks_of.exact(b.dtype), preferred_element_type=jnp.float32)
+
+
+def _worth(plan: _Plan, score: jax.Array | None, place: jax.Array, now, room, recent) -> tuple[jax.Array, jax.Array]:
+    """What `victim.victim` compares: the lowest worth goes, the lowest age among those, the lowest index then."""
+    live = place >= 0 if plan.window is None else (place >= 0) & (place > now - plan.window)
+    if plan.rule is None or score is None:  # the first empty or expired slot
+        return live.astype(jnp.float32), jnp.zeros(place.shape, jnp.int32)
+    if plan.rule.heads != "each":
+        score = jnp.broadcast_to(HEADS[plan.rule.heads](score, axis=0, keepdims=True), score.shape)
+    safe = (place < plan.rule.sinks) | (place >= now - recent)
+    score = jnp.where(safe, jnp.inf, score)
+    return jnp.where(live, score, jnp.where(room, -jnp.inf, jnp.inf)), place
+
+
+def _chunks(x: jax.Array) -> list[jax.Array]:
+    """The array in pieces of one register's lanes."""
+    return [x[:, start : start + blocks_of.LANES] for start in range(0, x.shape[1], blocks_of.LANES)]
+
+
+def _tree(act: Callable, parts: list) -> Any:
+    """The parts joined in pairs, so that the pairs of a level need not wait for each other."""
+    while len(parts) > 1:
+        parts = [act(*parts[i : i + 2]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
+    return parts[0]
+
+
+def _over_lanes(act: Callable, x: jax.Array) -> jax.Array:
+    """[rows, S] to [rows, 128], lane by lane."""
+    return _tree(act, _chunks(x))
+
+
+def _lowest_lanes(found: tuple[jax.Array, ...]) -> tuple:
+    """The lowest triple of each lane."""
+    return _tree(_lower, list(zip(*map(_chunks, found), strict=True)))
+
+
+def _lowest(worth: jax.Array, age: jax.Array, index: jax.Array) -> jax.Array:
+    """Per head, the index [Hk, 1] of lowest worth, then age, then index."""
+    least = jnp.min(worth, axis=1, keepdims=True)
+    oldest = jnp.min(jnp.where(worth == least, age, LAST), axis=1, keepdims=True)
+    return jnp.min(jnp.where((worth == least) & (age == oldest), index, LAST), axis=1, keepdims=True)
+
+
+def _lower(a: tuple, b: tuple) -> tuple:
+    """The lower of two triples, in every place."""
+    (wa, aa, ia), (wb, ab, ib) = a, b
+    first = (wa < wb) | ((wa == wb) & ((aa < ab) | ((aa == ab) & (ia < ib))))
+    return jnp.where(first, wa, wb), jnp.where(first, aa, ab), jnp.where(first, ia, ib)
