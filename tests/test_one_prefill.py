@@ -125,6 +125,16 @@ def test_fidelity_is_that_of_each_alone(lettered, data, tmp_path, names):
             np.testing.assert_allclose(both[1][cell][name], alone[name], atol=1e-4, rtol=1e-4, err_msg=f"{cell} {name}")
 
 
+def test_what_is_said_of_a_policy_is_no_part_of_its_records_names(data):
+    """Its title or what differs may be said better; another number makes it another policy."""
+    cell = run_of(data, "lagkv").cells()[1]
+    assert cell.policy is not None
+    said = dataclasses.replace(cell, policy=dataclasses.replace(cell.policy, title="new", paper="new", fidelity="ours"))
+    other = dataclasses.replace(cell, policy=dataclasses.replace(cell.policy, block=512))
+    names = [jobs.key_of(each, "aware", "example-0") for each in (cell, said, other)]
+    assert names[0] == names[1] != names[2]
+
+
 def test_a_stopped_run_computes_only_what_is_missing(lettered, data, tmp_path, monkeypatch):
     run = run_of(data, "snapkv", "tova", share_prefill=True)
     whole = answers(runner.evaluate(lettered, run, tmp_path))

@@ -70,8 +70,12 @@ class Share:
 
 
 def key_of(cell: Cell, mode: str, what: str) -> str:
-    """16 hexadecimal digits that name a record: the policy with all its parts and numbers, the mode, the example."""
-    return hashlib.sha256(f"{cell.label}|{cell.policy!r}|{mode}|{what}".encode()).hexdigest()[:16]
+    """16 hexadecimal digits that name a record: the policy with all its parts and numbers, the mode, the example. What
+    is said about the policy is no part of it."""
+    policy = cell.policy
+    if policy is not None:
+        policy = dataclasses.replace(policy, title="", paper="", fidelity="", differs="")
+    return hashlib.sha256(f"{cell.label}|{policy!r}|{mode}|{what}".encode()).hexdigest()[:16]
 
 
 def measurable(params: Params, cell: Cell) -> Cell:
