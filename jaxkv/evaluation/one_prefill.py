@@ -27,7 +27,7 @@ from jaxkv.policies.policy import Policy, check_scores
 from jaxkv.programs import held, make_room
 from jaxkv.prompts import left_padded
 from jaxkv.store import EMPTY, KVCache
-from jaxkv.store.line import narrowed
+from jaxkv.store.line import narrowed, opened
 from jaxkv.weights.params import Params
 from pallas_kernels.prefill_attend.api import prefill_attend
 
@@ -92,6 +92,13 @@ def _cut(
         scan_layers=True, learned=learned,
     )  # fmt: skip
     return layers
+
+
+@held
+@jax.jit
+def _positions(layers: run.Layers) -> list[Int[Array, "B Hk _"]]:
+    """The positions that every layer's heads hold."""
+    return [view.by_head().positions for view in opened(layers)]
 
 
 def nothing(config: ModelConfig, dtype: Any) -> list[Heard]:
@@ -240,7 +247,7 @@ def followed(
     for steps, some in batches(prompt, policies, len(continuation), chunk=chunk):
         numbers = [number for number, _ in some]
         cache = _together(prompt, steps, some, EMPTY)
-        views = [np.asarray(view.by_head().positions) for view in cache.views]
+        views = list(map(np.asarray, _positions(cache.layers)))
         held_by = [[view[row] for view in views] for row in range(len(numbers))]
         _, logits = follow(prompt.params, cache, np.tile(continuation, (len(numbers), 1)))
         assert logits is not None
