@@ -114,7 +114,7 @@ def test_topics_keep_different_tokens_in_bounded_memory(tiny, memory, history):
         {int(p) for layer in memory.cache.layers for p in np.asarray(layer.positions[row]).ravel()} for row in range(3)
     ]
     assert kept[0] != kept[1] != kept[2] != kept[0]
-    assert np.mean([layer.slots for layer in memory.cache.layers]) == 16
+    assert np.asarray(memory.cache.limits).mean() == 16
     longer = jaxkv.episodes(tiny(FAMILY), np.tile(history, 3), policy=policy(), count=3)
     assert longer.nbytes == memory.nbytes
 

@@ -28,11 +28,9 @@ from jaxkv.policies import (
     LagKV,
     Leverage,
     Maximum,
-    Neighbours,
     NonCausal,
     Phase,
     Random,
-    Recurrence,
     Redundancy,
     Scaled,
     Select,
@@ -334,24 +332,6 @@ def test_non_causal_chunks_do_not_leak(pads):
     np.testing.assert_allclose(got, want, rtol=RTOL)
 
 
-def test_recurrence_by_hand():
-    """Two entries' gaps over a hand-made history: the one that comes back soon is worth more when it is due."""
-    part = Recurrence(threshold=0.5)
-    stats = part.enter(Entering(jnp.zeros((1, 1, 2, DIMS)), jnp.zeros((1, 1, 2, DIMS)), positions=jnp.array([[0, 1]])))
-    assert stats["last_seen"].tolist() == [[[0.0, 1.0]]]
-    hits = {3: (1, 0), 5: (1, 0), 9: (0, 1), 10: (1, 0)}  # entry 0 at 3, 5, 10; entry 1 at 9
-    for step in range(2, 13):
-        mass = jnp.asarray([[hits.get(step, (0, 0))]], jnp.float32)
-        stats = part.observe(stats, mass, jnp.array([step + 1]))
-    assert stats["last_seen"].tolist() == [[[10.0, 9.0]]]
-    assert stats["longest_gap"].tolist() == [[[5.0, 8.0]]]
-    at = jnp.array([[[0, 1]]], jnp.int32)
-    inputs = ScoreInputs(positions=at, now=jnp.array([13]))
-    sigmoid = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
-    want = [2 * sigmoid(-2 / 5) + 2 * sigmoid(1 - 5), 2 * sigmoid(-3 / 8) + 2 * sigmoid(1 - 8)]
-    np.testing.assert_allclose(np.asarray(part.score(stats, inputs))[0, 0], want, rtol=RTOL)
-
-
 def test_forgetting_factor():
     """A2SF: after n observations the sum over them of decay^age * mass."""
     rng, part = np.random.default_rng(0), AccumulatedAttention(decay=0.7)
@@ -443,21 +423,9 @@ def test_queries_are_there_at_prefill_only():
         from_dict({"name": "x", **table})
 
 
-def test_patterns(entries):
-    """Neighbours: losers of pairs; a fixed place."""
+def test_a_fixed_place(entries):
+    """What lies 5 places from the end goes first."""
     inputs, arrays = entries
-    stats = {"attention": jnp.zeros(inputs.at.shape)}
-    average = arrays["mass"][0, 0] / np.arange(S, 0, -1)
-    worth = arrays["in_time"](Neighbours().score(stats, dataclasses.replace(inputs, sinks=2)))[0, 0]
-    pair = 2 + S % (S - 3)
-    loser = pair if average[pair] < average[pair + 1] else pair + 1
-    assert worth.argmin() == loser
-    np.testing.assert_allclose(np.delete(worth, loser), np.delete(average, loser), rtol=RTOL)
-    prompt = dataclasses.replace(inputs, queries=jnp.zeros((1, 2, 1, DIMS)))
-    worth = arrays["in_time"](Neighbours().score(stats, prompt))[0, 0]
-    losers = {2 * i if average[2 * i] < average[2 * i + 1] else 2 * i + 1 for i in range(S // 2)}
-    assert set(np.argsort(worth)[: S // 2].tolist()) == losers
-
     fixed = FixedPlace(offset=5)
     weight, worth = fixed.factors(fixed.left(inputs.at, inputs.next), inputs.at, inputs.next)
     assert weight == 0.0

@@ -34,11 +34,12 @@ FAMILIES = ["llama2", "llama3", "qwen2", "qwen3", "mistral", "gemma3_text"]
 
 
 def _held(layer) -> np.ndarray:
-    """Sorted positions [Hk, C] of row 0, empty slots (-1) behind, as the goldens have them."""
+    """Sorted positions [Hk, N] of row 0, -1 behind those of heads that hold fewer, as the goldens have them."""
     positions = np.asarray(layer.positions[0])
     big = np.iinfo(positions.dtype).max
     line = np.sort(np.where(positions < 0, big, positions), axis=-1)
-    return np.where(line == big, EMPTY, line)
+    line = np.where(line == big, EMPTY, line)
+    return line[:, np.any(line != EMPTY, axis=0)]
 
 
 def _family(goldens, tiny, family):

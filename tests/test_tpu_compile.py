@@ -202,7 +202,7 @@ def held_rows(kind: str, batch: int, sets: int, slots: int) -> tuple[np.ndarray,
     positions = np.tile(np.arange(slots, dtype=np.int32), (batch, sets, 1))
     now = np.full(batch, slots, np.int32)
     if kind == "finished":
-        now[[0, batch // 2]] = -1
+        now[[0, (batch - 1) // 2]] = -1
     if kind == "hollow":
         positions[::2, :, 1:-1] = -1
     return positions, now
