@@ -77,9 +77,10 @@ def test_the_readme_counts_the_policies():
 
 
 def test_figures_and_notes_are_of_policies_that_there_are():
-    for names in (policy_pages.quality(), policy_pages.notes(), policy_pages.OTHER_FORMS):
+    for names in (policy_pages.quality(), policy_pages.notes()):
         assert set(names) <= set(catalogue())
-    assert policy_pages.quality()["h2o"]["right"] == 31.25  # benchmarks/RESULTS.md has 31
+    assert len(policy_pages.quality()) > 70
+    assert policy_pages.quality()["h2o"]["right"] == [0.0625, 0.0215, 0.1684]  # benchmarks/RESULTS.md has 6 (2-17)
 
 
 @pytest.mark.parametrize("module", api_pages.MODULES)
