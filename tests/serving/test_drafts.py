@@ -163,8 +163,7 @@ METHODS = {
 }
 
 
-@pytest.mark.long
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dapq-longflow", "snapkv", "streaming-llm", "full"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", [FAMILY, "gemma3_text", "qwen3"])
