@@ -148,7 +148,7 @@ CASES = {
     ("name", "budget", "options"), [(name, *case) for name, cases in CASES.items() for case in cases]
 )
 def test_kept_by_the_papers_rule(tiny, name, budget, options):
-    """Each head's budget and its entries, and no slot more than the heads' mean budget."""
+    """Each head's budget and its entries, and no more slots than the heads' mean budget in whole pieces."""
     params, tokens = tiny(FAMILY), ids(TOKENS)
     heads, group = params.config.num_kv_heads, params.config.num_heads // params.config.num_kv_heads
     policy = jaxkv.policy(name, budget=budget, **options)
@@ -166,7 +166,8 @@ def test_kept_by_the_papers_rule(tiny, name, budget, options):
             local = local.reshape(heads, -1).all(1)
             floor = sinks + recent + max(int((budget - sinks - recent) * share.base), 1)
             budgets = divided_budgets(local, budget, floor, TOKENS)
-        assert budgets.sum() == cache.layers[layer].total and (name == "headkv" or budgets.sum() == heads * budget)
+        assert 0 <= cache.layers[layer].total - budgets.sum() < in_pieces(1) * heads
+        assert name == "headkv" or budgets.sum() == heads * budget
         mass = pooled_mass(weights, window, recent, prefill.aggregate.pool, prefill.aggregate.kernel)
         mass = mass.reshape(heads, group, -1).mean(1)
         for head, held in enumerate(heads_of(cache.layers[layer])):
@@ -341,7 +342,7 @@ def test_cuts_every_few_tokens_keep_the_shares(tiny):
     limits, share = np.asarray(out.cache.limits), policy.allocate
     assert (limits.mean(axis=0) == budget).all()
     for index, layer in enumerate(out.cache.layers):
-        assert layer.slots == limits[index, 0] + 4
+        assert layer.slots == in_pieces(int(limits[index, 0]) + 4)
         held = np.asarray(layer.held())
         assert (held.sum(1) >= limits[index] * layer.heads).all() and (held >= 5).all()
         plenty = jnp.full((2, layer.heads), 999, jnp.int32)
