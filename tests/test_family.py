@@ -31,6 +31,7 @@ from jaxkv.policies import (
     NonCausal,
     Phase,
     Random,
+    Recurrence,
     Redundancy,
     Scaled,
     Select,
@@ -330,6 +331,24 @@ def test_non_causal_chunks_do_not_leak(pads):
     want = want * np.linalg.norm(value[0], axis=-1)
     want = np.stack([np.convolve(row, np.ones(3) / 3, mode="same") for row in want])
     np.testing.assert_allclose(got, want, rtol=RTOL)
+
+
+def test_recurrence_by_hand():
+    """Two entries' gaps over a hand-made history: the one that comes back soon is worth more when it is due."""
+    part = Recurrence(threshold=0.5)
+    none = jnp.zeros((1, 1, 2, DIMS))
+    stats = part.enter(Entering(none, none, positions=jnp.array([[1, 2]]), prompt=False))
+    assert stats["last_seen"].tolist() == [[[1.0, 2.0]]], "the step before each came, and one"
+    hits = {3: (1, 0), 5: (1, 0), 9: (0, 1), 10: (1, 0)}  # entry 0 at 3, 5, 10; entry 1 at 9
+    for step in range(3, 13):
+        mass = jnp.asarray([[hits.get(step, (0, 0))]], jnp.float32)
+        stats = part.observe(stats, mass, jnp.array([step + 1]))
+    assert stats["last_seen"].tolist() == [[[11.0, 10.0]]]
+    assert stats["longest_gap"].tolist() == [[[5.0, 8.0]]]
+    inputs = ScoreInputs(positions=jnp.array([[[1, 2]]], jnp.int32), now=jnp.array([13]))
+    sigmoid = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
+    want = [2 * sigmoid(-1 - 2 / 5) + 2 * sigmoid(1 - 5), 2 * sigmoid(-1 - 3 / 8) + 2 * sigmoid(1 - 8)]
+    np.testing.assert_allclose(np.asarray(part.score(stats, inputs))[0, 0], want, rtol=RTOL)
 
 
 def test_forgetting_factor():

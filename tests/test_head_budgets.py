@@ -166,7 +166,7 @@ def test_kept_by_the_papers_rule(tiny, name, budget, options):
             local = local.reshape(heads, -1).all(1)
             floor = sinks + recent + max(int((budget - sinks - recent) * share.base), 1)
             budgets = divided_budgets(local, budget, floor, TOKENS)
-        assert 0 <= cache.layers[layer].total - budgets.sum() < in_pieces(1) * heads
+        assert cache.layers[layer].total == heads * in_pieces(-(-int(budgets.sum()) // heads))
         assert name == "headkv" or budgets.sum() == heads * budget
         mass = pooled_mass(weights, window, recent, prefill.aggregate.pool, prefill.aggregate.kernel)
         mass = mass.reshape(heads, group, -1).mean(1)

@@ -398,8 +398,9 @@ def test_bytes_are_the_budget(tiny, name):
     policy = jaxkv.policy(name, ratio=0.75, **SMALL.get(name, {}))
     cache = jaxkv.prefill(params, ids(tokens), policy=policy)
     more = full // tokens if policy.prefill.evicted.state == "summary" else 0
-    alike = len({layer.total for layer in cache.views}) == 1  # else each layer is rounded up to whole pieces
-    assert 0 <= cache.kv_bytes - (full // 4 + more) < (1 if alike else in_pieces(1) * full // tokens)
+    limits = np.asarray(cache.limits)[:, 0]
+    assert limits.mean() == 24
+    assert cache.kv_bytes == full // (tokens * len(limits)) * sum(in_pieces(int(limit)) for limit in limits) + more
     assert all(map(pooled, cache.views))
     held = np.asarray(cache.held())
     assert held.sum() == (24 - policy.prefill.reserve) * held[:, 0].size
