@@ -709,8 +709,8 @@ def _eval(command: Eval) -> int:
 
     _register(command.parts)
     given = ("model", "dtype", "weights", "policies", "budgets", "ratios", "data", "batch", "block", "share_prefill")
-    changes = {name: value for name in given if (value := getattr(command, name)) is not None}
-    changes = {name: value for name, value in changes.items() if value != () and value is not False}
+    asked = {name: getattr(command, name) for name in given}
+    changes = {name: value for name, value in asked.items() if value not in (None, ()) and value is not False}
     if command.budgets or command.ratios:
         changes |= {"budgets": command.budgets, "ratios": command.ratios}
     each = {

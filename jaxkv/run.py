@@ -204,7 +204,7 @@ def through_block(
                 behind.shape[1],
                 flow.going(passing, i) if plan.look else 0,
                 plan.look and flow.leads(i, passing),
-                shares=shares(policy, config, i),
+                shares=i in full,
             ),
         )
         for i, store in enumerate(opened(layers))
