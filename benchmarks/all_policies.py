@@ -24,9 +24,9 @@ def measured(records: Sequence[Record]) -> list[dict[str, Any]]:
     """A row per policy, most right answers first, of equals the smaller KL: shares of right answers with Wilson's 95 %
     interval, KL with the bootstrap's over texts."""
     texts = {summary.name_of(r): r for r in records if r["kind"] == "fidelity" and "kl" in r}
-    rows = []
+    asked, rows = summary.grouped(summary.answers(records), summary.name_of), []
     for row in summary.quality(records):
-        name, answers = row["policy"], [r for r in summary.answers(records) if summary.name_of(r) == row["policy"]]
+        name, answers = row["policy"], asked[row["policy"]]
         kinds = {kind: summary.wilson(scores_of(answers, haystack=kind)) for kind in ("noise", "prose")}
         found: dict[str, Any] = {
             "policy": name, "fidelity": row["fidelity"], "bounded": row["bounded"], "budget": row["budget"],

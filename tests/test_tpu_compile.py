@@ -22,6 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
 import jaxkv
+from benchmarks import tpu_schedule
 from jaxkv import run
 from jaxkv.configs import config_files
 from jaxkv.lowering import lower
@@ -86,9 +87,7 @@ def in_place(step, token, held, *others):
 
 def made_of(shape: tuple[int, ...], text: str) -> set[str]:
     """The operations whose result is an array of this shape, or of its last two axes swapped, in a compiled program."""
-    *lead, slots, dim = shape
-    either = "|".join(",".join(map(str, (*lead, *last))) for last in ((slots, dim), (dim, slots)))
-    return set(re.findall(rf"= \(?[a-z0-9]+\[(?:{either})\][^=]*? ([a-z-]+)\(", text))
+    return set(tpu_schedule.made_of(shape, text))
 
 
 BATCH, SLOTS, BLOCK = 8, 1024, 256  # of the whole programs
@@ -457,8 +456,6 @@ def test_llama_in_8_bits_on_one_chip_of_v5e(unchecked):
 @pytest.mark.parametrize("name", ["equal chooses D128 v5e", "ragged chooses D128 v6e", "prefill attends D128 v5p"])
 def test_schedules_get_no_worse(name):
     """Bundles by what they do, copies and temporary memory, as `benchmarks.tpu_schedule` has stored them."""
-    from benchmarks import tpu_schedule
-
     case = next(case for case in tpu_schedule.CASES if case.name == name)
     found, before = tpu_schedule.measured(case), tpu_schedule.stored()[name]
     assert tpu_schedule.worse(found, before) == []
