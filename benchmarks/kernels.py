@@ -94,7 +94,7 @@ def unscored(state: dict[str, Any]) -> dict[str, Any]:
         result = _operation(state, "reference")  # nobody reads the scores, so XLA does not compute them
         new = {"query": result.output, "keys": result.keys, "values": result.values, "positions": result.positions}
         return state | new | {"slot": turn, "position": state["position"] + 1}
-    from pallas_kernels.decode_attend_score import gpu
+    from pallas_kernels.decode_attend_score import mosaic_gpu_sm90 as gpu
 
     rows = batch * kv_heads
     index = (jnp.arange(batch)[:, None], jnp.arange(kv_heads)[None, :], state["slot"])

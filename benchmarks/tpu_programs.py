@@ -54,7 +54,7 @@ def main() -> None:
             continue
         for phase in options.phases:
             program, scan_layers = PHASES[phase]
-            found = measured(case, None, program, "tpu", scan_layers)
+            found = measured(case, None, program, "mosaic_tpu", scan_layers)
             found[phase] = found.pop(program)
             done[case.name] = done.get(case.name, {}) | found
             ordered = [done[each.name] for each in CASES if each.name in done]

@@ -112,8 +112,8 @@ def steps(case: Case) -> tuple[Any, tuple, tuple[int, ...]]:
     import jax.numpy as jnp
 
     from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
-    from pallas_kernels.decode_attend_score.tpu import decode_attend_score
-    from pallas_kernels.ragged_decode.tpu import ragged_decode
+    from pallas_kernels.decode_attend_score.mosaic_tpu import decode_attend_score
+    from pallas_kernels.ragged_decode.mosaic_tpu import ragged_decode
 
     batch, kv_heads, group, slots, dim = SIZES[case.dim]
     each = (batch, kv_heads, slots) if case.kernel == "equal" else (batch, kv_heads * slots)
@@ -150,8 +150,8 @@ def prompt_block(case: Case) -> tuple[Any, tuple, tuple[int, ...]]:
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels.prefill_attend.tpu import prefill_attend
-    from pallas_kernels.prefill_attend_mass.tpu import prefill_attend_mass
+    from pallas_kernels.prefill_attend.mosaic_tpu import prefill_attend
+    from pallas_kernels.prefill_attend_mass.mosaic_tpu import prefill_attend_mass
 
     batch, kv_heads, group, length, slots, dim = PROMPT
     query = jax.ShapeDtypeStruct((batch, kv_heads * group, length, dim), jnp.bfloat16)
@@ -268,7 +268,7 @@ def bound(case: Case, found: dict[str, int]) -> dict[str, Any]:
 
     chip = CHIPS[case.chip]
     if case.kernel == "prefill":
-        from pallas_kernels.prefill_attend.tpu import KEYS, ROWS
+        from pallas_kernels.prefill_attend.mosaic_tpu import KEYS, ROWS
 
         products = 1 if case.work == "weighs" else 2
         cycles = 2 * products * ROWS * KEYS * case.dim / chip.flops_per_cycle

@@ -167,8 +167,8 @@ ARGUMENTS: dict[str, Rule] = {
     "room": (int, lambda x: 0 <= x <= MOST, "a whole number of tokens, 0 or more"),
     "implementation": (
         str | None,
-        lambda x: x in (None, "reference", "gpu", "tpu"),
-        "'reference', 'gpu', 'tpu', or None for the device's own",
+        lambda x: x in (None, "reference", "mosaic_tpu", "mosaic_gpu_sm90"),
+        "'reference', 'mosaic_tpu', 'mosaic_gpu_sm90', or None for the device's own",
     ),
     "scan_layers": SWITCH,
     "progress": HEARD,

@@ -244,6 +244,8 @@ class Info:
     """Length of the text that the full cache is reckoned for."""
     policy: str | None = None
     """A name from `jaxkv policies`, or a .toml file: what its cache takes, with statistics and what lies beside it."""
+    kernels: bool = False
+    """Which implementation of each attention operation runs here, and why not a faster one."""
     batch: int = 1
     dtype: str = "float32"
     json: bool = False
@@ -651,6 +653,8 @@ def _info(command: Info) -> int:
     }
     if command.policy is not None:
         facts |= _cache_under(command.policy, command, config)
+    if command.kernels:
+        facts |= _kernels_for(command, config)
     if command.json:
         print(json.dumps(facts))
     else:
@@ -674,6 +678,17 @@ def _cache_under(name: str, command: Info, config: Any) -> dict[str, int]:
     where = f"budget_{command.budget}" if policy.bounded else f"{command.tokens}_tokens"
     what = {"cache_bytes": size.all, "keys_and_values_bytes": size.keys_values}
     return {f"{key}_under_{policy.name}_at_{where}": command.batch * value for key, value in what.items()}
+
+
+def _kernels_for(command: Info, config: Any) -> dict[str, str]:
+    """What runs of each attention operation in the model's first layer, and why others do not."""
+    from pallas_kernels.choices import choices
+
+    found = choices(
+        heads=config.num_heads, kv_heads=config.specs[0].num_kv_heads, head_dim=config.specs[0].head_dim,
+        slots=command.budget, dtype=command.dtype, batch=command.batch,
+    )  # fmt: skip
+    return {name: "; ".join((chosen.implementation, *chosen.reasons)) for name, chosen in found.items()}
 
 
 def _calibrate(command: Calibrate) -> int:

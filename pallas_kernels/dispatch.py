@@ -1,44 +1,81 @@
 """Choosing an implementation: the first one that takes the arguments, or the one that is asked for."""
 
+import dataclasses
+import functools
 import importlib
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 
-EVERYWHERE = "reference"  # plain jnp; every other implementation bears the name of the platform that it is for
+REFERENCE = "reference"  # plain jnp, on every platform
+LOG = logging.getLogger("pallas_kernels")
 
 
-def imported(module: str, name: str) -> Callable:
-    """A kernel that is imported when it is called: Pallas takes a quarter of a second, not every jaxlib carries Mosaic
-    GPU, and numba is not everywhere. Where its module cannot be had, the call raises `NotImplementedError`.
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An operation: its reference in plain jnp, and its kernels in the order in which they are tried.
+
+    `kernels` says of each the platform that it is for, as jax names it. A kernel's name is that of its module beside
+    the reference, and its function is called like the operation.
     """
 
-    def call(*args, **kwargs):
-        try:
-            kernel = getattr(importlib.import_module(f"pallas_kernels.{module}"), name)
-        except ImportError as error:
-            raise NotImplementedError(str(error)) from error
-        return kernel(*args, **kwargs)
+    name: str
+    reference: Callable
+    kernels: Mapping[str, str]
 
-    return call
+    def __call__(self, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        """The result of the named implementation; without a name, of the first that is for the default backend and
+        does not raise `NotImplementedError`, the last one being the reference. Which one it was is logged once, with
+        the reasons of those that refused.
+
+        The default backend decides, not the platform that is lowered for: so an ahead-of-time compilation for another
+        one names its implementation. Raises `ValueError` for a name that is not among them.
+        """
+        if implementation is not None:
+            return self.called(implementation)(*args, **kwargs)
+        refused: list[str] = []
+        for name in self.tried(jax.default_backend()):
+            try:
+                out = self.called(name)(*args, **kwargs)
+            except NotImplementedError as why:
+                refused.append(f"{name} does not: {why}")
+            else:
+                _say(self.name, name, "; ".join(refused))
+                return out
+        raise AssertionError("the reference takes everything")
+
+    def tried(self, platform: str) -> Iterator[str]:
+        """The implementations for a platform, the reference behind its kernels."""
+        yield from (name for name, where in self.kernels.items() if where == platform)
+        yield REFERENCE
+
+    def called(self, name: str) -> Callable:
+        """The named implementation. A kernel's module is imported when it is called: Pallas takes a quarter of a
+        second, not every jaxlib carries Mosaic GPU, and numba is not everywhere. Where the module cannot be had, the
+        call raises `NotImplementedError`.
+        """
+        if name == REFERENCE:
+            return self.reference
+        if name not in self.kernels:
+            known = ", ".join((*self.kernels, REFERENCE))
+            raise ValueError(f"implementation {name!r} is not one of {known}")
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                module = importlib.import_module(f"pallas_kernels.{self.name}.{name}")
+            except ImportError as error:
+                raise NotImplementedError(str(error)) from error
+            return getattr(module, self.name)(*args, **kwargs)
+
+        return call
 
 
-def dispatch(implementations: Mapping[str, Callable], implementation: str | None, *args, **kwargs):
-    """The result of the named implementation; without a name, of the first that is for the default backend and does
-    not raise `NotImplementedError`, the last one being the reference.
-
-    The default backend decides, not the platform that is lowered for: so an ahead-of-time compilation for another one
-    names its implementation. Raises `ValueError` for a name that is not among them.
-    """
-    if implementation is not None:
-        if implementation not in implementations:
-            raise ValueError(f"implementation {implementation!r} is not one of {', '.join(implementations)}")
-        return implementations[implementation](*args, **kwargs)
-    for name, candidate in implementations.items():
-        if name != jax.default_backend():
-            continue
-        try:
-            return candidate(*args, **kwargs)
-        except NotImplementedError:
-            continue
-    return implementations[EVERYWHERE](*args, **kwargs)
+@functools.cache
+def _say(operation: str, name: str, refused: str) -> None:
+    """One line for each choice. A warning where a device has a kernel that was refused: its speed is XLA's then."""
+    slower = name == REFERENCE and refused and jax.default_backend() != "cpu"
+    LOG.log(
+        logging.WARNING if slower else logging.INFO, "%s runs as %s%s", operation, name, refused and f" ({refused})"
+    )

@@ -48,7 +48,7 @@ def lettered(tiny):
         ({"stop_tokens": 5}, "stop_tokens=5: expected token ids"),
         ({"stop_tokens": "ab"}, "stop_tokens='ab'"),
         ({"stop_tokens": [-1]}, "never below 0"),
-        ({"implementation": "warp"}, "'reference', 'gpu', 'tpu'"),
+        ({"implementation": "warp"}, "'reference', 'mosaic_tpu', 'mosaic_gpu_sm90'"),
         ({"progress": 5}, "progress=5: expected a function"),
         ({"scan_layers": "yes"}, "scan_layers='yes': expected True or False"),
         ({"sizes": 0}, "sizes=0"),

@@ -46,9 +46,12 @@ def meant(weight: np.ndarray, kind: str) -> np.ndarray:
     return value + np.repeat(found["offset"].astype(np.float64), each, axis=1) if "offset" in found else value
 
 
+IMPLEMENTATIONS = (*api.OPERATION.kernels, "reference")
+
+
 def interpreted(implementation: str) -> dict:
     """What runs a TPU's kernel under the interpreter, whose memory that nobody wrote is NaN."""
-    return {"interpret": pltpu.InterpretParams(uninitialized_memory="nan")} if implementation == "tpu" else {}
+    return {"interpret": pltpu.InterpretParams(uninitialized_memory="nan")} if implementation == "mosaic_tpu" else {}
 
 
 @pytest.mark.parametrize("kind", FORMS)
@@ -67,15 +70,15 @@ def test_codes_are_the_nearest(kind, weight):
     assert (np.abs(meant(weight, kind) - weight) <= 0.5 * scale + 0.02 * scale * 15 + 1e-3 * largest).all()
 
 
-@pytest.mark.parametrize("implementation", api.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize("rows", [1, 2, 8, 33, 130])
 @pytest.mark.parametrize("outputs, inputs", [(64, 32), (1088, 96)])
 def test_every_implementation_gives_the_product(implementation, kind, rows, outputs, inputs):
-    if implementation == "cpu":
+    if implementation == "numba_cpu":
         pytest.importorskip("numba")
     weight, x = matrix(outputs, inputs), matrix(rows, inputs, 1)
-    blocks = stored(weight, kind, panels=implementation != "tpu")
+    blocks = stored(weight, kind, panels=implementation != "mosaic_tpu")
 
     def product():
         return api.block_product(
@@ -83,24 +86,28 @@ def test_every_implementation_gives_the_product(implementation, kind, rows, outp
             **interpreted(implementation),
         )  # fmt: skip
 
-    if (implementation == "cpu" and rows > 32) or (implementation == "tpu" and kind == "int8" and inputs > GROUP):
-        with pytest.raises(NotImplementedError, match=f"{rows} rows" if implementation == "cpu" else "some inputs"):
+    if (implementation == "numba_cpu" and rows > 32) or (
+        implementation == "mosaic_tpu" and kind == "int8" and inputs > GROUP
+    ):
+        with pytest.raises(
+            NotImplementedError, match=f"{rows} rows" if implementation == "numba_cpu" else "some inputs"
+        ):
             product()
         return
     want = x.astype(np.float64) @ meant(weight, kind).T
     np.testing.assert_allclose(jax.jit(product)(), want, atol=2e-5)
 
 
-@pytest.mark.parametrize("implementation", api.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("group", [16, 32])
 @pytest.mark.parametrize("offset", [False, True])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_scales_for_some_of_the_inputs(implementation, group, offset, rows):
     """8 bits with a scale for 16 or 32 inputs, as files have them."""
-    if implementation == "cpu":
+    if implementation == "numba_cpu":
         pytest.importorskip("numba")
     draw = np.random.default_rng(0)
-    panels = () if implementation == "tpu" else (2,)
+    panels = () if implementation == "mosaic_tpu" else (2,)
     codes = draw.integers(-128, 128, (*panels, 96, 64)).astype(np.int8)
     scale, more = draw.normal(size=(2, *panels, 96 // group, 64)).astype(np.float16)
     x = matrix(rows, 96, 1)
@@ -120,7 +127,7 @@ def test_a_large_matrix_in_tiles(kind, outputs, inputs, rows):
     weight, x = matrix(outputs, inputs), matrix(rows, inputs, 1)
     blocks = stored(weight, kind, panels=False)
     arrays = (jnp.asarray(x), blocks.codes, blocks.scale, blocks.offset)
-    got = api.block_product(*arrays, implementation="tpu", **interpreted("tpu"))
+    got = api.block_product(*arrays, implementation="mosaic_tpu", **interpreted("mosaic_tpu"))
     np.testing.assert_allclose(got, x.astype(np.float64) @ meant(weight, kind).T, atol=5e-5)
 
 
@@ -128,19 +135,19 @@ def test_scales_that_the_cpu_does_not_take():
     pytest.importorskip("numba")
     codes, scale = jnp.ones((1, 64, 64), jnp.int8), jnp.ones((1, 8, 64), jnp.int16)
     with pytest.raises(NotImplementedError, match="scales for 8 inputs"):
-        api.block_product(jnp.ones((1, 64)), codes, scale, None, implementation="cpu")
+        api.block_product(jnp.ones((1, 64)), codes, scale, None, implementation="numba_cpu")
 
 
-@pytest.mark.parametrize("implementation", ["cpu", "tpu"])
+@pytest.mark.parametrize("implementation", list(api.OPERATION.kernels))
 @pytest.mark.parametrize("scale", [1e-6, 3e-8, 1.0, 6e4])
 def test_scales_of_every_size_are_read(implementation, scale):
     """These kernels decode 16 bits by hand: subnormal numbers, normal ones and the largest."""
-    if implementation == "cpu":
+    if implementation == "numba_cpu":
         pytest.importorskip("numba")
     codes = jnp.ones((2 * GROUP, 64), jnp.int8)
     each = jnp.full((2, 64), scale, jnp.float16).at[:, ::2].multiply(-1)
     bits = lax.bitcast_convert_type(each, jnp.int16)
-    arrays = (codes[None], bits[None]) if implementation == "cpu" else (codes, bits)
+    arrays = (codes[None], bits[None]) if implementation == "numba_cpu" else (codes, bits)
     rows = jnp.ones((1, 2 * GROUP))
     got = api.block_product(rows, *arrays, implementation=implementation, **interpreted(implementation))
     np.testing.assert_allclose(got[0], 2 * GROUP * np.asarray(each[0], np.float64), rtol=1e-6)

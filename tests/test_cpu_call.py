@@ -99,13 +99,13 @@ PROCESS = """
 import sys
 import jax.numpy as jnp
 from pallas_kernels import cpu_kept
-from pallas_kernels.block_product import cpu
+from pallas_kernels.block_product.numba_cpu import block_product
 def refused(signature):
     raise RuntimeError("compiled again")
 if sys.argv[1] == "again":
     cpu_kept.cfunc = refused
 codes, scale = jnp.ones((1, 32, 64), jnp.int8), jnp.ones((1, 1, 64), jnp.float16)
-print(float(cpu.block_product(jnp.ones((1, 32)), codes, scale, None).sum()))
+print(float(block_product(jnp.ones((1, 32)), codes, scale, None).sum()))
 """
 
 

@@ -423,6 +423,8 @@ def test_the_command_line(monkeypatch, capsys, lettered):
     assert cli.main(["info", "llama-3-8b", "--tokens", "1000", "--budget", "100", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["full_cache_bytes_at_1000_tokens"] == 10 * facts["cache_bytes_at_budget_100"]
+    assert cli.main(["info", "llama-3-8b", "--kernels", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["prefill_attend"]
     assert cli.main(["generate", "x", "--policy", "snapvk"]) == 2
     assert "did you mean 'snapkv'" in capsys.readouterr().err
 

@@ -14,15 +14,15 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
+from pallas_kernels.choices import choices
 from pallas_kernels.decode_attend_score import api as decode_api
-from pallas_kernels.dispatch import dispatch
 from pallas_kernels.prefill_attend import api as attend_api
 from pallas_kernels.prefill_attend_mass import api as mass_api
 from pallas_kernels.ragged_decode import api as ragged_api
 
 DTYPES = {"float32": 2e-5, "bfloat16": 2e-2}
 ON_TPU = jax.default_backend() == "tpu"
-HOW = {"reference": {}, "tpu": {} if ON_TPU else {"interpret": pltpu.InterpretParams(detect_races=True)}}
+HOW = {"reference": {}, "mosaic_tpu": {} if ON_TPU else {"interpret": pltpu.InterpretParams(detect_races=True)}}
 
 
 def cases(**axes):
@@ -30,7 +30,7 @@ def cases(**axes):
     every = list(itertools.product(*axes.values()))
     longest = max(len(axis) for axis in axes.values())
     diagonal = [tuple(axis[i % len(axis)] for axis in axes.values()) for i in range(longest)]
-    chosen = {"reference": every, "tpu": every if ON_TPU else diagonal}
+    chosen = {"reference": every, "mosaic_tpu": every if ON_TPU else diagonal}
     return pytest.mark.parametrize(
         ["how", *axes],
         [
@@ -397,7 +397,7 @@ def test_without_the_mass_the_rest_is_the_same(how, kind, choice, shape):
     np.testing.assert_allclose(ours.lse, theirs.lse, atol=1e-4, rtol=1e-4)
     mine, its = (np.asarray(x.output[1:], np.float64) for x in (ours, theirs))
     np.testing.assert_allclose(mine, its, atol=DTYPES[dtype])
-    if how["implementation"] == "tpu":
+    if how["implementation"] == "mosaic_tpu":
         assert np.all(np.asarray(ours.output[0], np.float64) == 0)
     for x, y in zip(ours[3:6], theirs[3:6], strict=True):
         assert np.array_equal(np.asarray(x, np.float64), np.asarray(y, np.float64), equal_nan=True)
@@ -407,5 +407,31 @@ def test_without_the_mass_the_rest_is_the_same(how, kind, choice, shape):
 
 
 def test_a_name_that_is_not_there():
-    with pytest.raises(ValueError, match="implementation 'warp' is not one of"):
-        dispatch(decode_api.IMPLEMENTATIONS, "warp")
+    with pytest.raises(ValueError, match="implementation 'warp' is not one of mosaic_tpu, mosaic_gpu_sm90, reference"):
+        decode_api.OPERATION("warp")
+
+
+def test_a_refusal_is_logged_once(monkeypatch, caplog):
+    """Where a device has a kernel that does not take the arguments, one line says which, and why."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    query, keys = jnp.ones((1, 2, 3, 8)), jnp.ones((1, 1, 3, 8))
+    at = jnp.arange(3)[None]
+    attend = functools.partial(attend_api.prefill_attend, query, keys, keys, at, at[:, None], scale=0.125)
+    outs = [attend(with_lse=True) for _ in range(2)]
+    assert np.array_equal(outs[0][0], outs[1][0])
+    lines = [line.getMessage() for line in caplog.records if line.name == "pallas_kernels"]
+    assert len(lines) == 1 and caplog.records[0].levelname == "WARNING"
+    assert lines[0].startswith("prefill_attend runs as reference (mosaic_tpu does not:") and "log-sum-exp" in lines[0]
+
+
+def test_what_runs_where():
+    """The first kernel for a platform that takes a layer's shape, and the reasons of those that do not."""
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 64, "slots": 64}
+    for dtype, platform, decode, pool in (
+        ("float32", "tpu", "mosaic_tpu", "mosaic_tpu"),
+        ("bfloat16", "rocm", "reference", "reference"),
+        ("bfloat16", "cpu", "reference", "reference"),
+    ):
+        found = choices(**shape, dtype=dtype, platform=platform)
+        assert (found["decode_attend_score"].implementation, found["ragged_decode"].implementation) == (decode, pool)
+    assert found["ragged_decode"].reasons == ["numba_cpu does not: bfloat16 and bfloat16: float32"]

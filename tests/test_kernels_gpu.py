@@ -30,10 +30,12 @@ from pallas_kernels.prefill_attend_mass import reference as mass_reference
 from pallas_kernels.ragged_decode import api as ragged_api
 from pallas_kernels.ragged_decode import reference as ragged_reference
 
-gpu = pytest.importorskip("pallas_kernels.decode_attend_score.gpu", reason="this jaxlib carries no Mosaic GPU")
-attend_gpu = pytest.importorskip("pallas_kernels.prefill_attend.gpu")
-ragged_gpu = pytest.importorskip("pallas_kernels.ragged_decode.gpu")
-mass_gpu = pytest.importorskip("pallas_kernels.prefill_attend_mass.gpu")
+gpu = pytest.importorskip(
+    "pallas_kernels.decode_attend_score.mosaic_gpu_sm90", reason="this jaxlib carries no Mosaic GPU"
+)
+attend_gpu = pytest.importorskip("pallas_kernels.prefill_attend.mosaic_gpu_sm90")
+ragged_gpu = pytest.importorskip("pallas_kernels.ragged_decode.mosaic_gpu_sm90")
+mass_gpu = pytest.importorskip("pallas_kernels.prefill_attend_mass.mosaic_gpu_sm90")
 plgpu = gpu.plgpu
 
 NATIVE = jax.default_backend() == "gpu"
@@ -314,7 +316,7 @@ def test_ragged_reads_each_block_once(monkeypatch, sizes):
 def test_ragged_lowers_for_cuda(dim, group, kv_heads):
     """By the operation's own choice of kernels; K and V go in and out as the same buffers."""
     (token, held, *others), scale = pool([[1000 // kv_heads] * kv_heads] * 2, 1000, group, dim)
-    step = functools.partial(ragged_api.ragged_decode, scale=scale, softcap=30.0, implementation="gpu")
+    step = functools.partial(ragged_api.ragged_decode, scale=scale, softcap=30.0, implementation="mosaic_gpu_sm90")
 
     def apart(cache, offsets, token, *others):  # offsets go nowhere, and so are not donated
         return step(token, Segments(*cache, offsets), *others)
@@ -459,7 +461,7 @@ def lowered(program, config, policy, *args, **more) -> str:
     """A program of the model, for CUDA, with the GPU kernels."""
     zeros = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype)  # noqa: E731
     weights = jax.tree.map(zeros, abstract_weights(config, jnp.bfloat16, panels=False))
-    static = {"config": config, "policy": policy, "implementation": "gpu"}
+    static = {"config": config, "policy": policy, "implementation": "mosaic_gpu_sm90"}
     leaves, tree = jax.tree.flatten(args)  # a tree that tells shapes would not pass for a cache
     flat = jax.jit(lambda *leaves: program(weights, *tree.unflatten(leaves), **static, **more))
     return flat.trace(*leaves).lower(lowering_platforms=("cuda",)).as_text()
@@ -496,7 +498,7 @@ def test_generates_what_the_reference_does(name):
     options = {"policy": jaxkv.policy(name, budget=24, block=32), "max_new_tokens": 4, "stop_tokens": ()}
     want = jaxkv.generate(params, [prompt], **options, implementation="reference")
     with contextlib.nullcontext() if NATIVE else plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        got = jaxkv.generate(params, [prompt], **options, implementation="gpu")
+        got = jaxkv.generate(params, [prompt], **options, implementation="mosaic_gpu_sm90")
     np.testing.assert_array_equal(got.tokens, want.tokens)
     for ours, theirs in zip(got.cache.layers, want.cache.layers, strict=True):
         np.testing.assert_array_equal(ours.positions, theirs.positions)

@@ -274,7 +274,11 @@ def test_more_slots_for_every_head():
 
 
 ON_TPU = jax.default_backend() == "tpu"
-DECODES = {"reference": {}, "cpu": {}, "tpu": {} if ON_TPU else {"interpret": pltpu.InterpretParams(detect_races=True)}}
+DECODES = {
+    "reference": {},
+    "numba_cpu": {},
+    "mosaic_tpu": {} if ON_TPU else {"interpret": pltpu.InterpretParams(detect_races=True)},
+}
 VICTIM = Rule("each", 2)
 POOLS = {  # sizes of the segments per row, slots in all, dim: a row may leave slots that are nobody's
     "one block": ([[9, 4, 7], [5, 6, 3]], 20, 8),
@@ -287,7 +291,7 @@ CASES = [
     ("one block", "sum", None, "bfloat16"),
     ("two blocks", "sum", VICTIM, "float32"),
 ]
-TAKES = {"cpu": ("float32",)}
+TAKES = {"numba_cpu": ("float32",)}
 
 
 @pytest.mark.some(2)
@@ -374,7 +378,7 @@ def test_a_line_is_read_where_it_lies(rule):
     run = functools.partial(ragged_decode, scale=0.3)
     theirs = run(token, held, *others, implementation="reference")
     poisoned = Segments(*(jnp.full_like(copy, jnp.nan) for copy in copies), *held[2:4], line)
-    ours = jax.jit(functools.partial(run, implementation="cpu"))(token, poisoned, *others)
+    ours = jax.jit(functools.partial(run, implementation="numba_cpu"))(token, poisoned, *others)
     for name in ("output", "lse", "mass"):
         np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), rtol=2e-5, atol=1e-6)
     np.testing.assert_array_equal(ours.next_slot, theirs.next_slot)

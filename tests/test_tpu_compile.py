@@ -33,10 +33,10 @@ from jaxkv.store import KVCache
 from jaxkv.store import slots as stores
 from pallas_kernels import tpu_blocks
 from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
-from pallas_kernels.decode_attend_score.tpu import decode_attend_score
-from pallas_kernels.prefill_attend.tpu import prefill_attend
-from pallas_kernels.prefill_attend_mass.tpu import prefill_attend_mass
-from pallas_kernels.ragged_decode.tpu import ragged_decode
+from pallas_kernels.decode_attend_score.mosaic_tpu import decode_attend_score
+from pallas_kernels.prefill_attend.mosaic_tpu import prefill_attend
+from pallas_kernels.prefill_attend_mass.mosaic_tpu import prefill_attend_mass
+from pallas_kernels.ragged_decode.mosaic_tpu import ragged_decode
 
 pytest.importorskip("libtpu", reason="libtpu, which holds the TPU compiler, is not installed here (pip install libtpu)")
 
@@ -291,7 +291,7 @@ def test_decode_step_copies_no_cache(name, family):
     def decode(weights, leaves):
         return run.decode(
             weights, jax.tree.unflatten(structure[0], leaves), jnp.int32(4), room=4, config=config, policy=policy,
-            sampler=Sampler(), stop=(), implementation="tpu",
+            sampler=Sampler(), stop=(), implementation="mosaic_tpu",
         )  # fmt: skip
 
     structure: list = []
@@ -319,7 +319,7 @@ def test_decode_step_of_a_pool_compiles(policy, unchecked):
     layout = Layout.of(jaxkv.mesh(devices=[chips.devices[0]]), config)
     program = lower(
         config, jaxkv.policy(policy, budget=256), batch=BATCH, tokens=1024, steps=4, dtype=jnp.bfloat16, layout=layout,
-        implementation="tpu",
+        implementation="mosaic_tpu",
     )  # fmt: skip
     compiled = program.decode.compile()
     assert len(re.findall(r'custom_call_target="tpu_custom_call"', compiled.as_text())) == config.num_layers
@@ -338,7 +338,7 @@ def test_no_budget_makes_a_step_copy_the_cache(batch, kv_heads, group, budget, u
     layout = Layout.of(jaxkv.mesh(devices=[chips[0]]), config)
     program = lower(
         config, jaxkv.policy("dapq-longflow", budget=budget), batch=batch, tokens=2 * budget, steps=4,
-        dtype=jnp.bfloat16, layout=layout, implementation="tpu",
+        dtype=jnp.bfloat16, layout=layout, implementation="mosaic_tpu",
     )  # fmt: skip
     layer = program.cache.layers[0]
     shape = layer.entries.keys.shape
@@ -354,7 +354,7 @@ def prefill_program(name: str, family: str, tokens: int, layers: int | None = No
     chips = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[name]).devices
     layout = Layout.of(jaxkv.mesh(devices=[chips[0]]), config)
     return lower(
-        config, policy, batch=BATCH, tokens=tokens, dtype=jnp.bfloat16, layout=layout, implementation="tpu"
+        config, policy, batch=BATCH, tokens=tokens, dtype=jnp.bfloat16, layout=layout, implementation="mosaic_tpu"
     ).prefill
 
 
@@ -385,7 +385,14 @@ def test_llama_on_four_chips_of_v5e(unchecked):
     chips = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS["v5e"]).devices
     layout = Layout.of(jaxkv.mesh(model=4, devices=list(chips)), config)
     programs = lower(
-        config, policy, batch=BATCH, tokens=4 * BLOCK, steps=4, dtype=jnp.bfloat16, layout=layout, implementation="tpu"
+        config,
+        policy,
+        batch=BATCH,
+        tokens=4 * BLOCK,
+        steps=4,
+        dtype=jnp.bfloat16,
+        layout=layout,
+        implementation="mosaic_tpu",
     )
     prefill, decode = programs.prefill.compile(), programs.decode.compile()
     assert not re.search(r" sort\(", prefill.as_text())
@@ -402,7 +409,7 @@ def one_chip(layers: int | None, kept: str, **options):
     layout = Layout.of(jaxkv.mesh(devices=[chips[0]]), config)
     return config, lower(
         config, jaxkv.policy("dapq-longflow", budget=4096, block=128), batch=BATCH, tokens=8192, steps=4,
-        dtype=jnp.bfloat16, implementation="tpu", kept=kept, layout=layout, **options,
+        dtype=jnp.bfloat16, implementation="mosaic_tpu", kept=kept, layout=layout, **options,
     )  # fmt: skip
 
 

@@ -4,13 +4,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.block_product import reference
-from pallas_kernels.dispatch import dispatch, imported
+from pallas_kernels.dispatch import Operation
 
-IMPLEMENTATIONS = {
-    "cpu": imported("block_product.cpu", "block_product"),
-    "tpu": imported("block_product.tpu", "block_product"),
-    "reference": reference.block_product,
-}
+OPERATION = Operation(
+    "block_product",
+    reference.block_product,
+    {"numba_cpu": "cpu", "mosaic_tpu": "tpu"},
+)
 
 
 def block_product(
@@ -30,11 +30,11 @@ def block_product(
     """
     arrays = (rows, codes, scale, offset)
     if implementation is not None or codes.ndim == 3:
-        return dispatch(IMPLEMENTATIONS, implementation, *arrays, **kwargs)
+        return OPERATION(implementation, *arrays, **kwargs)
     if divided or scale.shape[0] == 1:
         return reference.block_product(*arrays, **kwargs)
 
     def plain(name: str):
-        return lambda *arrays: dispatch(IMPLEMENTATIONS, name, *arrays, **kwargs)
+        return lambda *arrays: OPERATION(name, *arrays, **kwargs)
 
-    return lax.platform_dependent(*arrays, tpu=plain("tpu"), default=plain("reference"))
+    return lax.platform_dependent(*arrays, tpu=plain("mosaic_tpu"), default=plain("reference"))

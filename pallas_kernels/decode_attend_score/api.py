@@ -7,13 +7,13 @@ from jaxtyping import Array, Int
 
 from pallas_kernels.arguments import Held, Judge, Token
 from pallas_kernels.decode_attend_score import reference
-from pallas_kernels.dispatch import dispatch, imported
+from pallas_kernels.dispatch import Operation
 
-IMPLEMENTATIONS = {
-    "tpu": imported("decode_attend_score.tpu", "decode_attend_score"),
-    "gpu": imported("decode_attend_score.gpu", "decode_attend_score"),
-    "reference": reference.decode_attend_score,
-}
+OPERATION = Operation(
+    "decode_attend_score",
+    reference.decode_attend_score,
+    {"mosaic_tpu": "tpu", "mosaic_gpu_sm90": "gpu"},
+)
 
 
 def decode_attend_score(
@@ -37,4 +37,4 @@ def decode_attend_score(
     """
     judge.check(with_mass)
     how |= {"scale": scale, "window": window, "softcap": softcap, "rotate": rotate, "with_mass": with_mass}
-    return dispatch(IMPLEMENTATIONS, implementation, token, held, slot, judge, **how)
+    return OPERATION(implementation, token, held, slot, judge, **how)

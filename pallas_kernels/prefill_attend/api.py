@@ -2,16 +2,16 @@
 
 from typing import Any
 
-from pallas_kernels.dispatch import dispatch, imported
+from pallas_kernels.dispatch import Operation
 from pallas_kernels.prefill_attend import reference
 
-IMPLEMENTATIONS = {
-    "tpu": imported("prefill_attend.tpu", "prefill_attend"),
-    "gpu": imported("prefill_attend.gpu", "prefill_attend"),
-    "reference": reference.prefill_attend,
-}
+OPERATION = Operation(
+    "prefill_attend",
+    reference.prefill_attend,
+    {"mosaic_tpu": "tpu", "mosaic_gpu_sm90": "gpu"},
+)
 
 
 def prefill_attend(*args, implementation: str | None = None, **kwargs) -> Any:
     """`reference.prefill_attend` by the fastest implementation that takes the arguments, or the named one."""
-    return dispatch(IMPLEMENTATIONS, implementation, *args, **kwargs)
+    return OPERATION(implementation, *args, **kwargs)

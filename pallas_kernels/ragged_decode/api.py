@@ -6,15 +6,14 @@ from jaxtyping import Array, Int
 
 from pallas_kernels.arguments import Judge, Segments, Token
 from pallas_kernels.decode_attend_score.reference import Attended
-from pallas_kernels.dispatch import dispatch, imported
+from pallas_kernels.dispatch import Operation
 from pallas_kernels.ragged_decode import reference
 
-IMPLEMENTATIONS = {
-    "tpu": imported("ragged_decode.tpu", "ragged_decode"),
-    "gpu": imported("ragged_decode.gpu", "ragged_decode"),
-    "cpu": imported("ragged_decode.cpu", "ragged_decode"),
-    "reference": reference.ragged_decode,
-}
+OPERATION = Operation(
+    "ragged_decode",
+    reference.ragged_decode,
+    {"mosaic_tpu": "tpu", "mosaic_gpu_sm90": "gpu", "numba_cpu": "cpu"},
+)
 
 
 def ragged_decode(
@@ -36,4 +35,4 @@ def ragged_decode(
     """
     judge.check(with_mass)
     how |= {"scale": scale, "softcap": softcap, "with_mass": with_mass}
-    return dispatch(IMPLEMENTATIONS, implementation, token, held, slot, judge, **how)
+    return OPERATION(implementation, token, held, slot, judge, **how)

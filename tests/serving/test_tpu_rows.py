@@ -80,7 +80,7 @@ def test_no_copy_of_the_cache(name, family):
     assert made_of(keys, insert.as_text()) <= {*MOVES_NOTHING, "dynamic-update-slice", "fusion"}
 
     chunk = functools.partial(
-        device.chunk, room=8, count=TOP, config=config, policy=policy, implementation="tpu", learned={}
+        device.chunk, room=8, count=TOP, config=config, policy=policy, implementation="mosaic_tpu", learned={}
     )
     weights = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=chip),
@@ -111,7 +111,7 @@ def test_64_rows_of_llama_on_four_chips_of_v5e():
     policy = jaxkv.policy("dapq-longflow", budget=budget, block=256)
     chips = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS["v5e"]).devices
     layout = Layout.of(jaxkv.mesh(model=4, devices=list(chips)), config)
-    common = {"layout": layout, "implementation": "tpu"}
+    common = {"layout": layout, "implementation": "mosaic_tpu"}
     alone = lower(config, policy, batch=1, tokens=8192, dtype=jnp.bfloat16, scan_layers=True, **common)
     one = jax.sharding.SingleDeviceSharding(chips[0])
     rows, row = (shared_out(shapes(config, policy, batch, one, budget), layout) for batch in (rows_count, 1))

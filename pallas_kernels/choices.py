@@ -1,0 +1,86 @@
+"""Which implementation runs here: every attention operation, traced with abstract arrays of a layer's shape."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
+from pallas_kernels.decode_attend_score import api as decode_attend_score
+from pallas_kernels.dispatch import Operation
+from pallas_kernels.prefill_attend import api as prefill_attend
+from pallas_kernels.prefill_attend_mass import api as prefill_attend_mass
+from pallas_kernels.ragged_decode import api as ragged_decode
+
+
+class Choice(NamedTuple):
+    """The implementation of an operation that runs, and why each of those before it does not."""
+
+    implementation: str
+    refused: dict[str, str]
+
+    @property
+    def reasons(self) -> list[str]:
+        """The refusals in words."""
+        return [f"{name} does not: {why}" for name, why in self.refused.items()]
+
+
+def choices(
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    slots: int,
+    dtype: Any,
+    batch: int = 1,
+    tokens: int = 128,
+    platform: str | None = None,
+) -> dict[str, Choice]:
+    """By operation, what runs in a layer of this shape: `slots` per KV head, and `tokens` queries at prefill. Nothing
+    runs, and nothing is compiled. `platform` is the default backend's, or another one, as jax names it.
+    """
+    platform = platform or jax.default_backend()
+    scale = head_dim**-0.5
+    floats = lambda *shape: jnp.zeros(shape, dtype)  # noqa: E731
+    ints = lambda *shape: jnp.zeros(shape, jnp.int32)  # noqa: E731
+
+    def step(call: Callable, held: Held | Segments) -> Any:
+        new = floats(batch, kv_heads, head_dim)
+        token = Token(floats(batch, heads, head_dim), new, new, ints(batch))
+        judge = Judge(ints(batch), ints(batch), rule=Rule("each"))
+        return call(token, held, ints(batch, kv_heads), judge, scale=scale)
+
+    def equal(call: Callable) -> Any:
+        entries = floats(batch, kv_heads, slots, head_dim)
+        return step(call, Held(entries, entries, ints(batch, kv_heads, slots)))
+
+    def pooled(call: Callable) -> Any:
+        entries = floats(batch, kv_heads * slots, head_dim)
+        return step(call, Segments(entries, entries, ints(batch, kv_heads * slots), ints(batch, kv_heads + 1)))
+
+    def block(call: Callable, what: int) -> Any:
+        queries, entries = floats(batch, heads, tokens, head_dim), floats(batch, kv_heads, slots, head_dim)
+        at = ints(batch, tokens), ints(batch, kv_heads, slots)
+        return call(queries, *[entries] * what, *at, scale=scale)
+
+    ways: tuple[tuple[Operation, Callable], ...] = (
+        (decode_attend_score.OPERATION, equal),
+        (ragged_decode.OPERATION, pooled),
+        (prefill_attend.OPERATION, functools.partial(block, what=2)),  # keys and values
+        (prefill_attend_mass.OPERATION, functools.partial(block, what=1)),  # keys
+    )
+    return {operation.name: _first(operation, platform, way) for operation, way in ways}
+
+
+def _first(operation: Operation, platform: str, way: Callable) -> Choice:
+    refused: dict[str, str] = {}
+    for name in operation.tried(platform):
+        try:
+            jax.eval_shape(functools.partial(way, operation.called(name)))
+        except NotImplementedError as why:
+            refused[name] = str(why)
+        else:
+            return Choice(name, refused)
+    raise AssertionError("the reference takes everything")
