@@ -421,8 +421,7 @@ def products(
     """The product, or the cosine, of one key per head with those `among` the slots, wherever they lie: K is read once.
     Below every other where a slot is not."""
     key = unit(key) if cosine else key
-    where, lies = (among, "bhsd") if keys.ndim == 4 else (jnp.any(among, axis=1), "bsd")
-    keys = jnp.where(where[..., None], keys.astype(jnp.float32), 0.0)
+    lies, keys = "bhsd" if keys.ndim == 4 else "bsd", keys.astype(jnp.float32)
     alike = jnp.einsum(f"bhd,{lies}->bhs", key, keys, precision=lax.Precision.HIGHEST)
     if cosine:
         size = jnp.sqrt(jnp.sum(keys * keys, axis=-1))
