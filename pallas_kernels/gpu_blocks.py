@@ -113,6 +113,7 @@ class Decode:
     blocks: int  # blocks per row
     scale: float
     softcap: float | None
+    biased: bool = dataclasses.field(default=False, kw_only=True)  # the logits, by a number for each slot
 
     @classmethod
     def of(cls, rows: int, slots: int, beside: int, dim: int, heads: int, dtype, **more: Any):
@@ -151,8 +152,9 @@ class Decode:
             "out_mem": plgpu.SMEM((self.dim, self.columns), jnp.float32),
             "sum_mem": plgpu.SMEM((2, self.columns), jnp.float32),
             "once": plgpu.Barrier(),
-            "k_here": plgpu.Barrier(num_arrivals=2, num_barriers=self.stages),
+            "k_here": plgpu.Barrier(num_arrivals=2 + self.biased, num_barriers=self.stages),
             "v_here": plgpu.Barrier(num_barriers=self.stages),
+            **({"b_mem": plgpu.SMEM((self.stages, self.block), jnp.float32)} if self.biased else {}),
         }
 
     def start(self):
@@ -164,11 +166,14 @@ class Decode:
         )
         return tuple(plgpu.layout_cast(x, layout) for x, layout in zip(start, (QUERIES, SQUARE, SQUARE), strict=True))
 
-    def scores(self, keys, queries, seen):
-        """Scores [S, N], `masking.MASKED` for keys that are not `seen [S]`, and `seen` over the queries."""
+    def scores(self, keys, queries, seen, bias=None):
+        """Scores [S, N] with the `bias [S]` of each key, `masking.MASKED` for keys that are not `seen [S]`, and `seen`
+        over the queries."""
         scores = product(keys, queries.transpose((1, 0))) * self.scale
         if self.softcap is not None:
             scores = self.softcap * jnp.tanh(scores / self.softcap)
+        if bias is not None:
+            scores = scores + per_key(bias, scores.shape)
         visible = per_key(seen, scores.shape)
         return jnp.where(visible, scores, MASKED), visible
 

@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import tpu_blocks as blocks_of
 from pallas_kernels.arguments import Judge, Rule, Token
 from pallas_kernels.decode_attend_score.victim import HEADS
-from pallas_kernels.masking import MASKED, soft_cap
+from pallas_kernels.masking import MASKED, biased, soft_cap
 
 BLOCK_BYTES = 2**20  # of K, and of V, at a time: long enough to hide the start of a copy
 MOST_STEPS = 2**17  # of the grid: which block is there in each lies in scalar memory, 4 bytes each
@@ -68,6 +68,7 @@ class _Plan(blocks_of.Walk):
     rule: Rule | None
     weight: float | None  # None: an array, which is an input then
     bias: float | None
+    biased: bool  # the logits, which is an input then
     with_mass: bool
 
     @property
@@ -105,6 +106,7 @@ def step(
     slot: Int[Array, "B Hk"],
     judge: Judge,
     offsets: Int[Array, "B Hk_1"] | None = None,
+    logit_bias: Float[Array, "B H S"] | None = None,
     *,
     scale: float,
     window: int | None,
@@ -114,8 +116,9 @@ def step(
 ) -> Step:
     """Write key and value into their slots, attend, and choose the next ones; `positions` hold the new token already.
 
-    With `offsets` H is 1, and head h's slots are those between its borders. `judge.weight` and `.bias` are numbers or
-    `[B, H, S]`. Raises `NotImplementedError` for 4 slots or fewer, and for what does not fit on the chip.
+    With `offsets` H is 1, and head h's slots are those between its borders. `logit_bias` is added to the logits of each
+    slot, after a soft cap. `judge.weight` and `.bias` are numbers or `[B, H, S]`. Raises `NotImplementedError` for 4
+    slots or fewer, and for what does not fit on the chip.
     """
     query, key, value, position = token
     batch, sets, slots, dim = keys.shape
@@ -131,9 +134,11 @@ def step(
     weight, bias = (factor if isinstance(factor, float) else None for factor in both)
     plan = _Plan(
         slots, columns, block, blocks, batch, min(blocks_of.cores(), batch), sets, heads // sets, kv_heads,
-        offsets is not None, scale, window, softcap, judge.group, judge.rule, weight, bias, with_mass,
+        offsets is not None, scale, window, softcap, judge.group, judge.rule, weight, bias, logit_bias is not None,
+        with_mass,
     )  # fmt: skip
-    vmem = _vmem_bytes(plan, row_bytes, len(factors))
+    more = [] if logit_bias is None else [logit_bias]
+    vmem = _vmem_bytes(plan, row_bytes, len(factors) + len(more))
     if vmem > blocks_of.VMEM_BYTES:
         raise NotImplementedError(f"{slots} slots of {heads} query heads need {vmem} bytes of on-chip memory")
     if batch * blocks_of.round_up(blocks, blocks_of.LANES) > MOST_STEPS:
@@ -171,7 +176,7 @@ def step(
     walk, rows = plan.order(positions, position, window)
     if interpret:
         keys, values = plan.whole(keys), plan.whole(values)
-    line = pl.BlockSpec((1, sets, block), block_before)
+    line, now = pl.BlockSpec((1, sets, block), block_before), pl.BlockSpec((1, sets, block), place_block)
     some = (sets, plan.members)
     borders, border_specs = (), []
     if offsets is not None:
@@ -212,10 +217,11 @@ def step(
         (value, attended(*value.shape[1:])),
         (keys, cache),
         (values, cache),
-        (positions, pl.BlockSpec((1, sets, block), place_block)),
+        (positions, now),
         (positions, line),
         *zip(borders, border_specs, strict=True),
         *((factor, line) for factor in factors),
+        *((added, now) for added in more),
     )
     call = pl.pallas_call(
         functools.partial(_kernel, plan, len(outs), tuple(scratch)),
@@ -234,7 +240,7 @@ def step(
         cost_estimate=pl.CostEstimate(
             flops=4 * batch * heads * slots * dim,
             transcendentals=(1 + with_mass) * batch * heads * slots,
-            bytes_accessed=keys.nbytes + values.nbytes + 4 * (2 + with_mass + len(factors)) * positions.size
+            bytes_accessed=keys.nbytes + values.nbytes + 4 * (2 + with_mass + len(factors) + len(more)) * positions.size
             + 2 * batch * (heads + kv_heads) * dim * keys.dtype.itemsize
             + 4 * batch * (heads + kv_heads) + 2 * batch * kv_heads * plan.tile * dim * keys.dtype.itemsize
             + sum(x.nbytes for x in borders),
@@ -252,7 +258,7 @@ def step(
 
 
 def _vmem_bytes(plan: _Plan, row_bytes: int, factors: int) -> int:
-    """On-chip memory: two blocks of K, V, positions, masses and factors each, and the logits of two rows."""
+    """On-chip memory: two blocks of K, V, positions, masses, factors and a bias each, and the logits of two rows."""
     rows = blocks_of.round_up(plan.sets, blocks_of.SUBLANES)
     few = plan.members < blocks_of.SUBLANES
     padded = 2 ** (plan.members - 1).bit_length() if few else blocks_of.round_up(plan.members, blocks_of.SUBLANES)
@@ -269,6 +275,7 @@ def _kernel(
     borders, borders_before = (inputs.pop(0), inputs.pop(0)) if plan.pooled else (None, None)
     weight = inputs.pop(0) if plan.weight is None else None
     bias = inputs.pop(0) if plan.bias is None else None
+    added = inputs.pop(0) if plan.biased else None
     output, lse, aim, *mass, keys_out, values_out = outputs
     top, total, context, tiles, copied = (scratch[name] for name in ("top", "total", "context", "tiles", "copied"))
     best = tuple(scratch[name] for name in ("worth", "age", "index"))
@@ -367,7 +374,8 @@ def _kernel(
 
         some = _product(query[0], keys[0], contract=1 if plan.columns else 2) * plan.scale
         seen = _owned(index[:, None], borders, seen[:, None])
-        some = jnp.where(seen, soft_cap(some, plan.softcap), MASKED)
+        some = biased(soft_cap(some, plan.softcap), None if added is None else added[0][:, None])
+        some = jnp.where(seen, some, MASKED)
         if plan.with_mass:
             scratch["logits"][buffer, :, :, at] = some
         higher = jnp.maximum(top[...], jnp.max(some, axis=2, keepdims=True))

@@ -41,12 +41,13 @@ def cases(**axes):
     )
 
 
-def softmax_weights(q, keys, q_pos, k_pos, scale, window, cap):
-    """[T, S] weights of queries [T, D] over keys [S, D]; zero rows where a query sees nothing."""
+def softmax_weights(q, keys, q_pos, k_pos, scale, window, cap, bias=0.0):
+    """[T, S] weights of queries [T, D] over keys [S, D], with a bias of each; zero rows where a query sees nothing."""
     keys = np.where(k_pos[:, None] >= 0, keys, 0.0)
     logits = q @ keys.T * scale
     if cap is not None:
         logits = cap * np.tanh(logits / cap)
+    logits = logits + bias
     seen = (k_pos >= 0)[None, :] & (k_pos[None, :] <= q_pos[:, None])
     if window is not None:
         seen &= q_pos[:, None] - k_pos[None, :] < window
@@ -151,10 +152,11 @@ def test_decode_attend_score_chooses_the_next_slot(how, name, dtype, slots):
 @cases(
     dtype=list(DTYPES),
     heads=[(3, 3, 64), (1, 16, 80), (2, 1, 96), (2, 4, 128), (1, 8, 256)],
-    slots=[(7, None, None, "sum"), (130, 60, 20.0, "max"), (256, None, 5.0, "mean")],
+    slots=[(7, None, None, "sum", True), (130, 60, 20.0, "max", True), (256, None, 5.0, "mean", False)],
 )
 def test_decode_attend_score(how, dtype, heads, slots):
-    (kv_heads, group, dim), (slots, window, cap, reduce) = heads, slots
+    """With a bias of each slot's logits, as where entries stand for several tokens, and without."""
+    (kv_heads, group, dim), (slots, window, cap, reduce, counts) = heads, slots
     rng = np.random.default_rng(slots + dim)
     batch = 3
     query, keys, values, positions = inputs(rng, batch, kv_heads, group, slots, dim, 1, dtype)
@@ -162,11 +164,13 @@ def test_decode_attend_score(how, dtype, heads, slots):
     position = np.array([slots * 2, -1, slots * 2 + 5], np.int32)  # the second row has finished, the last was empty
     slot = rng.integers(0, slots, (batch, kv_heads)).astype(np.int32)
     scale = dim**-0.5
+    bias = np.where(positions < 0, np.nan, np.log(rng.integers(1, 9, positions.shape))).astype(np.float32)
+    np.put_along_axis(bias, slot[..., None], 0.0, axis=-1)
     options = dict(scale=scale, window=window, softcap=cap, **how)
     call = jax.jit(lambda *bundles: decode_api.decode_attend_score(*bundles, **options))
     bundles = (
         Token(query[:, :, 0], key, value, jnp.asarray(position)),
-        Held(keys, values, jnp.asarray(positions, jnp.int32)),
+        Held(keys, values, jnp.asarray(positions, jnp.int32), jnp.asarray(bias) if counts else None),
         jnp.asarray(slot),
         Judge(*jnp.full((2, batch), slots, jnp.int32), group=reduce),
     )
@@ -182,7 +186,8 @@ def test_decode_attend_score(how, dtype, heads, slots):
         assert np.array_equal(np.asarray(got.values[b, h], np.float64), v, equal_nan=True)
         heads = slice(h * group, (h + 1) * group)
         q = np.asarray(query[b, heads, 0], np.float64)
-        weights, lse = softmax_weights(q, k, np.full(group, position[b]), p, scale, window, cap)
+        added = np.where(p >= 0, bias[b, h], 0.0) if counts else 0.0
+        weights, lse = softmax_weights(q, k, np.full(group, position[b]), p, scale, window, cap, added)
         output = weights @ np.where(p[:, None] >= 0, v, 0.0)
         expected = {"sum": weights.sum, "mean": weights.mean, "max": weights.max}[reduce](axis=0)
         tolerance = DTYPES[dtype]

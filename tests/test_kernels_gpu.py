@@ -50,8 +50,10 @@ RULES = {  # rule, is there a weight, is there a bias, limit as a share of the s
 }
 
 
-def inputs(batch, kv_heads, group, slots, dim, dtype="bfloat16", rule="longflow", seed=0):
-    """Random arguments: three in ten slots empty and full of NaN, one row finished, the last one with nothing held."""
+def inputs(batch, kv_heads, group, slots, dim, dtype="bfloat16", rule="longflow", seed=0, counts=False):
+    """Random arguments: three in ten slots empty and full of NaN, one row finished, the last one with nothing held.
+
+    With `counts` entries stand for several tokens."""
     rng = np.random.default_rng(seed)
 
     def draw(*shape):
@@ -73,11 +75,18 @@ def inputs(batch, kv_heads, group, slots, dim, dtype="bfloat16", rule="longflow"
     cache = draw(batch, kv_heads, slots, dim) * hollow, draw(batch, kv_heads, slots, dim) * hollow
     bundles = (
         Token(*news, jnp.asarray(position, jnp.int32)),
-        Held(*cache, jnp.asarray(held, jnp.int32)),
+        Held(*cache, jnp.asarray(held, jnp.int32), counted(rng, held, np.asarray(slot)) if counts else None),
         slot,
         Judge(jnp.full(batch, int(slots * share), jnp.int32), jnp.full(batch, recents, jnp.int32), *parts, chosen),
     )
     return bundles, dim**-0.5
+
+
+def counted(rng, held, slot):
+    """log n of entries that stand for n tokens, NaN where nothing is; 0 in the new tokens' slots."""
+    bias = np.where(held < 0, np.nan, np.log(rng.integers(1, 9, held.shape))).astype(np.float32)
+    np.put_along_axis(bias, slot.reshape(*held.shape[:-1], -1), 0.0, axis=-1)
+    return jnp.asarray(bias)
 
 
 def native_or_not(races=True):
@@ -103,18 +112,21 @@ def check(got, want):
 CASES = {  # G, C, D, dtype, rule, more
     "one query head": (1, 64, 64, "bfloat16", "longflow, each head", {}),
     "D 80, window": (2, 200, 80, "float16", "h2o", {"window": 150}),
-    "D 96, soft cap, odd slots": (5, 98, 96, "bfloat16", "tova, room left", {"softcap": 20.0, "group": "mean"}),
+    "D 96, soft cap, odd slots, counts": (
+        5, 98, 96, "bfloat16", "tova, room left", {"softcap": 20.0, "group": "mean", "counts": True},
+    ),
     "sixteen query heads, odd slots": (16, 134, 128, "bfloat16", "longflow", {"group": "max"}),
-    "D 256": (9, 72, 256, "bfloat16", "adds", {}),
-}
+    "D 256, counts": (9, 72, 256, "bfloat16", "adds", {"counts": True}),
+}  # fmt: skip
 
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_reference(name):
     group, slots, dim, dtype, rule, more = CASES[name]
-    (*bundles, judge), scale = inputs(2, 2, group, slots, dim, dtype, rule)
-    more = {"scale": scale} | more
+    counts = more.get("counts", False)
+    (*bundles, judge), scale = inputs(2, 2, group, slots, dim, dtype, rule, counts=counts)
+    more = {"scale": scale} | {name: x for name, x in more.items() if name != "counts"}
     bundles = *bundles, judge._replace(group=more.pop("group", "sum"))
     check(run(gpu, bundles, **more), run(reference, bundles, **more))
 
@@ -154,9 +166,10 @@ def test_ties_go_to_the_older_token():
 @pytest.mark.some(4)
 @pytest.mark.parametrize("slots", [997, 1000])
 @pytest.mark.parametrize(("dim", "group"), [(64, 4), (80, 1), (96, 7), (128, 16), (256, 16)])
-def test_lowers_for_cuda(dim, group, slots):
+@pytest.mark.parametrize("counts", [False, True])
+def test_lowers_for_cuda(dim, group, slots, counts):
     """As far as a machine without a GPU goes: layouts are inferred and the kernel's module is built and verified."""
-    bundles, scale = inputs(2, 4, group, slots, dim)
+    bundles, scale = inputs(2, 4, group, slots, dim, counts=counts)
     step = functools.partial(gpu.decode_attend_score, scale=scale, window=500, softcap=30.0)
     traced = jax.jit(step, donate_argnums=1).trace(*bundles)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -206,7 +219,7 @@ RAGGED_RULES = {  # rule, is there a weight, is there a bias, recents
 }
 
 
-def pool(sizes, slots, group, dim, dtype="bfloat16", rule="longflow", begin=0, seed=0):
+def pool(sizes, slots, group, dim, dtype="bfloat16", rule="longflow", begin=0, seed=0, counts=False):
     """Random arguments for heads with segments of these sizes [B, Hk], from slot `begin` on.
 
     Three in ten slots empty and full of NaN; of three rows and more the first has finished; in the second the last head
@@ -237,10 +250,13 @@ def pool(sizes, slots, group, dim, dtype="bfloat16", rule="longflow", begin=0, s
     factors = (x if isinstance(x, float) else jnp.asarray(x, jnp.float32) for x in parts)
     bundles = (
         Token(*(jnp.asarray(x, dtype) for x in floats), whole(position)),
-        Segments(*(jnp.asarray(x, dtype) for x in cache), whole(held), whole(offsets)),
+        Segments(
+            *(jnp.asarray(x, dtype) for x in cache), whole(held), whole(offsets),
+            bias=counted(rng, held, slot) if counts else None,
+        ),
         whole(slot),
         Judge(whole(np.full(batch, slots)), whole(np.full(batch, recents)), *factors, chosen),
-    )
+    )  # fmt: skip
     return bundles, dim**-0.5
 
 
@@ -254,10 +270,11 @@ RAGGED = {  # sizes per row, P, G, D, dtype, rule, more
     "even": ([[64] * 4] * 3, 256, 1, 64, "bfloat16", "longflow", {}),
     "one head has nearly all, soft cap": (
         [[597, 1, 1, 1], [1, 1, 590, 8], [1, 1, 1, 597]], 600, 4, 128, "bfloat16", "h2o",
-        {"softcap": 20.0, "group": "mean"},
+        {"softcap": 20.0, "group": "mean", "counts": True},
     ),
     "several borders in a block, somebody else's around": (
-        [[1, 7, 1, 40, 1], [64, 64, 3, 5, 9]], 208, 3, 128, "float16", "longflow", {"group": "max", "begin": 11},
+        [[1, 7, 1, 40, 1], [64, 64, 3, 5, 9]], 208, 3, 128, "float16", "longflow",
+        {"group": "max", "begin": 11, "counts": True},
     ),
     "borders where runs of 5 blocks meet, D 80": ([[320, 1, 639, 7]], 1040, 8, 80, "bfloat16", "adds", {}),
     "sixteen query heads, D 256": ([[1, 63, 1, 9, 1, 3]], 80, 16, 256, "bfloat16", "longflow", {}),
@@ -269,7 +286,7 @@ RAGGED = {  # sizes per row, P, G, D, dtype, rule, more
 def test_ragged_equals_the_reference(name):
     *shape, more = RAGGED[name]
     more = dict(more)
-    (*bundles, judge), scale = pool(*shape, begin=more.pop("begin", 0))
+    (*bundles, judge), scale = pool(*shape, begin=more.pop("begin", 0), counts=more.pop("counts", False))
     more["scale"] = scale
     bundles = *bundles, judge._replace(group=more.pop("group", "sum"))
     check(ragged(ragged_gpu, bundles, **more), ragged(ragged_reference, bundles, **more))
@@ -313,13 +330,14 @@ def test_ragged_reads_each_block_once(monkeypatch, sizes):
 @pytest.mark.some(4)
 @pytest.mark.parametrize("kv_heads", [1, 8])
 @pytest.mark.parametrize(("dim", "group"), [(64, 4), (80, 1), (96, 7), (128, 8), (256, 16)])
-def test_ragged_lowers_for_cuda(dim, group, kv_heads):
+@pytest.mark.parametrize("counts", [False, True])
+def test_ragged_lowers_for_cuda(dim, group, kv_heads, counts):
     """By the operation's own choice of kernels; K and V go in and out as the same buffers."""
-    (token, held, *others), scale = pool([[1000 // kv_heads] * kv_heads] * 2, 1000, group, dim)
+    (token, held, *others), scale = pool([[1000 // kv_heads] * kv_heads] * 2, 1000, group, dim, counts=counts)
     step = functools.partial(ragged_api.ragged_decode, scale=scale, softcap=30.0, implementation="mosaic_gpu_sm90")
 
     def apart(cache, offsets, token, *others):  # offsets go nowhere, and so are not donated
-        return step(token, Segments(*cache, offsets), *others)
+        return step(token, Segments(*cache, offsets, bias=held.bias), *others)
 
     traced = jax.jit(apart, donate_argnums=0).trace(held[:3], held.offsets, token, *others)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -85,18 +85,28 @@ def test_layers_that_share_are_cut_as_they_come(config):
 
 
 @pytest.mark.some(1)
-@pytest.mark.parametrize("name", ["h2o", "adakv-h2o", "global-h2o"])
-def test_a_decode_step_copies_no_keys(config, name):
-    """Slots are overwritten in place: the program has no copy of keys or values, of a layer or of the model's line.
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        *((name, {}) for name in ("h2o", "adakv-h2o", "global-h2o", "zsmerge", "weightedkv")),
+        ("h2o", {"evicted": {"kind": "merge"}}),
+        ("d2o", {"spare": 0, "spare_last": 0}),
+    ],
+)
+def test_a_decode_step_copies_no_keys(config, name, options):
+    """Slots are overwritten in place: the program has no copy of keys or values, of a layer or of the model's line;
+    nor where what they hold is merged first.
 
     A step on pools calls the CPU's kernel once per layer.
     """
     pytest.importorskip("numba")
-    policy = jaxkv.policy(name, budget=BUDGET, block=BLOCK)
+    policy = jaxkv.policy(name, budget=BUDGET, block=BLOCK, **options)
     text = lower(config, policy, batch=2, tokens=2048, steps=4).decode.compile().as_text()
     parts = text.split("\n\n")  # the step's, not that of the loop in which borders move, once in 64 steps
     step = max(parts, key=lambda part: (part.count("custom-call("), len(part)))
     copied = {tuple(map(int, shape.split(","))) for shape in re.findall(r"= f32\[([\d,]+)\]\S* copy\(", step)}
     keys = 2 * config.num_kv_heads * BUDGET * config.head_dim  # numbers in one layer's keys
     assert all(math.prod(shape) < keys for shape in copied), copied
-    assert len(re.findall(r"custom-call\(.*jaxkv_ragged_decode", step)) == (0 if name == "h2o" else config.num_layers)
+    assert len(re.findall(r"custom-call\(.*jaxkv_ragged_decode", step)) == (
+        config.num_layers if policy.allocate.pooled else 0
+    )

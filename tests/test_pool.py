@@ -287,20 +287,20 @@ POOLS = {  # sizes of the segments per row, slots in all, dim: a row may leave s
 
 
 CASES = [
-    *(("one block", group, VICTIM, "float32") for group in ("sum", "mean", "max")),
-    ("one block", "sum", None, "bfloat16"),
-    ("two blocks", "sum", VICTIM, "float32"),
+    *(("one block", group, VICTIM, counts, "float32") for group, counts in (("sum", 0), ("mean", 1), ("max", 0))),
+    ("one block", "sum", None, 1, "bfloat16"),
+    ("two blocks", "sum", VICTIM, 1, "float32"),
 ]
 TAKES = {"numba_cpu": ("float32",)}
 
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize(
-    "how, shape, group, rule, dtype",
+    "how, shape, group, rule, counts, dtype",
     [(how, *case) for how in DECODES for case in CASES if case[-1] in TAKES.get(how, case)],
 )
-def test_ragged_decode_is_each_head_by_itself(how, shape, group, rule, dtype):
-    """Every head of a pool gets what decode_attend_score gives on its segment alone; the softcap as well."""
+def test_ragged_decode_is_each_head_by_itself(how, shape, group, rule, counts, dtype):
+    """Every head of a pool gets what decode_attend_score gives on its segment alone; the softcap and log n as well."""
     rng = np.random.default_rng(3)
     sizes, total, dim = POOLS[shape]
     heads, groups, sizes, many = 3, 2, np.array(sizes), total
@@ -317,10 +317,13 @@ def test_ragged_decode_is_each_head_by_itself(how, shape, group, rule, dtype):
     values[positions < 0] = np.nan
     second = np.minimum(sizes - 1, 1)
     position, slot, recents = np.array([many, many]), offsets[:, :-1] + second, np.array([2, 3])
+    added = np.where(positions < 0, np.nan, np.log(rng.integers(1, 9, positions.shape))).astype(np.float32)
+    np.put_along_axis(added, slot, 0.0, axis=1)
     options = {"scale": 0.3, "softcap": 5.0}
     query, key, value, keys, values = (jnp.asarray(x, dtype) for x in (query, key, value, keys, values))
     whole = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
     token, held = Token(query, key, value, whole(position)), Segments(keys, values, whole(positions), whole(offsets))
+    held = held._replace(bias=jnp.asarray(added) if counts else None)
     judge = Judge(whole([total, total]), whole(recents), jnp.asarray(weight), jnp.asarray(bias), rule, group)
     run = functools.partial(ragged_decode, **options, implementation=how, **DECODES[how])
     run = jax.jit(run, static_argnames="with_mass")
@@ -333,7 +336,7 @@ def test_ragged_decode_is_each_head_by_itself(how, shape, group, rule, dtype):
             mine = slice(head * groups, (head + 1) * groups)
             lone = decode_attend_score(
                 Token(query[row, mine][None], *(x[row, head][None, None] for x in (key, value)), whole([many])),
-                Held(one(keys), one(values), one(held.positions)),
+                Held(one(keys), one(values), one(held.positions), one(added) if counts else None),
                 whole([[second[row, head]]]),
                 Judge(whole([sizes[row, head]]), judge.recents[row : row + 1], one(weight), one(bias), rule, group),
                 **options,
@@ -357,8 +360,8 @@ def test_ragged_decode_is_each_head_by_itself(how, shape, group, rule, dtype):
     np.testing.assert_array_equal(np.asarray(still.next_slot)[0], slot[0])
 
 
-@pytest.mark.parametrize("rule", [VICTIM, None])
-def test_a_line_is_read_where_it_lies(rule):
+@pytest.mark.parametrize("rule, counts", [(VICTIM, True), (None, False)])
+def test_a_line_is_read_where_it_lies(rule, counts):
     """The CPU's kernel on a layer's part of a line, before the token is in it, equals the reference on a copy."""
     rng = np.random.default_rng(5)
     heads, groups, dim, total, slots = 3, 2, 8, 100, 30
@@ -374,10 +377,11 @@ def test_a_line_is_read_where_it_lies(rule):
     copies = [jnp.stack([x[row, at : at + slots] for row, at in enumerate(first)]) for x in line[:2]]
     news = normal(2, heads * groups, dim), normal(2, heads, dim), normal(2, heads, dim)
     token, held = Token(*news, whole([slots, slots + 5])), Segments(*copies, whole(positions), whole(offsets))
+    held = held._replace(bias=jnp.abs(normal(2, slots)) if counts else None)
     others = whole(offsets[:, :-1] + 1), Judge(whole([slots] * 2), whole([2, 3]), normal(2, slots), 0.5, rule)
     run = functools.partial(ragged_decode, scale=0.3)
     theirs = run(token, held, *others, implementation="reference")
-    poisoned = Segments(*(jnp.full_like(copy, jnp.nan) for copy in copies), *held[2:4], line)
+    poisoned = Segments(*(jnp.full_like(copy, jnp.nan) for copy in copies), *held[2:4], line, held.bias)
     ours = jax.jit(functools.partial(run, implementation="numba_cpu"))(token, poisoned, *others)
     for name in ("output", "lse", "mass"):
         np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), rtol=2e-5, atol=1e-6)

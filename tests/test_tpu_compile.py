@@ -61,8 +61,8 @@ def on(name: str, tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=chip(name)), tree)
 
 
-def step_arrays(batch: int, kv_heads: int, group: int, slots: int, dim: int, dtype: str) -> tuple:
-    """The arguments of decode_attend_score as shapes, with an array as weight."""
+def step_arrays(batch: int, kv_heads: int, group: int, slots: int, dim: int, dtype: str, counts: bool = False) -> tuple:
+    """The arguments of decode_attend_score as shapes, with an array as weight; with `counts` logits have a bias."""
     row = jax.ShapeDtypeStruct((batch,), jnp.int32)
     new = jax.ShapeDtypeStruct((batch, kv_heads, dim), dtype)
     cache = jax.ShapeDtypeStruct((batch, kv_heads, slots, dim), dtype)
@@ -70,7 +70,7 @@ def step_arrays(batch: int, kv_heads: int, group: int, slots: int, dim: int, dty
     weight = jax.ShapeDtypeStruct((batch, kv_heads, slots), jnp.float32)
     return (
         Token(jax.ShapeDtypeStruct((batch, kv_heads * group, dim), dtype), new, new, row),
-        Held(cache, cache, each),
+        Held(cache, cache, each, weight if counts else None),
         jax.ShapeDtypeStruct((batch, kv_heads), jnp.int32),
         Judge(row, row, weight, rule=Rule("sum")),
     )
@@ -98,9 +98,10 @@ NAMES_ONLY = {"parameter", "get-tuple-element", "bitcast", "custom-call", "tuple
 @pytest.mark.some(6)
 @pytest.mark.parametrize("shape, dtype", [*((shape, "bfloat16") for shape in SHAPES), ("llama-3-8b", "float32")])
 @pytest.mark.parametrize("name", CHIPS)
-def test_decode_kernel_compiles_and_writes_in_place(name, shape, dtype):
+@pytest.mark.parametrize("counts", [False, True])
+def test_decode_kernel_compiles_and_writes_in_place(name, shape, dtype, counts):
     sizes = SHAPES[shape]
-    arrays = on(name, step_arrays(*sizes, dtype))
+    arrays = on(name, step_arrays(*sizes, dtype, counts))
     compiled = in_place(functools.partial(decode_attend_score, scale=0.1), *arrays)
     batch, kv_heads, _, slots, dim = sizes
     cache_bytes = 2 * batch * kv_heads * slots * dim * jnp.dtype(dtype).itemsize
@@ -109,18 +110,22 @@ def test_decode_kernel_compiles_and_writes_in_place(name, shape, dtype):
     assert made_of(arrays[1].keys.shape, compiled.as_text()) <= NAMES_ONLY
 
 
-def pool_arrays(batch: int, kv_heads: int, group: int, slots: int, dim: int) -> tuple:
-    """The arguments of ragged_decode as shapes, in bfloat16, with an array as weight; `slots` for each head."""
+def pool_arrays(batch: int, kv_heads: int, group: int, slots: int, dim: int, counts: bool = False) -> tuple:
+    """The arguments of ragged_decode as shapes, in bfloat16, with an array as weight; `slots` for each head.
+
+    With `counts` logits have a bias.
+    """
     row = jax.ShapeDtypeStruct((batch,), jnp.int32)
     each = jax.ShapeDtypeStruct((batch, kv_heads), jnp.int32)
     new = jax.ShapeDtypeStruct((batch, kv_heads, dim), jnp.bfloat16)
     pool = jax.ShapeDtypeStruct((batch, kv_heads * slots, dim), jnp.bfloat16)
     offsets = jax.ShapeDtypeStruct((batch, kv_heads + 1), jnp.int32)
+    weight = jax.ShapeDtypeStruct(pool.shape[:2], jnp.float32)
     return (
         Token(jax.ShapeDtypeStruct((batch, kv_heads * group, dim), jnp.bfloat16), new, new, row),
-        Segments(pool, pool, jax.ShapeDtypeStruct(pool.shape[:2], jnp.int32), offsets),
+        Segments(pool, pool, jax.ShapeDtypeStruct(pool.shape[:2], jnp.int32), offsets, bias=weight if counts else None),
         each,
-        Judge(row, row, jax.ShapeDtypeStruct(pool.shape[:2], jnp.float32), rule=Rule("each")),
+        Judge(row, row, weight, rule=Rule("each")),
     )
 
 
@@ -130,8 +135,9 @@ POOLS = [name for name, (*_, slots, _) in SHAPES.items() if slots < 100_000]  # 
 @pytest.mark.some(4)
 @pytest.mark.parametrize("shape", POOLS)
 @pytest.mark.parametrize("name", CHIPS)
-def test_pool_kernel_compiles_and_writes_in_place(name, shape):
-    arrays = on(name, pool_arrays(*SHAPES[shape]))
+@pytest.mark.parametrize("counts", [False, True])
+def test_pool_kernel_compiles_and_writes_in_place(name, shape, counts):
+    arrays = on(name, pool_arrays(*SHAPES[shape], counts))
     compiled = in_place(functools.partial(ragged_decode, scale=0.1), *arrays)
     pool = arrays[1].keys
     assert compiled.memory_analysis().alias_size_in_bytes >= 2 * pool.size * 2
@@ -209,15 +215,16 @@ def held_rows(kind: str, batch: int, sets: int, slots: int) -> tuple[np.ndarray,
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("rows", ["full", "finished", "hollow"])
-@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("pooled, counts", [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("shape", POOLS)
-def test_decode_kernels_move_each_block_once(shape, pooled, rows):
-    """K and V once where they are filled, nothing of rows that have finished; beside them at most 5 %.
+def test_decode_kernels_move_each_block_once(shape, pooled, counts, rows):
+    """K and V once where they are filled, nothing of rows that have finished; beside them at most 5 %, and log n once.
 
     The compiler is told the bytes of full rows.
     """
     batch, kv_heads, _, slots, dim = SHAPES[shape]
-    arrays = pool_arrays(*SHAPES[shape]) if pooled else step_arrays(*SHAPES[shape], "bfloat16")
+    sizes = SHAPES[shape]
+    arrays = pool_arrays(*sizes, counts) if pooled else step_arrays(*sizes, "bfloat16", counts)
     step = functools.partial(ragged_decode if pooled else decode_attend_score, scale=0.1)
     (call,) = pallas_calls(step, *arrays)
     sets, width = (1, kv_heads * slots) if pooled else (kv_heads, slots)
@@ -243,7 +250,8 @@ def test_decode_kernels_move_each_block_once(shape, pooled, rows):
     cache = operands[3][1] + operands[4][1]
     out = sum(total for _, total in operands[call.params["grid_mapping"].num_inputs :]) + written
     assert cache == 2 * batch * kv_heads * slots * dim * 2
-    assert everything <= 1.05 * (cache + out)
+    added = 4 * positions.size if counts else 0
+    assert everything <= 1.05 * (cache + out) + added
     assert call.params["cost_estimate"].bytes_accessed == pytest.approx(everything, rel=0.01)
     assert made_of((1, 2), "%x = f32[1,2]{1,0} copy(%y)") == {"copy"}  # what the tests above look for is found
 

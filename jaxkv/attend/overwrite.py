@@ -38,7 +38,8 @@ def overwritten(
         _layer(policy, phase.evicted, layer, each, spec, position) if each.ask.shares else (layer, None)
         for layer, each, spec in zip(layers, given, specs, strict=True)
     ]
-    return taking(*map(tuple, zip(*after, strict=True)))
+    # What leaves is read before the token is written over it, or the cache would be copied
+    return taking(*map(tuple, zip(*jax.lax.optimization_barrier(after), strict=True)))
 
 
 def _layer(
@@ -47,7 +48,7 @@ def _layer(
     """The layer with what its rule remembers, and what it changes of the survivors; or changed, where that is more."""
     store, learned, active = given.cache, given.facts.learned, position >= 0
     assert policy.decode is not None
-    gone, store = jax.lax.optimization_barrier((store.leaving(active), store))
+    gone = store.leaving(active)
     share, old = policy.allocate, store.beside.get(rule.state)
 
     def remembering(state: Any) -> Any:

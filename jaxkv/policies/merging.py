@@ -173,7 +173,7 @@ class Merge(Evicted):
         key = gone.keys[:, :, 0].astype(jnp.float32)
         if self.into in ("nearest", "product"):
             alike = products(key, held.keys, takers, cosine=self.into == "nearest")
-            slot, near = jnp.argmax(alike, axis=-1).astype(jnp.int32), jnp.max(alike, axis=-1)
+            near, slot = highest_at(alike)
             if self.into == "nearest":
                 return slot, near
         else:
@@ -396,15 +396,23 @@ def nearest(
     def some(rows: Float[Array, "B Hk N D"]) -> tuple[jax.Array, jax.Array]:
         alike = jnp.einsum("bhnd,bhcd->bhnc", rows, keys, precision=lax.Precision.HIGHEST)
         alike = jnp.where(there[:, :, None], alike, UNLIKE if cosine else -jnp.inf)
-        return jnp.max(alike, axis=-1), jnp.argmax(alike, axis=-1).astype(jnp.int32)
+        return highest_at(alike)
 
     count = rows.shape[2]
-    step = min(SEARCHED, count)
+    step = -(-count // -(-count // SEARCHED))
     parts = jnp.pad(rows, ((0, 0), (0, 0), (0, -count % step), (0, 0)))
     parts = jnp.moveaxis(parts.reshape(*rows.shape[:2], -1, step, rows.shape[-1]), 2, 0)
     found = lax.map(some, parts)
     near, target = (jnp.moveaxis(x, 0, 2).reshape(*rows.shape[:2], -1)[..., :count] for x in found)
     return near, target if index is None else jnp.take_along_axis(index, target, axis=-1)
+
+
+def highest_at(x: Float[Array, "*lead C"]) -> tuple[Float[Array, "*lead"], Int[Array, "*lead"]]:
+    """The highest of each row, and the first place that has it: as `argmax`, in two reductions that are vectorised."""
+    top = jnp.max(x, axis=-1)
+    place = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    first = jnp.min(jnp.where(x == top[..., None], place, LAST), axis=-1)
+    return top, jnp.minimum(first, x.shape[-1] - 1)
 
 
 def products(
@@ -413,8 +421,7 @@ def products(
     """The product, or the cosine, of one key per head with those `among` the slots, wherever they lie: K is read once.
     Below every other where a slot is not."""
     key = unit(key) if cosine else key
-    where, lies = (among, "bhsd") if keys.ndim == 4 else (jnp.any(among, axis=1), "bsd")
-    keys = jnp.where(where[..., None], keys.astype(jnp.float32), 0.0)
+    lies, keys = "bhsd" if keys.ndim == 4 else "bsd", keys.astype(jnp.float32)
     alike = jnp.einsum(f"bhd,{lies}->bhs", key, keys, precision=lax.Precision.HIGHEST)
     if cosine:
         size = jnp.sqrt(jnp.sum(keys * keys, axis=-1))

@@ -13,6 +13,7 @@ Shapes: B rows, Hk KV heads, G query heads each, C slots, D head dim; H = B Hk, 
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,16 +54,14 @@ def decode_attend_score(
     """`reference.decode_attend_score`, K and V read once; not those of blocks before the first and behind the last that
     the query sees.
 
-    Raises `NotImplementedError` on GPUs other than Hopper, for keys turned at read time (`rotate`), for a bias, for
-    dtypes other than bfloat16 and float16, for D that is no multiple of 16 or above 256, for G above 16, and for
+    Raises `NotImplementedError` on GPUs other than Hopper, for keys turned at read time (`rotate`), for dtypes
+    other than bfloat16 and float16, for D that is no multiple of 16 or above 256, for G above 16, and for
     B Hk C that is no multiple of 8. Where C itself is none, positions and logits take a detour; K and V do not.
     """
     if rotate is not None:
         raise NotImplementedError("the GPU kernel reads keys as they lie in the cache: rotate= needs the reference")
     query, key, value, position = token
     keys, values, positions, bias = held
-    if bias is not None:
-        raise NotImplementedError("slots whose logits have a bias need the reference")
     batch, kv_heads, slots, dim = keys.shape
     rows, heads = batch * kv_heads, query.shape[1] // kv_heads
 
@@ -79,6 +78,7 @@ def decode_attend_score(
         keys.reshape(rows, slots, dim),
         values.reshape(rows, slots, dim),
         positions.reshape(rows, slots),
+        None if bias is None else bias.reshape(rows, slots),
         scale=scale,
         window=window,
         softcap=softcap,
@@ -110,6 +110,7 @@ def attend(
     keys: Float[Array, "H C D"],
     values: Float[Array, "H C D"],
     positions: Int[Array, "H C"],
+    bias: Float[Array, "H C"] | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -123,13 +124,18 @@ def attend(
     """
     rows, slots, dim = keys.shape
     heads = query.shape[1]
-    plan = _plan(rows, slots, dim, heads, keys.dtype, scale, window, softcap, keeps_logits)
+    plan = _plan(rows, slots, dim, heads, keys.dtype, scale, window, softcap, keeps_logits, bias is not None)
     width = plan.blocks * plan.block
-    held = jnp.pad(positions, ((0, 0), (0, width - slots)), constant_values=-1)
     shift = np.arange(rows)[:, None] * slots % 8  # where a head begins within its eight slots
-    if slots % 8:
+
+    def in_blocks(x: jax.Array, nothing: Any) -> jax.Array:
+        x = jnp.pad(x, ((0, 0), (0, width - slots)), constant_values=nothing)
+        if slots % 8 == 0:
+            return x
         place = np.arange(width) - shift
-        held = jnp.where((place >= 0) & (place < slots), jnp.take_along_axis(held, place % width, axis=1), -1)
+        return jnp.where((place >= 0) & (place < slots), jnp.take_along_axis(x, place % width, axis=1), nothing)
+
+    held = in_blocks(positions, -1)
     seen = visible(position[:, None], held, window).reshape(rows, plan.blocks, plan.block)
     due, number = jnp.any(seen, axis=2), jnp.arange(plan.blocks, dtype=jnp.int32)
     reach = jnp.stack([jnp.min(jnp.where(due, number, plan.blocks), 1), jnp.max(jnp.where(due, number + 1, 0), 1)], 1)
@@ -158,6 +164,7 @@ def attend(
         reach,
         held,
         *cache,
+        *(() if bias is None else (in_blocks(bias, 0.0),)),
     )
     lse, share = blocks_of.join(sums[:, :, 0, :heads], sums[:, :, 1, :heads])
     output = jnp.einsum("rsdg,rsg->rgd", parts[:, :, :dim, :heads], share, precision="highest")
@@ -169,10 +176,12 @@ def attend(
 
 
 def _attend_block(
-    plan: _Plan, query, key, value, position, slot, reach, positions, keys, values, parts, sums, *logits,
+    plan: _Plan, query, key, value, position, slot, reach, positions, keys, values, *refs,
     q_mem, k_mem, v_mem, w_mem, p_mem, key_mem, value_mem, logit_mem, out_mem, sum_mem, once, k_here, v_here,
+    b_mem=None,
 ) -> None:  # fmt: skip
     """One program: the blocks of slots from `first` on, of one KV head of one row, as far as it reaches."""
+    bias, (parts, sums, *logits) = (refs[0], refs[1:]) if plan.biased else (None, refs)
     row, split = lax.axis_index("row"), lax.axis_index("split")
     first = jnp.maximum(split * plan.each, reach[row, 0])
     count = jnp.maximum(jnp.minimum((split + 1) * plan.each, reach[row, 1]) - first, 0)
@@ -197,6 +206,8 @@ def _attend_block(
         stage, start = lax.rem(index, plan.stages), (first + index) * plan.block
         some = pl.ds(pl.multiple_of(begin - shift + start, 8), plan.block)
         plgpu.copy_gmem_to_smem(positions.at[row, pl.ds(start, plan.block)], p_mem.at[stage], k_here.at[stage])
+        if bias is not None:
+            plgpu.copy_gmem_to_smem(bias.at[row, pl.ds(start, plan.block)], b_mem.at[stage], k_here.at[stage])
         plgpu.copy_gmem_to_smem(keys.at[head, some, all_dims], k_mem.at[stage], k_here.at[stage])
         plgpu.copy_gmem_to_smem(values.at[head, some, all_dims], v_mem.at[stage], v_here.at[stage])
 
@@ -213,7 +224,8 @@ def _attend_block(
         seen = (held >= 0) & (held <= now)
         if plan.window is not None:
             seen = seen & (now - held < plan.window)
-        scores, visible = plan.scores(k_mem.at[stage], q_mem, seen)
+        added = None if b_mem is None else plgpu.layout_cast(b_mem[stage], blocks_of.KEYS)
+        scores, visible = plan.scores(k_mem.at[stage], q_mem, seen, added)
         top, weights, shrink = blocks_of.weigh(top, scores, visible, w_mem)
         if logits:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -235,11 +247,11 @@ def _attend_block(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _plan(rows, slots, dim, heads, dtype, scale, window, softcap, keeps_logits) -> _Plan:
+def _plan(rows, slots, dim, heads, dtype, scale, window, softcap, keeps_logits, biased=False) -> _Plan:
     """The kernel's numbers; raises `NotImplementedError` for what it does not take."""
     if rows * slots % 8:
         raise NotImplementedError(f"{rows} x {slots} slots: a multiple of 8 in all, as they are read by eights")
     return _Plan.of(
-        rows, slots, 7 if slots % 8 else 0, dim, heads, dtype, scale=scale, softcap=softcap, window=window,
-        keeps_logits=keeps_logits,
+        rows, slots, 7 if slots % 8 else 0, dim, heads, dtype, scale=scale, softcap=softcap, biased=biased,
+        window=window, keeps_logits=keeps_logits,
     )  # fmt: skip

@@ -26,17 +26,15 @@ def decode_attend_score(
 ) -> Attended:
     """`reference.decode_attend_score`, K and V read once; not those of blocks in which a row holds nothing.
 
-    Raises `NotImplementedError` for keys turned at read time (`rotate`), for a bias, for 4 slots or fewer, and
-    where two rows' logits do not fit in on-chip memory. XLA copies K and V for it where C is no multiple of 8.
+    Raises `NotImplementedError` for keys turned at read time (`rotate`), for 4 slots or fewer, and where two
+    rows' logits do not fit in on-chip memory. XLA copies K and V for it where C is no multiple of 8.
     """
     if rotate is not None:
         raise NotImplementedError("the TPU kernel reads keys as they lie in the cache: rotate= needs the reference")
-    if held.bias is not None:
-        raise NotImplementedError("slots whose logits have a bias need the reference")
     positions = placed(held.positions, token.position, slot)
     out = tpu_decode.step(
-        token, held.keys, held.values, positions, slot, judge, scale=scale, window=window, softcap=softcap,
-        with_mass=with_mass, interpret=interpret,
+        token, held.keys, held.values, positions, slot, judge, logit_bias=held.bias, scale=scale, window=window,
+        softcap=softcap, with_mass=with_mass, interpret=interpret,
     )  # fmt: skip
     flat = jnp.reshape
     return Attended(

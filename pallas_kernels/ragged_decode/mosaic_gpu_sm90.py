@@ -44,18 +44,18 @@ def ragged_decode(
 ) -> Attended:
     """`reference.ragged_decode`, K and V read once. Every head's `slot` lies in its own segment.
 
-    Raises `NotImplementedError` on GPUs other than Hopper, for a bias, for dtypes other than bfloat16 and float16,
+    Raises `NotImplementedError` on GPUs other than Hopper, for dtypes other than bfloat16 and float16,
     for D that is no multiple of 16 or above 256, for G above 16, and for P that is no multiple of 8.
     """
     query, key, value, position = token
     keys, values, positions, offsets, _, bias = held
-    if bias is not None:
-        raise NotImplementedError("slots whose logits have a bias need the reference")
     batch, slots, dim = keys.shape
     kv_heads, heads = key.shape[1], query.shape[1] // key.shape[1]
     if slots % 8:
         raise NotImplementedError(f"{slots} slots: a multiple of 8, as they are read by eights")
-    plan = blocks_of.Decode.of(batch, slots, 0, dim, heads, keys.dtype, scale=scale, softcap=softcap)
+    plan = blocks_of.Decode.of(
+        batch, slots, 0, dim, heads, keys.dtype, scale=scale, softcap=softcap, biased=bias is not None
+    )
     width, count = plan.blocks * plan.block, plan.splits + kv_heads - 1
 
     finished = position[:, None] < 0
@@ -90,6 +90,7 @@ def ragged_decode(
         borders,
         jnp.pad(owned, ((0, 0), (0, width - slots)), constant_values=-1),
         *cache,
+        *(() if bias is None else (jnp.pad(bias, ((0, 0), (0, width - slots))),)),
     )
     output, lse = _joined(plan, parts[:, :, :dim, :heads], sums[..., :heads], borders)
     mass = None
@@ -126,10 +127,12 @@ def _joined(
 
 
 def _attend_run(
-    plan: blocks_of.Decode, query, key, value, position, slot, borders, positions, keys, values, parts, sums, *logits,
+    plan: blocks_of.Decode, query, key, value, position, slot, borders, positions, keys, values, *refs,
     q_mem, k_mem, v_mem, w_mem, p_mem, key_mem, value_mem, logit_mem, out_mem, sum_mem, once, k_here, v_here,
+    b_mem=None,
 ) -> None:  # fmt: skip
     """One program: a run of a row's blocks from `first` on, under all heads whose segments meet it."""
+    bias, (parts, sums, *logits) = (refs[0], refs[1:]) if plan.biased else (None, refs)
     row, split = lax.axis_index("row"), lax.axis_index("split")
     kv_heads = key.shape[1]
     now, first = position[row], split * plan.each
@@ -156,6 +159,8 @@ def _attend_run(
         stage, start = lax.rem(index, plan.stages), (first + index) * plan.block
         some = pl.ds(start, plan.block)
         plgpu.copy_gmem_to_smem(positions.at[row, some], p_mem.at[stage], k_here.at[stage])
+        if bias is not None:
+            plgpu.copy_gmem_to_smem(bias.at[row, some], b_mem.at[stage], k_here.at[stage])
         plgpu.copy_gmem_to_smem(keys.at[row, some, all_dims], k_mem.at[stage], k_here.at[stage])
         plgpu.copy_gmem_to_smem(values.at[row, some, all_dims], v_mem.at[stage], v_here.at[stage])
 
@@ -181,7 +186,8 @@ def _attend_run(
             held = plgpu.layout_cast(p_mem[stage], blocks_of.KEYS)
             place = plgpu.layout_cast(lax.iota(jnp.int32, plan.block), blocks_of.KEYS) + start
             own = (place >= low) & (place < high)
-            scores, visible = plan.scores(k_mem.at[stage], q_mem, own & (held >= 0) & (held <= now))
+            added = None if b_mem is None else plgpu.layout_cast(b_mem[stage], blocks_of.KEYS)
+            scores, visible = plan.scores(k_mem.at[stage], q_mem, own & (held >= 0) & (held <= now), added)
             top, weights, shrink = blocks_of.weigh(top, scores, visible, w_mem)
             if logits:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)

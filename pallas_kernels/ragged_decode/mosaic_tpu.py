@@ -26,16 +26,14 @@ def ragged_decode(
 ) -> Attended:
     """`reference.ragged_decode`, K and V read once. Every head's `slot` lies in its own segment.
 
-    Raises `NotImplementedError` for a bias, for 4 slots or fewer, and where two rows' logits do not fit in on-chip
-    memory. XLA copies K and V for it where P is no multiple of 8.
+    Raises `NotImplementedError` for 4 slots or fewer, and where two rows' logits do not fit in on-chip memory. XLA
+    copies K and V for it where P is no multiple of 8.
     """
-    if held.bias is not None:
-        raise NotImplementedError("slots whose logits have a bias need the reference")
     positions = placed(held.positions, token.position, slot)
-    weight, bias = (x[:, None] if isinstance(x, jax.Array) else x for x in (judge.weight, judge.bias))
+    weight, bias, added = (x[:, None] if isinstance(x, jax.Array) else x for x in (judge.weight, judge.bias, held.bias))
     out = tpu_decode.step(
         token, held.keys[:, None], held.values[:, None], positions[:, None], slot,
-        judge._replace(weight=weight, bias=bias), held.offsets, scale=scale, window=None, softcap=softcap,
+        judge._replace(weight=weight, bias=bias), held.offsets, added, scale=scale, window=None, softcap=softcap,
         with_mass=with_mass, interpret=interpret,
     )  # fmt: skip
     return Attended(

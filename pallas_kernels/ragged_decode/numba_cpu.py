@@ -25,7 +25,7 @@ NO_MASS = len(GROUP)
 NO_RULE = -1
 # The buffers of a call, in order
 QUERY, KEY, VALUE, SLOT, KEYS, VALUES, FIRST, POSITIONS, OFFSETS, POSITION, SOFTMAX, GROUPS, RECENTS = range(13)
-WEIGHT, BIAS, SINKS = range(13, 16)
+WEIGHT, BIAS, ADDED, SINKS = range(13, 17)
 OUTPUT, LSE, MASS, AIMED = range(4)
 ORDER = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; infinities and NaN stay what they are
 
@@ -43,26 +43,25 @@ def ragged_decode(
     """`reference.ragged_decode`, K and V read once and only where they are filled; of a layer that shares a line, where
     they lie in it.
 
-    Raises `NotImplementedError` for a bias, for dtypes other than float32, and where XLA cannot call what numba
+    Raises `NotImplementedError` for dtypes other than float32, and where XLA cannot call what numba
     compiles.
     """
     query, key, value, position = token
-    if held.bias is not None:
-        raise NotImplementedError("slots whose logits have a bias need the reference")
     if {query.dtype, held.keys.dtype} != {jnp.dtype(jnp.float32)}:
         raise NotImplementedError(f"{query.dtype} and {held.keys.dtype}: float32")
     batch, kv_heads, dim = key.shape
     target = jnp.where(position[:, None] < 0, -1, slot)
-    keys, values, positions, offsets, line, _ = written(held, key, value, position, slot)
+    keys, values, positions, offsets, line, added = written(held, key, value, position, slot)
     line = line or Line(keys, values, jnp.zeros_like(position))
     queries = query.reshape(batch, kv_heads, -1, dim)
     floating = queries.shape, queries.shape[:3], positions.shape
+    by_slot = judge.weight, judge.bias, added
     out = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in floating]
     output, lse, mass, aimed = jax.ffi.ffi_call(_attend(), [*out, jax.ShapeDtypeStruct(slot.shape, jnp.int32)])(
         queries, key, value, target, *line, positions, offsets, position,
         np.array([scale, softcap or 0.0], np.float32),
         np.array([REDUCE[judge.group] if with_mass else NO_MASS], np.int32), judge.recents,
-        *(x if isinstance(x, jax.Array) else np.full((1, 1), x, np.float32) for x in (judge.weight, judge.bias)),
+        *(x if isinstance(x, jax.Array) else np.full((1, 1), x or 0.0, np.float32) for x in by_slot),
         np.array([NO_RULE if judge.rule is None else judge.rule.sinks], np.int32),
     )  # fmt: skip
     return Attended(
@@ -111,7 +110,8 @@ def _attend_head(ins, outs, unit):
         floats(word(ins, KEY), token)[b, h], floats(word(ins, VALUE), token)[b, h],
         integers(word(ins, SLOT), (batch, heads))[b, h] - begin,
         floats(line, (batch, total, dim))[b, first:last], floats(word(ins, VALUES), (batch, total, dim))[b, first:last],
-        positions, position, settings[0], settings[1], integers(word(ins, GROUPS), (1,))[0],
+        positions, _row(word(ins, ADDED), b, begin, end), position,
+        settings[0], settings[1], integers(word(ins, GROUPS), (1,))[0],
         floats(word(outs, OUTPUT), (batch, heads, groups, dim))[b, h],
         floats(word(outs, LSE), (batch, heads, groups))[b, h], mass[begin:end],
     )  # fmt: skip
@@ -152,11 +152,12 @@ def _aim(positions, mass, weight, bias, sinks, recent):
 
 @compiled(fastmath=ORDER)
 def _attend_segment(
-    query, key, value, slot, keys, values, positions, position, scale, softcap, reduce, output, lse, mass
+    query, key, value, slot, keys, values, positions, added, position, scale, softcap, reduce, output, lse, mass
 ):
     """One KV head's softmax over its segment, for its G queries. The token's key and value are those of its slot."""
     groups, dim = query.shape
     slots, nothing = positions.shape[0], -np.float32(np.inf)
+    by_slot = min(added.shape[0] - 1, 1)  # 0 where there is one number for all
     weights = np.empty((groups, slots), np.float32)
     for p in range(slots):
         if positions[p] < 0 or positions[p] > position:
@@ -172,8 +173,10 @@ def _attend_segment(
         for p in range(slots):
             if positions[p] < 0 or positions[p] > position:
                 weights[g, p] = nothing
-            elif softcap > 0:
-                weights[g, p] = softcap * math.tanh(weights[g, p] / softcap)
+            else:
+                if softcap > 0:
+                    weights[g, p] = softcap * math.tanh(weights[g, p] / softcap)
+                weights[g, p] += added[p * by_slot]
             top = max(top, weights[g, p])
         total = np.float32(0)
         for p in range(slots):
