@@ -2,13 +2,14 @@
 
 Each policy gets the largest budget whose keys and values, and what lies beside them, take at most a share of the full
 cache's bytes in bfloat16, of a text of 512 tokens. All evict while the answer is written. A run that was broken off
-goes on where it was.
+goes on where it was; rows that are there already stay in the JSON file.
 
     python -m benchmarks.tiers --out FOLDER
 """
 
 import argparse
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import jaxkv
 from benchmarks.all_policies import ends
 from benchmarks.real_work import interval
-from benchmarks.report import table, write
+from benchmarks.report import RESULTS, table, write
 from jaxkv import sizes
 from jaxkv.evaluation import runner, summary
 from jaxkv.evaluation.results import Record
@@ -77,7 +78,9 @@ def main() -> None:
         Tasks(name, lengths=(TOKENS,), depths=(0.1, 0.35, 0.6, 0.9), max_new_tokens=16)
         for name in ("passkey", "niah-single", "niah-multikey")
     )
-    results = []
+    path = RESULTS / "tiers.json"
+    known = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else []
+    found = {(row["share"], row["case"]): row for row in known}
     for share in options.shares:
         sized = list(policies(params.config, share, options.cases))
         run = Settings(
@@ -87,12 +90,13 @@ def main() -> None:
         store = runner.evaluate(
             params, run, options.out / str(share), progress=lambda *told: print(*told, flush=True), model=options.model
         )
-        results += rows(share, sized, params.config, list(store.records()))
-        print("written to", write("tiers", {"model": options.model, "results": results}))
+        found |= {(share, row["case"]): row for row in rows(share, sized, params.config, list(store.records()))}
+        results = sorted(found.values(), key=lambda row: (row["share"], list(CASES).index(row["case"])))
+        print("written to", write("tiers", {"model": options.model, "texts": options.texts, "results": results}))
     header = ("share and case", "budget", "MB", "right", "KL")
     shown = [
         (f"1/{row['share']} {row['case']}", row["budget"], row["bytes"] / 1e6, row["right"][0], row["kl"][0])
-        for row in results
+        for row in found.values()
     ]
     print(table("needles and prose at equal bytes", header, shown))
 
