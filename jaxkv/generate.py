@@ -338,11 +338,13 @@ def behind(params: Params, rows: list[np.ndarray], observe: Observer, blocks: Pr
 
 
 def first_pass(policy: Policy) -> Policy:
-    """The policy under which a lookahead policy drafts: SnapKV at the same budget."""
+    """The policy under which a lookahead policy drafts: SnapKV in the same bytes, that is, at the same budget, in the
+    same codecs, and with the same rule for what leaves. Its window is smaller than the budget."""
     assert policy.prefill is not None
-    window = policy.prefill.observe.draft_window
-    draft = by_name("snapkv", budget=policy.budget, ratio=policy.ratio, window=window)
-    return dataclasses.replace(draft, rope=policy.rope, block=policy.block)
+    window, evicted = policy.prefill.observe.draft_window, policy.prefill.evicted
+    window = window if policy.budget is None else max(min(window, policy.budget - 1), 1)
+    draft = by_name("snapkv", budget=policy.budget, ratio=policy.ratio, window=window, evicted=evicted)
+    return dataclasses.replace(draft, rope=policy.rope, block=policy.block, store=policy.store)
 
 
 def with_room(policy: Policy, config: Any, cache: KVCache, room: int) -> KVCache:

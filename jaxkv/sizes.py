@@ -92,7 +92,7 @@ def fitted(policy: Policy, config: ModelConfig, dtype: Any, learned: Learned = N
         slots = _used_at(parts, config, budget, learned)
         # layers that differ may do so in another way for another length of text, and be rounded up by more
         slots = [in_pieces(count) if len(set(slots)) == 1 else count + PIECE - 1 for count in slots]
-        return size_of(parts, config, dtype, slots).keys_values
+        return size_of(dataclasses.replace(parts, budget=budget), config, dtype, slots).keys_values
 
     low = least(parts)
     high = max(config.max_position, low)

@@ -106,6 +106,7 @@ class Rule:
     every = 1  # entries over the budget at which a cut comes; 1: the lowest leaves at every step
     reserve = 1  # of the budget, for the first new tokens
     near = np.inf  # how near a choice of its own came to a tie
+    close = 2e-4  # how far off keys and values may be
     together = False  # whether all heads let the same of their entries go, by the sum
     fresh: ClassVar[dict[str, float]] = {}
 

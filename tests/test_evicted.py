@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import itertools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,11 @@ from ordered import heads_of
 import jaxkv
 from jaxkv.errors import BadValue
 from jaxkv.policies import Demote, Merge, Pages
+from jaxkv.policies.combine import Maximum
 from jaxkv.policies.evicted import Leaving
+from jaxkv.policies.score import Score, ScoreInputs
 from jaxkv.store import tier
+from jaxkv.store.by_channel import IntByChannel
 from jaxkv.store.codecs import Codecs
 from jaxkv.store.entries import Entries
 from jaxkv.store.integers import Int
@@ -25,6 +29,7 @@ from jaxkv.store.pages import indexed
 from jaxkv.store.threshold import Threshold
 from pallas_kernels.masking import masked_softmax
 from pallas_kernels.partial import Partial, attend_few, merge
+from pallas_kernels.prefill_attend_mass.reference import prefill_attend_mass
 
 FAMILY = "llama3"
 
@@ -196,33 +201,62 @@ def test_a_tier_that_cannot_be_is_refused():
         Demote(bits=5)
     with pytest.raises(BadValue, match="slots=0"):
         Demote(slots=0)
+    with pytest.raises(BadValue, match="by='mass'"):
+        Demote(by="mass")
+    with pytest.raises(BadValue, match="several tokens share"):
+        Demote(keys=IntByChannel(bits=4))
+
+
+def test_a_tier_as_many_times_the_budget(tiny):
+    """`times` counts in slots of the budget, whichever way that was given; the bytes asked for are kept to."""
+    params = tiny(FAMILY)
+    rule = {"kind": "demote", "times": 3.0, "slots": 5}
+    slots = lambda policy: jaxkv.prefill(params, ids(45, 1), policy=policy).layers[0].beside["tier"].entries  # noqa: E731
+    assert slots(jaxkv.policy("h2o", budget=16, evicted=rule)).positions.shape[-1] == 48
+    assert slots(jaxkv.policy("h2o", ratio=0.5, evicted=rule)).positions.shape[-1] == 5
+    room = jaxkv.prefill(params, ids(45, 1), policy=jaxkv.policy("h2o", budget=24, evicted=rule)).kv_bytes
+    cache = jaxkv.prefill(params, ids(45, 1), policy=jaxkv.policy("h2o", bytes=room, evicted=rule))
+    assert (cache.policy.budget, cache.kv_bytes) == (24, room)
 
 
 @pytest.mark.long
-@given(st.lists(st.lists(st.integers(0, 1), min_size=6, max_size=6), min_size=1, max_size=4), st.integers(0, 99))
+@pytest.mark.parametrize("by", ["position", "score"])
+@given(
+    rounds=st.lists(st.lists(st.integers(0, 1), min_size=6, max_size=6), min_size=1, max_size=4),
+    seed=st.integers(0, 99),
+)
 @settings(max_examples=15, deadline=None)
-def test_the_tier_holds_the_newest_of_what_came(rounds, seed):
-    """At cuts of many and overwrites of one; codes never change again, and their attention is that of the decoded."""
+def test_the_tier_holds_the_best_of_what_came(by, rounds, seed):
+    """The newest, or those of highest worth, of equals the older: at cuts of many and overwrites of one. Codes never
+    change again, and their attention is that of the decoded."""
     rng, slots = np.random.default_rng(seed), 4
     codec = Int(8)
-    held = tier.empty(1, 1, slots, 8, jnp.dtype("float32"), Codecs(codec, codec))
-    came, first = {}, 0
+    held = tier.empty(1, 1, slots, 8, jnp.dtype("float32"), Codecs(codec, codec), ranked=by == "score")
+    came, value, first = {}, {}, 0
+
+    def of(keys, at):
+        worth = rng.integers(0, 4, at.shape).astype(np.float32)  # with ties
+        worth[rng.random(at.shape) < 0.1] = np.inf  # protected once
+        value.update({int(p): x for p, x in zip(at.ravel(), worth.ravel(), strict=True) if p >= 0})
+        stats = {"worth": jnp.asarray(worth)} if by == "score" else {}
+        return Entries(jnp.asarray(keys), jnp.asarray(-keys), jnp.asarray(at), stats)
+
     for mask in rounds:
         keys = rng.standard_normal((1, 1, 6, 8)).astype(np.float32)
         at = np.where(np.array(mask), first + np.arange(6), -1)[None, None].astype(np.int32)
         came |= {int(p): keys[0, 0, i] for i, p in enumerate(at[0, 0]) if p >= 0}
-        held = held.with_many(Entries(jnp.asarray(keys), jnp.asarray(-keys), jnp.asarray(at), {}))
+        held = held.with_many(of(keys, at))
         one = rng.standard_normal((1, 1, 1, 8)).astype(np.float32)
         came[first + 6] = one[0, 0, 0]
-        held = held.with_one(Entries(jnp.asarray(one), jnp.asarray(-one), jnp.full((1, 1, 1), first + 6), {}))
-        none = Entries(jnp.asarray(one), jnp.asarray(one), jnp.full((1, 1, 1), -1), {})
+        held = held.with_one(of(one, np.full((1, 1, 1), first + 6, np.int32)))
+        none = of(one, np.full((1, 1, 1), -1, np.int32))
         assert all(
             np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (held, held.with_one(none))), strict=True)
         )
         first += 7
-        newest = sorted(came)[-slots:]
+        best = sorted(came, key=lambda p: (-value[p], p) if by == "score" else -p)[:slots]
         positions = np.asarray(held.entries.positions)[0, 0]
-        assert sorted(p for p in positions.tolist() if p >= 0) == newest
+        assert sorted(p for p in positions.tolist() if p >= 0) == sorted(best)
         decoded = np.asarray(codec.decode(held.entries.keys))[0, 0]
         for place, position in enumerate(positions.tolist()):
             if position >= 0:
@@ -264,6 +298,87 @@ def test_a_second_tier_holds_what_the_first_has_lost(tiny):
                 beside = {int(p) for p in np.asarray(layer.beside["tier"].entries.positions)[row, head] if p >= 0}
                 left = sorted(set(range(tokens)) - held)
                 assert beside == set(left[-8:]), (row, head)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scrambled(Score):
+    """score = 37 position mod 101."""
+
+    kind: ClassVar[str] = "scrambled"
+
+    def factors(self, stats, positions, now):
+        return 0.0, (positions * 37 % 101).astype(jnp.float32)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("of", ["slots", "every", "not linear", "heads share", "layers share"])
+def test_a_second_tier_by_score_holds_the_best_of_what_the_first_has_lost(tiny, of):
+    """Under a score that never changes: whatever the store, at cuts and overwrites, at prefill and at decode."""
+    params, rows, demote = tiny(FAMILY), [ids(45, 1), ids(3, 2)], {"kind": "demote", "by": "score", "slots": 8}
+    options = {
+        "slots": {},
+        "every": {"every": 4},
+        "not linear": {"score": Maximum(Scrambled(), Scrambled(), "none")},
+        "heads share": {"allocate": {"kind": "adaptive", "safeguard": 0.2, "interval": 4, "shift": 2}},
+        "layers share": {"allocate": {"kind": "global", "safeguard": 0.2}},
+    }[of]
+    policy = jaxkv.policy("random", budget=16, block=20, evicted=demote, recent=2, **{"score": Scrambled(), **options})
+    assert (of == "not linear") == (not policy.decode.linear)
+    one, heads = jaxkv.prefill(params, rows, policy=policy), params.config.num_kv_heads
+    out = jaxkv.generate(params, rows, policy=policy, max_new_tokens=30, stop_tokens=())
+    full = 0
+    for cache, seen in ((one, (45, 3)), (out.cache, (74, 32))):
+        for view, layer in zip(cache.views, cache.layers, strict=True):
+            for row, tokens in enumerate(seen):
+                for head in range(heads):
+                    held = {int(p) for p in heads_of(view, row)[head] if p >= 0}
+                    beside = {int(p) for p in np.asarray(layer.beside["tier"].entries.positions)[row, head] if p >= 0}
+                    left = sorted(set(range(tokens)) - held, key=lambda p: -(37 * p % 101))
+                    assert beside == set(left[:8]), (row, head)
+                    full += len(left) > 8
+    assert full
+
+
+def test_zipcache_as_released(goldens):
+    """What its probes say of every token, and values in the tier of 2 bits; of policy `zipcache`."""
+    golden, phase = arrays(goldens / "policies" / "zipcache.npz"), jaxkv.policy("zipcache", budget=64).prefill
+    assert phase is not None
+    for case in ("t40", "t100"):
+        query, key, probes, worth, others = (
+            golden[f"{case}/{name}"] for name in ("query", "key", "probes", "worth", "others")
+        )
+        at, now = np.arange(query.shape[1], dtype=np.int32)[None], jnp.array([query.shape[1]], jnp.int32)
+        times = np.bincount(probes, minlength=query.shape[1]).astype(np.float32)  # it draws some more than once
+        last = phase.aggregate.weights(jnp.asarray(at), now, None)[0] == 1
+        assert set(probes[: int(np.ceil(0.05 * len(times)))]) <= set(np.flatnonzero(last))
+        positions = jnp.asarray(at[:, None].repeat(len(key), 1))
+        mass = prefill_attend_mass(
+            jnp.asarray(query[None]), jnp.asarray(key[None]), jnp.asarray(at), positions, scale=key.shape[-1] ** -0.5,
+            reduce=phase.aggregate.queries, weights=jnp.maximum(jnp.asarray(times[None]), 1e-30),
+        )  # fmt: skip
+        weight, bias = phase.score.factors({}, positions, now)
+        mine = np.asarray(weight * phase.aggregate.over_group(mass, len(key)) + bias)[0]
+        np.testing.assert_allclose(mine, worth, rtol=2e-5)
+        assert np.array_equal(np.sort(np.argsort(mine, axis=-1)[:, : others.shape[1]], axis=-1), others)
+    values, others = jnp.asarray(golden["values"][None, None]), golden["others"]
+    at = np.arange(values.shape[2], dtype=np.int32)
+    stay = jnp.asarray(~np.isin(at, others))[None, None]
+    stats = {"worth": jnp.zeros((1, 1, len(at)), jnp.float32)}
+    entries = Entries(values, values, jnp.asarray(at)[None, None], stats)
+    rule = dataclasses.replace(phase.evicted, slots=len(others), times=0.0)
+    looks = ScoreInputs(queries=values, query_positions=jnp.asarray(at)[None])
+    _, held = rule.absorb(
+        rule.begin(1, 1, values.shape[-1], jnp.dtype("float32")),
+        entries.masked(stay),
+        entries.masked(~stay),
+        Leaving(block=looks),
+    )
+    assert np.asarray(held.entries.positions)[0, 0].tolist() == others.tolist()
+    step = np.ptp(golden["values"] / np.sqrt(np.abs(golden["values"]).max(0)), axis=-1).max() / 3
+    off = np.abs(np.asarray(held.decoded()[1])[0, 0] - golden["decoded"][others])
+    factor = np.sqrt(np.abs(golden["values"]).max(0))
+    assert (off <= 2e-3 * step * factor + 1e-6).mean() > 0.98  # a scale of 16 bits turns few codes by one
+    assert (off <= 1.01 * step * factor).all()
 
 
 @pytest.mark.long

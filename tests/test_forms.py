@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from forms import Prompt, Rule, Tiny, competing, ends, run, softmax
 from ordered import heads_of
+from tiers_numpy import Tiered, in_bits, small_floats
 
 import jaxkv
 from jaxkv.policies import Leverage
@@ -81,6 +82,13 @@ class Merging:
         if "count" in head.stats:
             head.stats["count"] = after.count[0]
         return head.only(stay)
+
+
+class MiKv(Tiered, Summed):
+    """H2O, and a tier of 2 bits in groups of half a head, its keys balanced by the prompt's queries."""
+
+    codes = (in_bits(2, 8), in_bits(2, 8))
+    balance = "queries"
 
 
 class Vatp(Summed):
@@ -392,10 +400,10 @@ class Lookahead(Rule):
     """SnapKV drafts, and what the drafted tokens attend to behind the whole prompt stays (the second stage of the
     release: `update_kv_LAQ`, `pyramidkv_utils.py` line 598, without the mask that it takes over from SnapKV)."""
 
-    every, count = NEVER, 8
+    every, count, drafts = NEVER, 8, SnapKv
 
     def prepare(self, tiny, ids):
-        draft = run(tiny, SnapKv(self.budget), ids, self.count, reserve=0).tokens[: self.count]
+        draft = run(tiny, self.drafts(self.budget), ids, self.count, reserve=0).tokens[: self.count]
         self.length = len(ids)
         _, self.ahead = tiny.prompt([*ids, *draft])
 
@@ -434,6 +442,69 @@ class LookaheadLongFlow(Lookahead):
 
     def step(self, head, mass, now):
         return mass.sum(0) * np.abs(head.value).sum(-1)
+
+
+class Probed(Rule):
+    """What the last 5 % of the queries look at, and about as many drawn before, over those that could."""
+
+    every = NEVER
+
+    def prompt(self, seen: Prompt):
+        length = seen.weights.shape[1]
+        place = np.arange(length)
+        probes = (place >= int(length * 0.95)) | (Drawn(self.budget).draw(place, 0) < 0.05 / 0.95)
+        return seen.by_group(seen.weights[:, probes].sum(1)).sum(1) / (length - place)
+
+
+class ZipCache(Tiered, Probed):
+    """What is not salient in 2 bits, channels divided by the root of their largest number."""
+
+    codes, balance = (in_bits(2), in_bits(2)), "channels"
+
+
+class Restless(Rule):
+    """Mean and variance of the window's attention, 5 neighbours together; at decode the current query's attention."""
+
+    every, window, gamma = 4, 4, 263.8
+
+    def prompt(self, seen: Prompt):
+        mass = seen.weights[:, -self.window :]
+        apart = np.arange(mass.shape[2]) >= mass.shape[2] - self.window
+        worth = np.where(apart, 0.0, mass.mean(1) + self.gamma * mass.var(1, ddof=1))
+        worth = seen.by_group(pooled(worth, 5, "avg")).mean(1)
+        return np.where(apart, np.inf, worth)
+
+    def step(self, head, mass, now):
+        apart = head.at >= now - self.window
+        return np.where(apart, np.inf, pooled(np.where(apart, 0.0, mass.mean(0))[None], 5, "avg")[0])
+
+
+class Arkv(Tiered, Restless):
+    """What leaves is in 8 bits first."""
+
+    codes = (small_floats, small_floats)
+
+
+class TieredSnapKv(Tiered, SnapKv):
+    """What drafts for the next."""
+
+    codes = (in_bits(4, turned=True), in_bits(4))
+
+
+class TieredLaq(Tiered, Lookahead):
+    """Ours: what leaves stays in 4 bits, keys turned; at decode what got least attention leaves, the newest aside."""
+
+    every, recent, drafts = 1, BUDGET // 4, TieredSnapKv
+    codes = (in_bits(4, turned=True), in_bits(4))
+    fresh: ClassVar[dict[str, float]] = {"attention": 0.0}
+
+    def stats(self, seen: Prompt):
+        return {"attention": super(Tiered, self).prompt(seen)}
+
+    def step(self, head, mass, now):
+        head.stats["attention"] = worth = head.stats["attention"] + mass.mean(0)
+        self.said[head.layer, head.number] = worth = np.where(head.at >= now - self.recent, np.inf, worth)
+        return worth
 
 
 class DapQ(Rule):
@@ -658,6 +729,7 @@ class CriticalKv(SnapKv):
 
 SMALL_MERGING = {"sinks": 2, "every": 4}
 CASES = {  # the rule, our options, the seed of a prompt without near ties
+    "mikv": (MiKv, {"times": 0.5, "channels": 8}, 0),
     "vatp": (Vatp, {"sinks": 2}, 0),
     "alisa": (Alisa, {}, 0),
     "ems": (Ems, {"question": 4, "prefill_recent": 4, "decode_recent": 4}, 0),
@@ -674,6 +746,9 @@ CASES = {  # the rule, our options, the seed of a prompt without near ties
     "laq": (Lookahead, {"draft_window": 6}, 75),
     "laq-plus-plus": (LookaheadLocal, {"draft_window": 6}, 0),
     "laq-longflow": (LookaheadLongFlow, {"draft_window": 6}, 0),
+    "zipcache": (ZipCache, {"times": 0.5, "store": {}}, 0),
+    "arkv": (Arkv, {"times": 0.5, "window": 4, "decode_recent": 4, "every": 4}, 0),
+    "tiered-laq": (TieredLaq, {"times": 0.5, "draft_window": 6}, 0),
     "dapq": (DapQ, {}, 0),
     "dapq-longflow": (DapQLongFlow, {}, 0),
     "spans": (Spans, {}, 0),
@@ -722,4 +797,12 @@ def test_prompt_and_steps(numpy_model, tiny, name):
         for number, head in enumerate(heads):
             there = np.asarray(mine.positions)[0, number] >= 0
             for name, its in (("keys", head.key), ("values", head.value)):
-                np.testing.assert_allclose(np.asarray(getattr(mine, name))[0, number][there], its, atol=2e-4)
+                np.testing.assert_allclose(np.asarray(getattr(mine, name))[0, number][there], its, atol=rule.close)
+    for (layer, number), held in getattr(rule, "looked_at", {}).items():
+        tier = ours.cache.layers[layer].beside["tier"]
+        at, (keys, values) = np.asarray(tier.entries.positions)[0, number], tier.decoded()
+        order = np.argsort(held.at)
+        mine = [int(slot) for slot in np.argsort(at) if at[slot] >= 0]
+        assert at[mine].tolist() == held.at[order].tolist()
+        np.testing.assert_allclose(np.asarray(keys)[0, number][mine], held.key[order], atol=rule.close)
+        np.testing.assert_allclose(np.asarray(values)[0, number][mine], held.value[order], atol=rule.close)

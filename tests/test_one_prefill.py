@@ -52,7 +52,7 @@ def answers(store: Store) -> dict[tuple, tuple]:
 
 KINDS = (  # of store, flow, observer, codec, and of what decoding does; `-m slow` runs every other policy
     "adakv", "compactor", "dapq-longflow", "full", "global-h2o", "h2o", "keydiff", "kivi", "kvzip", "lacache", "lagkv",
-    "laq", "laq-plus-plus", "quest", "razorattention", "subgen", "tiered-h2o",
+    "laq", "laq-plus-plus", "quest", "razorattention", "subgen", "tiered-h2o", "tiered-laq",
 )  # fmt: skip
 NAMES = [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in sorted(catalogue())]
 

@@ -805,7 +805,8 @@ def test_every_policy_speculates_or_says_why_not():
     bent = {name for name, known in catalogue().items() if known.decode and not known.decode.linear}
     pooled = {name for name, known in catalogue().items() if known.allocate.pooled}
     measured = {"q-filters"}  # what was measured on the model scores every token that enters
-    beside = {"quest", "subgen", "tiered-h2o", "zsmerge"}  # a tree knows no pages, sketch, second tier, residual slot
+    beside = {"quest", "subgen", "zsmerge"}  # a tree knows no pages, sketch, residual slot; nor a second tier
+    beside |= {"arkv", "mikv", "tiered-h2o", "tiered-laq", "zipcache"}
     growing = {name for name, known in catalogue().items() if known.decode and known.decode.score.grows}
     merging = {name for name, known in catalogue().items() if known.decode and known.decode.evicted.moves}
     coded = {name for name, known in catalogue().items() if known.store != Codecs()}

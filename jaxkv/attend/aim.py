@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv.policies.allocator import Allocate
 from jaxkv.policies.policy import Policy, priority
 from jaxkv.policies.score import ScoreInputs
-from jaxkv.store.entries import ranks
+from jaxkv.store.entries import WORTH, ranks
 
 NO_PROMPT: dict[str, Any] = dict.fromkeys(("queries", "query_positions", "query_places", "by_query"))
 NO_KEYS: dict[str, Any] = dict.fromkeys(("keys", "values", "places"))  # a score linear in the mass looks at none
@@ -33,6 +33,8 @@ def aimed(
     if phase is None or phase.every > 1:  # there always is an empty or expired slot
         return store.aimed(store.empty_slot(now, window))
     worth = worth_at_decode(policy, share, store, mass, now, limits, inputs)
+    if policy.ranks:
+        store = store.changed(stats={**store.stats, WORTH: store.unscored(worth)})
     return store.aimed(store.lowest(worth, limits, now, window))
 
 

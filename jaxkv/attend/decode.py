@@ -22,7 +22,7 @@ from jaxkv.policies.policy import Phase, Policy, sound
 from jaxkv.policies.score import ScoreInputs
 from jaxkv.sharding.attention import RotateAtRead
 from jaxkv.sharding.layout import Layout
-from jaxkv.store.entries import around, ranks
+from jaxkv.store.entries import WORTH, around, ranks
 from jaxkv.store.looks import LOOKS
 from jaxkv.store.pool import dropped
 from pallas_kernels.arguments import Judge, Rule, Token
@@ -177,8 +177,13 @@ def _evicted(
 
     if phase.every > 1:
         return cut(store, active & store.full(allowed, phase.every, now, window), allowed)
-    if not phase.linear:
-        store = store.aimed(store.lowest(worth(store), allowed, now, window), active)
+    if policy.ranks or not phase.linear:
+        value = worth(store)
+        if policy.ranks:
+            noted = jnp.where(active[:, None, None], value, store.scored(store.stats[WORTH]))
+            store = store.changed(stats={**store.stats, WORTH: store.unscored(noted)})
+        if not phase.linear:
+            store = store.aimed(store.lowest(value, allowed, now, window), active)
     moves = share.moves(limits, now)
     if moves is None:
         return store

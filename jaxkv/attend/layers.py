@@ -21,12 +21,12 @@ from jaxkv.attend.leave import absorbed, leaving
 from jaxkv.attend.prompt import finished
 from jaxkv.models import AttentionSpec
 from jaxkv.plan import Plan
-from jaxkv.policies.allocator import WORTH, Allocate, Division, Learned
+from jaxkv.policies.allocator import Allocate, Division, Learned
 from jaxkv.policies.needs import MASS
 from jaxkv.policies.policy import Phase, Policy
 from jaxkv.policies.score import ScoreInputs
 from jaxkv.sharding.layout import Layout
-from jaxkv.store.entries import Entries, appended
+from jaxkv.store.entries import WORTH, Entries, appended
 from jaxkv.store.line import Place, joined, placed
 from jaxkv.store.pool import Pool, arranged
 from pallas_kernels.ragged_decode.segments import per_head

@@ -17,13 +17,13 @@ from jaxkv.attend.layer import LayerIn, LayerOut, Notes
 from jaxkv.attend.leave import absorbed, leaving, room_of
 from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import rotate
-from jaxkv.policies.allocator import EACH_ITS_OWN, WORTH, Allocate, Choice, Contest
+from jaxkv.policies.allocator import EACH_ITS_OWN, Allocate, Choice, Contest
 from jaxkv.policies.needs import MASS, OUTPUT
 from jaxkv.policies.policy import Phase, Policy, priority
 from jaxkv.policies.score import Score, ScoreInputs
 from jaxkv.sharding.attention import prefill_attend, prefill_attend_mass
 from jaxkv.sharding.layout import Layout
-from jaxkv.store.entries import EMPTY, Entries, appended, counted, owners
+from jaxkv.store.entries import EMPTY, WORTH, Entries, appended, counted, owners
 from jaxkv.store.looks import LOOKS
 from pallas_kernels.decode_attend_score.victim import alive
 from pallas_kernels.masking import filled
@@ -183,20 +183,20 @@ def _cut(
     share = policy.allocate if given.ask.shares else EACH_ITS_OWN
     choice = _choice(policy, share, joined, mass, now, given, inputs, looked, lead)
     kept = choice.kept.reshape(joined.positions.shape)
+    if share.divides or policy.ranks:
+        joined = joined.with_stats(**{WORTH: choice.worth.reshape(kept.shape).astype(jnp.float32)})
 
     beside, moving = store.beside, joined
     lossless = share.keeps_all(joined.positions.shape[-1], given.ask.slots)
     if policy.prefill is not None and looked and given.ask.shares and not lossless:
         phase, limits = policy.prefill, given.limits
         facts = leaving(policy, phase, given.facts.learned, joined.positions, now, limits, inputs.rotate, share)
-        facts = dataclasses.replace(facts, most=given.ask.slots if store.equal else 0)
+        facts = dataclasses.replace(facts, most=given.ask.slots if store.equal else 0, block=inputs)
         seen = dataclasses.replace(joined, stats=policy.observe(phase, joined.stats, mass, now))
         moving, beside = absorbed(phase.evicted, beside, seen, kept, facts)
         moving = dataclasses.replace(moving, stats=joined.stats)
     if mass is not None:
         moving = moving.with_stats(mass=mass)  # moves with its entries, then goes
-    if share.divides:
-        moving = moving.with_stats(**{WORTH: choice.worth.reshape(kept.shape).astype(jnp.float32)})
     room = room_of(policy, store, given.limits, given.ask.slots)
     room = jnp.full_like(room, store.heads * given.ask.slots) if share.divides else room
     cut = store.rebuilt(moving, kept, given.ask.slots, room, beside)

@@ -214,7 +214,7 @@ def batches(
     these steps; with slots for `room` tokens more."""
     alike: dict[Policy, dict[Policy, list[int]]] = {}  # by decode steps, then by all but the size
     for number, policy in enumerate(policies):
-        unsized = dataclasses.replace(policy, budget=None, ratio=None)
+        unsized = dataclasses.replace(policy.sized, budget=None, ratio=None)
         alike.setdefault(policy.decoding, {}).setdefault(unsized, []).append(number)
     for steps, methods in alike.items():
         waiting: dict[Any, list[tuple[int, Kept]]] = {}  # by the form of what they keep

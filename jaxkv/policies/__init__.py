@@ -85,6 +85,7 @@ from jaxkv.policies.score import AttentionValue as AttentionValue
 from jaxkv.policies.score import Entering as Entering
 from jaxkv.policies.score import FixedPlace as FixedPlace
 from jaxkv.policies.score import KeyNorm as KeyNorm
+from jaxkv.policies.score import NormalizedAttention as NormalizedAttention
 from jaxkv.policies.score import PeakAttention as PeakAttention
 from jaxkv.policies.score import Random as Random
 from jaxkv.policies.score import Recency as Recency

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
 from jaxkv.policies.needs import HIDDEN, OUTPUT, calibrated
+from jaxkv.policies.score import draws
 from jaxkv.store.entries import counted, packed
 from pallas_kernels.decode_attend_score.victim import over_heads
 
@@ -29,7 +30,8 @@ class Aggregate(Checked):
     matrix of the query's head and h_t the normed hidden state (KVzip+, arXiv 2601.07891, in kvpress' form).
 
     With a `decay` below 1 a query of the prompt counts decay^a, a being the number of the block's tokens behind it
-    (A2SF, arXiv 2407.20485).
+    (A2SF, arXiv 2407.20485). With `probes` above 0 only that share of the text's queries counts, the last ones, and of
+    those before them about as many, drawn by their positions (ZipCache, arXiv 2405.14256).
     """
 
     queries: str = "mean"
@@ -41,6 +43,7 @@ class Aggregate(Checked):
     weigh: str = "none"
     decay: float = 1.0
     pooled: str = "heads"
+    probes: float = 0.0
 
     def __post_init__(self):
         for field, allowed in (
@@ -57,6 +60,8 @@ class Aggregate(Checked):
             raise BadValue(f"kernel={self.kernel}: expected an odd number, so that a pool has a middle")
         if not 0 < self.decay <= 1:
             raise BadValue(f"decay={self.decay}: expected a number in (0, 1]; 1 forgets nothing")
+        if not 0 <= self.probes <= 0.5:
+            raise BadValue(f"probes={self.probes}: expected a share of the queries, up to 0.5; 0 for all of them")
         if self.best < 0:
             raise BadValue(f"best={self.best}: expected a number of query heads, or 0 for all")
 
@@ -70,11 +75,15 @@ class Aggregate(Checked):
         self, at: Int[Array, "B T"], now: Int[Array, "B"], sizes: Float[Array, "B T"] | None
     ) -> Float[Array, "B T"] | None:
         """What the queries at these positions count, above 0; None where all count alike."""
-        if self.decay == 1:
-            return None if sizes is None else 1 / jnp.maximum(sizes, 1e-12)
-        age = jnp.maximum(now[:, None] - 1 - at, 0).astype(jnp.float32)
-        weights = jnp.maximum(self.decay**age, FADED)
-        return weights if sizes is None else weights / jnp.maximum(sizes, 1e-12)
+        weights = None if sizes is None else 1 / jnp.maximum(sizes, 1e-12)
+        if self.decay < 1:
+            age = jnp.maximum(now[:, None] - 1 - at, 0).astype(jnp.float32)
+            weights = jnp.maximum(self.decay**age, FADED) * (1.0 if weights is None else weights)
+        if self.probes:
+            last = at >= (now - jnp.ceil(self.probes * now.astype(jnp.float32)).astype(jnp.int32))[:, None]
+            drawn = draws(at[:, None], 0, 1)[:, 0, :, 0] < self.probes / (1 - self.probes)
+            weights = jnp.where(last | drawn, 1.0, FADED) * (1.0 if weights is None else weights)
+        return weights
 
     def by_output(
         self, mass: Float[Array, "B Hq S"], values: Float[Array, "B Hk S D"], out: Float[Array, "Hq D M"]

@@ -16,7 +16,6 @@ from jaxkv.checks import Checked
 from jaxkv.policies.score import Score, ScoreInputs
 from jaxkv.store.entries import best_of_each
 
-WORTH = "worth"  # the statistic of what a block's entries were worth, until the layers have divided their budget
 UNLIMITED = 2**30  # the budget of a layer that evicts nothing
 Learned = Mapping[str, Any]  # name -> array [L, ...], by `jaxkv calibrate`
 

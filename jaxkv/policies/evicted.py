@@ -14,18 +14,23 @@ from jaxtyping import Array, Bool, Int
 
 from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
-from jaxkv.policies.score import draws
+from jaxkv.policies.score import ScoreInputs, draws
 from jaxkv.store import residue, sketch, summary, tier
+from jaxkv.store.balance import largest
+from jaxkv.store.codec import Codec
 from jaxkv.store.codecs import Codecs
 from jaxkv.store.entries import Change, Entries
 from jaxkv.store.integers import Int as Integers
+
+BALANCES = {"none": (False, False), "queries": (True, False), "channels": (True, True)}  # of keys, of values
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaving:
     """What a rule may know besides the entries: which heads let their oldest go first (None: no head does so), which
     slots of survivors the phase protects, the position of the next token, how RoPE turns keys by so many positions
-    (None: keys lie as the model makes them), and how many survivors a head has at most (0: as many as there are slots).
+    (None: keys lie as the model makes them), how many survivors a head has at most (0: as many as there are slots),
+    and at a prompt's cut what its block looked with.
     """
 
     local: Bool[Array, "Hk"] | None = None
@@ -33,6 +38,7 @@ class Leaving:
     now: Int[Array, "B"] | None = None
     rotate: Callable[[Any, Any], Any] | None = None
     most: int = 0
+    block: ScoreInputs | None = None
 
 
 class Evicted(Checked):
@@ -44,6 +50,7 @@ class Evicted(Checked):
     single: ClassVar[bool] = False  # whether at an overwrite at most one survivor of a head does: `take`
     attended: ClassVar[bool] = False  # whether its state is attended to
     weighs: ClassVar[bool] = False  # whether survivors may stand for several tokens
+    ranks: ClassVar[bool] = False  # whether it asks what each entry was last valued at: the statistic `worth`
     needs: ClassVar[frozenset[str]] = frozenset()
 
     @property
@@ -53,6 +60,10 @@ class Evicted(Checked):
 
     def check(self, policy: Any) -> None:
         """Raises `BadValue` for a policy under which the rule cannot work."""
+
+    def sized(self, budget: int) -> "Evicted":
+        """The rule for a policy that keeps `budget` tokens per KV head."""
+        return self
 
     def begin(self, batch: int, heads: int, head_dim: int, dtype: Any) -> Any:
         """The state before anything has left."""
@@ -145,29 +156,97 @@ class Residual(Evicted):
 
 @dataclasses.dataclass(frozen=True)
 class Demote(Evicted):
-    """What leaves goes to a second tier of `slots` slots per KV head, in integers of `bits` bits; of what came there
-    the newest stay. Both tiers are attended to, and the first evicts by its own attention mass alone. Ours; a tier of
-    low precision for what is not important is MiKV's idea (arXiv 2402.18096), which bounds neither.
+    """What leaves goes to a second tier of `slots` slots per KV head, in integers of `bits` bits, or in the codecs
+    `keys` and `values`. Of what came there stay, by "position", the newest; by "score", those that the phase's score
+    valued most when they left: so an entry is at first exact, then of low precision, then gone.
+
+    `times` above 0: the tier has so many times the budget's slots (`slots`, under a `ratio`). Both tiers are attended
+    to; the first evicts by its own attention mass alone, and in the second nothing is scored again. Ours; a tier of low
+    precision for what is not important is MiKV's idea (arXiv 2402.18096), which bounds neither.
+
+    `balance` multiplies channels before they are coded, and divides after, by factors of the row's KV head that the
+    prompt's first block chooses: "queries" keys by sqrt(max |q| / max |k|) of the channel (MiKV); "channels" keys and
+    values x by 1 / sqrt(max |x|) of their own (ZipCache, arXiv 2405.14256, has that for values).
     """
 
     slots: int = 256
     bits: int = 4
+    by: str = "position"
+    times: float = 0.0
+    keys: Codec | None = None
+    values: Codec | None = None
+    balance: str = "none"
     kind: ClassVar[str] = "demote"
     state: ClassVar[str] = "tier"
     attended: ClassVar[bool] = True
 
     def __post_init__(self):
-        if isinstance(self.slots, bool) or self.slots < 1:
-            raise BadValue(f"slots={self.slots}: expected at least 1 slot per KV head in the second tier")
-        Integers(self.bits)  # raises for other numbers of bits
+        if isinstance(self.slots, bool) or self.slots < 1 or self.times < 0:
+            raise BadValue(
+                f"slots={self.slots}, times={self.times}: expected at least 1 slot per KV head in the second tier, and "
+                "how many times the budget's it has (0: `slots`)"
+            )
+        if self.by not in ("position", "score"):
+            raise BadValue(f"by={self.by!r}: expected 'position', the newest stay, or 'score', the best")
+        if self.balance not in BALANCES:
+            raise BadValue(f"balance={self.balance!r}: expected one of {', '.join(BALANCES)}")
+        if not self.codecs.apart:
+            raise BadValue(
+                "a second tier with a scale that several tokens share: expected codecs with a scale per token, such as "
+                "{'kind': 'int', 'bits': 4}"
+            )
+
+    @property
+    def ranks(self) -> bool:  # type: ignore[override]
+        """Whether it asks what each entry was last valued at."""
+        return self.by == "score"
+
+    @property
+    def codecs(self) -> Codecs:
+        """How keys and values lie in the tier."""
+        return Codecs(self.keys or Integers(self.bits), self.values or Integers(self.bits))
+
+    def sized(self, budget: int) -> "Demote":
+        if not self.times:
+            return self
+        return dataclasses.replace(self, slots=max(round(self.times * budget), 1), times=0.0)
 
     def begin(self, batch: int, heads: int, head_dim: int, dtype: Any) -> tier.Tier:
-        codec = Integers(self.bits)
-        return tier.empty(batch, heads, self.slots, head_dim, dtype, Codecs(codec, codec))
+        return tier.empty(
+            batch, heads, self.slots, head_dim, dtype, self.codecs, ranked=self.ranks, balanced=BALANCES[self.balance]
+        )
+
+    def check(self, policy: Any) -> None:
+        if self.balance != "none" and policy.allocate.divides:
+            raise BadValue(
+                f"balance={self.balance!r} of policy {policy.name!r}, whose layers share one budget and are cut when "
+                "the block's queries are gone: expected balance='none', or an allocator of heads or of none"
+            )
 
     def absorb(self, beside, kept, lost, facts):
-        one = lost.positions.shape[-1] == 1
-        return kept, beside.with_one(lost) if one else beside.with_many(lost)
+        if lost.positions.shape[-1] == 1:
+            return kept, beside.with_one(lost)
+        assert kept is not None
+        return kept, self._balanced(beside, kept, lost, facts.block).with_many(lost)
+
+    def _balanced(self, beside: tier.Tier, kept: Entries, lost: Entries, block: ScoreInputs | None) -> tier.Tier:
+        """The tier with its factors, where the rows of a prompt's block have none so far."""
+        if self.balance == "none" or block is None or block.queries is None:
+            return beside
+        assert block.query_positions is not None
+        there = kept.filled | lost.filled
+        rows = jnp.any(there, axis=(1, 2))
+        keys, values = beside.keys, beside.values
+        if keys is not None:
+            asked = 1.0
+            if self.balance == "queries":
+                at = block.query_positions[:, None]
+                asked = largest(block.turned(block.queries, at), at >= 0)
+                asked = jnp.max(asked.reshape(*there.shape[:2], -1, asked.shape[-1]), axis=2)
+            keys = keys.choosing(jnp.sqrt(asked / largest(kept.keys, there)), rows)
+        if values is not None:
+            values = values.choosing(1 / jnp.sqrt(largest(kept.values, there)), rows)
+        return dataclasses.replace(beside, keys=keys, values=values)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ from jaxkv.store.described import register_state
 
 TRAITS = ("kind", "stats", "needs", "remembers", "linear", "signed", "aware", "together", "parts", "store", "state")
 TRAITS += ("keyless", "grows", "moves", "weighs", "attended", "plain", "straight", "replays", "drafts", "looks")
-TRAITS += ("placed", "single")
+TRAITS += ("placed", "single", "ranks")
 
 
 @dataclasses.dataclass(frozen=True)

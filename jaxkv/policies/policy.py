@@ -23,6 +23,7 @@ from jaxkv.policies.read import All, Read
 from jaxkv.policies.score import Entering, Recency, Score, ScoreInputs, Stats
 from jaxkv.policies.select import Select
 from jaxkv.store.codecs import Codecs
+from jaxkv.store.entries import WORTH
 
 MOST_SHARED = 0.999  # of a budget, by what is protected and reserved: a thousandth can be evicted
 NOTHING: Learned = {}
@@ -217,7 +218,13 @@ class Policy(Checked):
     @property
     def stats(self) -> tuple[str, ...]:
         """Names of the per-slot statistics that the scores keep."""
-        return tuple(sorted({name for phase in self.phases for name in phase.score.stats}))
+        names = {name for phase in self.phases for name in phase.score.stats}
+        return tuple(sorted(names | {WORTH} if self.ranks else names))
+
+    @property
+    def ranks(self) -> bool:
+        """Whether entries remember what the phase's score last said of them, for a rule of what leaves that asks."""
+        return any(phase.evicted.ranks for phase in self.phases)
 
     @property
     def query_aware(self) -> bool:
@@ -252,8 +259,19 @@ class Policy(Checked):
 
     def beside(self, batch: int, heads: int, head_dim: int, dtype: Any) -> dict[str, Any]:
         """What lies beside a layer's slots before anything has left them, by the name of the rule's state."""
-        rules = {phase.evicted.state: phase.evicted for phase in self.phases if phase.evicted.state}
+        rules = {phase.evicted.state: phase.evicted for phase in self.sized.phases if phase.evicted.state}
         return {name: rule.begin(batch, heads, head_dim, dtype) for name, rule in rules.items()}
+
+    @property
+    def sized(self) -> "Policy":
+        """The policy with rules whose state is as large as its budget asks."""
+        if self.budget is None or all(phase.evicted.sized(self.budget) == phase.evicted for phase in self.phases):
+            return self
+        sized = {
+            name: phase and dataclasses.replace(phase, evicted=phase.evicted.sized(self.budget))
+            for name, phase in (("prefill", self.prefill), ("decode", self.decode))
+        }
+        return dataclasses.replace(self, **sized)
 
     @property
     def weighs(self) -> bool:
@@ -287,7 +305,8 @@ class Policy(Checked):
     def enter(self, keys: Float[Array, "B Hk T D"], values: Float[Array, "B Hk T D"], **more: Any) -> Stats:
         """The statistics of tokens as they enter the cache; `more` are the other fields of `Entering`."""
         new = Entering(keys, values, **more)
-        return {name: stat for phase in self.phases for name, stat in phase.score.enter(new).items()}
+        worth = {WORTH: jnp.zeros(keys.shape[:-1], jnp.float32)} if self.ranks else {}
+        return worth | {name: stat for phase in self.phases for name, stat in phase.score.enter(new).items()}
 
     def allowed(
         self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"], limits: Int[Array, "B"]

@@ -211,6 +211,18 @@ class Attention(Score):
 
 
 @dataclasses.dataclass(frozen=True)
+class NormalizedAttention(Score):
+    """score = attention mass / (n - position), n being the position of the next token: over the tokens that could give
+    an entry attention, so that those that came early are not ahead for that. Source: ZipCache (arXiv 2405.14256)."""
+
+    kind: ClassVar[str] = "normalized-attention"
+    needs: ClassVar[frozenset[str]] = frozenset({MASS})
+
+    def factors(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
+        return 1 / jnp.maximum(now[:, None, None] - positions, 1).astype(jnp.float32), 0.0
+
+
+@dataclasses.dataclass(frozen=True)
 class AccumulatedAttention(Score):
     """score = sum over all observations so far of decay^age * attention mass, the age in tokens.
 

@@ -22,6 +22,7 @@ from jaxkv.policies.score import (
     AttentionValue,
     FixedPlace,
     KeyNorm,
+    NormalizedAttention,
     PeakAttention,
     Random,
     Recency,
@@ -31,7 +32,8 @@ from jaxkv.policies.score import (
 KINDS: dict[str, type[Score]] = {
     part.kind: part
     for part in (
-        *(Recency, Random, FixedPlace, KeyNorm, Attention, AccumulatedAttention, AttentionValue, PeakAttention),
+        *(Recency, Random, FixedPlace, KeyNorm, Attention, NormalizedAttention, AccumulatedAttention, AttentionValue),
+        PeakAttention,
         *(KeyDiff, LagKV, Cur, Leverage, Redundancy, QueryDirection),
         *(
             ExpectedAttention,

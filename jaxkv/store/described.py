@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jaxkv.errors import BadCheckpoint
+from jaxkv.store.balance import Balance
 from jaxkv.store.by_channel import BlockCode
 from jaxkv.store.codecs import KINDS, Codecs
 from jaxkv.store.entries import Entries
@@ -27,7 +28,7 @@ from jaxkv.store.window import Window
 KNOWN: dict[str, type] = {
     each.__name__: each
     for each in (
-        *(Slots, Pool, Place, Entries, Summary, Residue, Sketch, Tier, Threshold, Pages, Window),
+        *(Slots, Pool, Place, Entries, Summary, Residue, Sketch, Tier, Balance, Threshold, Pages, Window),
         *(Codecs, *KINDS.values(), IntCode, BlockCode, FloatCode, SparseCode),
     )
 }

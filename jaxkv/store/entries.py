@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 EMPTY = -1
+WORTH = "worth"  # the statistic of what an entry was last valued at, where somebody asks
 NEVER = -jnp.inf  # priority of an empty slot: below every entry
 PIECE = 8  # slots that a TPU's memory holds as one piece
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from jaxkv.sharding.attention import RotateAtRead, ragged_decode
 from jaxkv.sharding.layout import Layout, on_host
 from jaxkv.store.codecs import PLAIN_BOTH, Codecs
-from jaxkv.store.entries import EMPTY, Entries, blank, flattened, owners, taken
+from jaxkv.store.entries import EMPTY, WORTH, Entries, blank, flattened, owners, taken
 from jaxkv.store.slots import GROW
 from jaxkv.store.store import Absorb, Choose, Store, Worth
 from pallas_kernels.arguments import Judge, Line, Segments, Token
@@ -238,7 +238,10 @@ class Pool(Store):
         """
 
         def cut(_, store: Pool) -> Pool:
-            chosen = choose(store.unscored(worth(store)), store.positions, store.owner, each)
+            value = store.unscored(worth(store))
+            chosen = choose(value, store.positions, store.owner, each)
+            if WORTH in store.stats:
+                store = store.changed(stats={**store.stats, WORTH: value})
             entries, beside = store.absorbed(chosen, absorb)
             new = dataclasses.replace(store, entries=entries).arranged(chosen, room, beside)
             new = new.aimed(first_empty(new.positions, new.offsets))

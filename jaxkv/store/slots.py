@@ -15,7 +15,18 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from jaxkv.sharding.attention import RotateAtRead, decode_attend_score
 from jaxkv.sharding.layout import Layout
 from jaxkv.store.codecs import PLAIN_BOTH, Codecs
-from jaxkv.store.entries import Entries, appended, blank, chosen_at, in_pieces, in_time_order, owners, packed, taken
+from jaxkv.store.entries import (
+    WORTH,
+    Entries,
+    appended,
+    blank,
+    chosen_at,
+    in_pieces,
+    in_time_order,
+    owners,
+    packed,
+    taken,
+)
 from jaxkv.store.store import Absorb, Choose, Store, Worth
 from pallas_kernels.arguments import Held, Judge, Token
 from pallas_kernels.decode_attend_score.victim import alive, victim
@@ -174,9 +185,9 @@ class Slots(Store):
 
         def cut(store: Slots) -> Slots:
             live = alive(store.positions, now, window)
-            ordered = in_time_order(store.loose().masked(live).with_stats(worth=worth(store)))
+            ordered = in_time_order(store.loose().masked(live).with_stats(**{WORTH: worth(store)}))
             count = jnp.where(due, each, store.slots)
-            chosen = choose(ordered.stats["worth"], ordered.positions, owners(ordered.positions), count)
+            chosen = choose(ordered.stats[WORTH], ordered.positions, owners(ordered.positions), count)
             entries, beside = store.absorbing(ordered.keeping(tuple(store.stats)), chosen, absorb)
             kept = store.settling(chosen_at(entries, packed(chosen, store.slots)))
             kept = dataclasses.replace(store, entries=kept, beside=beside)

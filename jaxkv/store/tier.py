@@ -1,4 +1,4 @@
-"""A second tier: slots of lower precision for the entries that leave the first, the newest of them."""
+"""A second tier: slots of lower precision for the entries that leave the first, the best of them or the newest."""
 
 import dataclasses
 from typing import ClassVar
@@ -7,55 +7,73 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxkv.store import balance
+from jaxkv.store.balance import Balance
 from jaxkv.store.codecs import Codecs
-from jaxkv.store.entries import Entries, appended, best_of_each, blank, chosen_at, packed
+from jaxkv.store.entries import EMPTY, WORTH, Entries, appended, best_of_each, blank, chosen_at, packed
 from pallas_kernels.partial import Partial, attend_few
+
+FINITE = float(jnp.finfo(jnp.float32).max)  # what was protected is worth so much
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tier:
-    """N slots per KV head, coded by `codecs`; of what comes in, the N newest entries stay."""
+    """N slots per KV head, coded by `codecs`. Of what comes in the N newest entries stay; or, where entries have the
+    statistic `worth`, the N of highest worth, of equals the older. Keys and values may be balanced before."""
 
     entries: Entries  # [B, Hk, N]
-    codecs: Codecs = dataclasses.field(metadata={"static": True})
+    keys: Balance | None = None
+    values: Balance | None = None
+    codecs: Codecs = dataclasses.field(default=Codecs(), metadata={"static": True})
 
     attends: ClassVar[bool] = True
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the codes of keys and values."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves((self.entries.keys, self.entries.values)))
+        """Bytes of the codes of keys and values, and of the factors that balance them."""
+        factors = [x.factor for x in (self.keys, self.values) if x is not None]
+        return sum(leaf.nbytes for leaf in jax.tree.leaves((self.entries.keys, self.entries.values, factors)))
 
-    def coded(self, keys: Float[Array, "B Hk S D"], values: Float[Array, "B Hk S D"], positions: Array) -> Entries:
-        """Plain entries in this tier's codes."""
-        return Entries(self.codecs.keys.encode(keys), self.codecs.values.encode(values), positions, {})
+    def coded(self, plain: Entries) -> Entries:
+        """Plain entries in this tier's codes, with what it ranks them by."""
+        stats = {name: jnp.clip(plain.stats[name], -FINITE, FINITE) for name in self.entries.stats}
+        keys = plain.keys if self.keys is None else self.keys.applied(plain.keys).astype(plain.keys.dtype)
+        values = plain.values if self.values is None else self.values.applied(plain.values).astype(plain.values.dtype)
+        return Entries(self.codecs.keys.encode(keys), self.codecs.values.encode(values), plain.positions, stats)
+
+    def decoded(self) -> tuple[Float[Array, "B Hk N D"], Float[Array, "B Hk N D"]]:
+        """Keys and values as they were, but for what the codes leave out."""
+        keys, values = self.codecs.keys.decode(self.entries.keys), self.codecs.values.decode(self.entries.values)
+        keys = keys if self.keys is None else self.keys.undone(keys)
+        return keys, values if self.values is None else self.values.undone(values)
 
     def with_many(self, lost: Entries) -> "Tier":
-        """The tier after a cut: the newest of its entries and the `lost [B, Hk, S]` ones, in time order."""
+        """The tier after a cut: the best of its entries and the `lost [B, Hk, S]` ones, in time order."""
         slots = self.entries.positions.shape[-1]
-        new = self.coded(lost.keys, lost.values, lost.positions)
-        both = appended(self.entries, new)
-        count = jnp.full(both.positions.shape[:1], slots, jnp.int32)
-        stay = best_of_each(both.positions.astype(jnp.float32), both.positions, count)
-        kept = chosen_at(both, packed(stay, slots))
-        order = jnp.argsort(kept.positions, axis=-1, stable=True)
-        return dataclasses.replace(self, entries=chosen_at(kept, order))
+        both = appended(self.entries, self.coded(lost))
+        order = jnp.argsort(both.positions, axis=-1, stable=True)
+        worth, positions = (jnp.take_along_axis(x, order, axis=-1) for x in (_worth(both), both.positions))
+        stay = packed(best_of_each(worth, positions, jnp.full(positions.shape[:1], slots, jnp.int32)), slots)
+        kept = jnp.where(stay < 0, EMPTY, jnp.take_along_axis(order, jnp.maximum(stay, 0), axis=-1))
+        return dataclasses.replace(self, entries=chosen_at(both, kept))
 
     def with_one(self, lost: Entries) -> "Tier":
-        """The tier after an overwrite: the `lost [B, Hk, 1]` entry (position -1: none) takes the place of the oldest
-        one, or an empty slot, unless it is older itself."""
-        held = self.entries.positions
-        slot = jnp.argmin(held, axis=-1)
-        oldest = jnp.min(held, axis=-1)
-        new = self.coded(lost.keys, lost.values, lost.positions)
-        comes = (lost.positions[..., 0] > oldest) & (lost.positions[..., 0] >= 0)
+        """The tier after an overwrite: the `lost [B, Hk, 1]` entry (position -1: none) takes an empty slot, or the
+        place of the worst one, unless it is worse itself."""
+        held, new = self.entries, self.coded(lost)
+        worth = jnp.where(held.filled, _worth(held), -jnp.inf)
+        least = jnp.min(worth, axis=-1, keepdims=True)
+        late = jnp.where(worth == least, held.positions, -2)
+        slot, youngest = jnp.argmax(late, axis=-1), jnp.max(late, axis=-1, keepdims=True)
+        own = _worth(new)
+        comes = new.filled & ((own > least) | ((own == least) & (new.positions < youngest)))
         at = (
-            jnp.arange(held.shape[0])[:, None],
-            jnp.arange(held.shape[1])[None, :],
-            jnp.where(comes, slot, held.shape[2]),  # out of range, so dropped
+            jnp.arange(worth.shape[0])[:, None],
+            jnp.arange(worth.shape[1])[None, :],
+            jnp.where(comes[..., 0], slot, worth.shape[2]),  # out of range, so dropped
         )
-        entries = jax.tree.map(lambda old, x: old.at[at].set(x[:, :, 0], mode="drop"), self.entries, new)
+        entries = jax.tree.map(lambda old, x: old.at[at].set(x[:, :, 0], mode="drop"), held, new)
         return dataclasses.replace(self, entries=entries)
 
     def attend(
@@ -63,13 +81,30 @@ class Tier:
     ) -> Partial:
         """Attention to the tier's entries alone, all older than every query, decoded as they are read."""
         seen = self.entries.filled[:, :, None] & (position >= 0)[:, None, :, None]
-        keys, values = self.codecs.keys.decode(self.entries.keys), self.codecs.values.decode(self.entries.values)
+        keys, values = self.decoded()
         return attend_few(query, keys, values, seen, scale=scale, softcap=softcap)
 
 
-def empty(batch: int, heads: int, slots: int, head_dim: int, dtype: jnp.dtype, codecs: Codecs) -> Tier:
-    """A tier of empty slots. Raises `BadValue` where heads of this width have no code."""
+def _worth(entries: Entries) -> Float[Array, "B Hk S"]:
+    """What entries are ranked by: their worth, where they have one, else their position."""
+    return entries.stats.get(WORTH, entries.positions.astype(jnp.float32))
+
+
+def empty(
+    batch: int,
+    heads: int,
+    slots: int,
+    head_dim: int,
+    dtype: jnp.dtype,
+    codecs: Codecs,
+    *,
+    ranked: bool = False,
+    balanced: tuple[bool, bool] = (False, False),
+) -> Tier:
+    """A tier of empty slots, `ranked` by worth or by position, with keys and values `balanced` or not. Raises
+    `BadValue` where heads of this width have no code."""
     codecs.check(head_dim)
     shape = (batch, heads, slots)
     keys, values = (codec.empty(shape, head_dim, dtype) for codec in (codecs.keys, codecs.values))
-    return Tier(blank(shape, keys, values, ()), codecs)
+    by_key, by_value = (balance.empty(batch, heads, head_dim) if some else None for some in balanced)
+    return Tier(blank(shape, keys, values, (WORTH,) if ranked else ()), by_key, by_value, codecs)
