@@ -83,6 +83,8 @@ def lower(
         return run.DecodeState(cache, row < 0, row, None, keys)
 
     left = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), prefill.out_info[0])
+    if policy.store.fits:
+        left = jax.eval_shape(lambda layers: run.fitted(layers, learned, policy=policy), left)
     begun = jax.eval_shape(state, left)
     cache = dataclasses.replace(
         jax.tree.map(lambda leaf: _array(layout, leaf), begun.cache),
