@@ -76,6 +76,10 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "expected-attention-stats": TWINS,
     "fastkv": RELEASED,
     "finch": TWINS,
+    "freqkv": (
+        Check(CODE, PART, "test_frequency.py::test_low_frequencies_as_released"),
+        Check(FORM, BOTH, "test_frequency.py::test_a_text_that_is_cut_again_and_again"),
+    ),
     "full": Check(CODE, BOTH, "test_released.py::test_the_full_cache_generates_what_transformers_does"),
     "gear": (
         Check(CODE, PART, "test_gear.py::test_blocks_as_released"),

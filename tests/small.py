@@ -32,6 +32,7 @@ SMALL = {  # published windows are longer than the tiny prompts
     "epicache": {"count": 6, "sinks": 2},
     "fastkv": {"window": 4},
     "finch": {"question": 4, "recent": 4},
+    "freqkv": {"sinks": 2, "every": 4},
     "gear": {"tokens": 8, "residual": 8, "outliers": 0.1},
     "graphkv": {"window": 6},
     "defensivekv": {"window": 4},

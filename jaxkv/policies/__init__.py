@@ -44,6 +44,7 @@ from jaxkv.policies.flow import Flow as Flow
 from jaxkv.policies.flow import Follow as Follow
 from jaxkv.policies.flow import Propagate as Propagate
 from jaxkv.policies.flow import Straight as Straight
+from jaxkv.policies.frequency import LowPass as LowPass
 from jaxkv.policies.graph import Propagated as Propagated
 from jaxkv.policies.layers import Erring as Erring
 from jaxkv.policies.layers import Pyramid as Pyramid

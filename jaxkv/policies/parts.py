@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from jaxkv.errors import BadValue, JaxkvError, unknown
-from jaxkv.policies import across, allocate, evicted, flow, layers, merging, observe, read, scores
+from jaxkv.policies import across, allocate, evicted, flow, frequency, layers, merging, observe, read, scores
 from jaxkv.policies.across import Across
 from jaxkv.policies.allocator import Allocate
 from jaxkv.policies.evicted import Evicted
@@ -49,7 +49,7 @@ PARTS = {  # field -> what may stand in it; a new sort of part is one more line
     "observe": Kinds(dict(observe.KINDS), {Observer: ()}),
     "allocate": Kinds(allocate.KINDS | across.KINDS, {Across: ("profile", "quotas"), Allocate: ("budgets|choose",)}),
     "layers": Kinds(dict(layers.KINDS), {Uniform: ("budgets",)}),
-    "evicted": Kinds(evicted.KINDS | merging.KINDS, {Evicted: ("absorb",)}),
+    "evicted": Kinds(evicted.KINDS | merging.KINDS | frequency.KINDS, {Evicted: ("absorb",)}),
     "flow": Kinds(dict(flow.KINDS), {Flow: ("route|going",)}),
     "read": Kinds(dict(read.KINDS), {Read: ("step",)}),
     "keys": _CODECS,
