@@ -14,6 +14,7 @@ from test_codecs import by_channel, exact_of
 
 import jaxkv
 from jaxkv.errors import BadValue, UnknownName
+from jaxkv.lowering import lower
 from jaxkv.policies import Channels, Codecs, LowRank, Squat
 from jaxkv.serving import Engine
 from jaxkv.store.fit import FIT
@@ -258,8 +259,16 @@ def test_an_engine_fits_behind_the_last_block(unchecked, tiny):
     assert [each.tokens for each in answers] == [each.tokens[0].tolist() for each in wanted]
 
 
+def test_programs_on_what_is_fitted(unchecked, tiny):
+    """`lower` makes the decode program of a cache as a prompt leaves it."""
+    learned = {"key_channels": jax.ShapeDtypeStruct((2, 2, 16), jnp.float32)}
+    for name, given_, kept in (("think", {}, 10), ("leank", learned, 5)):
+        made = lower(tiny(FAMILY).config, jaxkv.policy(name), batch=1, tokens=20, room=4, learned=given_)
+        assert {layer.entries.keys.shape[-1] for layer in made.cache.layers} == {kept}
+
+
 def test_bytes_of_a_fit(tiny, goldens):
-    """Of 64 channels 39 or 20 are held; `info` reckons what a run holds."""
+    """Of 64 channels 39 or 20 are held, of 64 directions 16 and 48; `bytes=` reckons with what lies beside."""
     store = jaxkv.policies.catalogue()["cskv"].store
     assert store.bytes(4096, 64, "bfloat16") == (4096 + 64) * 2 * (16 + 48) + 32 * 64 * 4
     for name, kept in (("think", 39), ("leank", 20)):

@@ -44,7 +44,8 @@ class LowPass(Evicted):
         both = jnp.where(given[..., None], jnp.concatenate([held, values], axis=-1).astype(jnp.float32), 0.0)
         by_head = lambda x: jnp.swapaxes(x, 0, 1)  # noqa: E731
         most = facts.most or stay.shape[-1]
-        slow = by_head(lax.map(lambda one: low_pass(*one, most), tuple(map(by_head, (both, given, stay)))))
+        heads = tuple(map(by_head, (both, given, stay)))
+        slow = by_head(lax.map(lambda head: low_pass(head[0], head[1], head[2], most), heads))
         changes = (stay & (jnp.sum(stay, -1) < jnp.sum(given, -1))[..., None])[..., None]
         width = held.shape[-1]
         keys, values = (
@@ -59,7 +60,7 @@ def low_pass(
 ) -> Float[Array, "B S D"]:
     """The low frequencies of the `given` rows of x, in the `stay`ing ones of them, at most `most` of a batch row."""
     before, after = cosines(given, most), cosines(stay, most)
-    times = {"precision": lax.Precision.HIGHEST}
+    times: Any = {"precision": lax.Precision.HIGHEST}
     n, m = (jnp.maximum(jnp.sum(of, axis=-1), 1).astype(jnp.float32)[:, None, None] for of in (given, stay))
     slow = jnp.arange(most)[:, None].astype(jnp.float32) < m
     coefficients = jnp.where(slow, jnp.einsum("bks,bsd->bkd", before, x, **times), 0.0)

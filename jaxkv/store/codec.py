@@ -48,6 +48,22 @@ class Codec(Checked):
         """Names of what it needs of `jaxkv calibrate`."""
         return ()
 
+    def fit(
+        self,
+        x: Float[Array, "B Hk S D"],
+        positions: Int[Array, "B Hk S"],
+        queries: Float[Array, "B Hq W D"] | None,
+        learned: Any,
+    ) -> Any:
+        """What is fitted of every KV head: arrays that begin with `[B, Hk]`; None where nothing is. `x` are the entries
+        held (position -1: empty, anything), `queries` the layer's last ones (zeros where there were fewer; None for
+        values), `learned` what was measured of the layer."""
+        return None
+
+    def unfit(self, batch: int, heads: int, head_dim: int) -> Any:
+        """Arrays as `fit` gives them, of nothing."""
+        return None
+
     def fitted(self, fit: Any) -> "Codec":
         """The codec with what it has fitted: itself, where it fits nothing."""
         return self
@@ -71,22 +87,6 @@ class Fitting(Codec):
     """
 
     fits: ClassVar[bool] = True
-
-    def fit(
-        self,
-        x: Float[Array, "B Hk S D"],
-        positions: Int[Array, "B Hk S"],
-        queries: Float[Array, "B Hq W D"] | None,
-        learned: Any,
-    ) -> Any:
-        """What is fitted of every KV head: arrays that begin with `[B, Hk]`. `x` are the entries held (position -1:
-        empty, anything), `queries` the layer's last ones (zeros where there were fewer; None for values), `learned`
-        what was measured of the layer."""
-        raise NotImplementedError
-
-    def unfit(self, batch: int, heads: int, head_dim: int) -> Any:
-        """Arrays as `fit` gives them, of nothing."""
-        raise NotImplementedError
 
     def encode(self, x: Float[Array, "*slots D"]) -> Any:
         return x

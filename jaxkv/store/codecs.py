@@ -82,14 +82,13 @@ class Codecs(Checked):
         """What they fit to plain entries by KV head, to a layer's last queries, and to what was measured of it."""
         keys, values = self.keys, self.values
         return Fit(
-            keys.fit(entries.keys, entries.positions, queries, learned) if keys.fits else None,
-            values.fit(entries.values, entries.positions, None, learned) if values.fits else None,
+            keys.fit(entries.keys, entries.positions, queries, learned),
+            values.fit(entries.values, entries.positions, None, learned),
         )
 
     def unfit(self, batch: int, heads: int, head_dim: int) -> Fit:
         """Arrays as `fit` gives them, of nothing."""
-        both = (codec.unfit(batch, heads, head_dim) if codec.fits else None for codec in (self.keys, self.values))
-        return Fit(*both)
+        return Fit(*(codec.unfit(batch, heads, head_dim) for codec in (self.keys, self.values)))
 
     def check(self, head_dim: int) -> None:
         """Raises `BadValue` where heads of this width have no code."""

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxkv.store.codec import Codec
 from jaxkv.store.codecs import Codecs
 from jaxkv.store.entries import Change, Entries, owners, picked, placed_at
 from jaxkv.store.fit import FIT, Fit
@@ -61,12 +60,12 @@ class Store:
         """The values, decoded where a codec holds them."""
         return self._decoded("values")
 
-    def codec(self, name: str) -> Codec:
+    def codec(self, name: str) -> Any:
         """The codec of the "keys" or "values", with what it has fitted: of arrays `[B, Hk, *, D]`."""
         codec = getattr(self.codecs, name)
         return codec.fitted(getattr(self.beside[FIT], name)) if FIT in self.beside else codec
 
-    def codec_of_slots(self, name: str) -> Codec:
+    def codec_of_slots(self, name: str) -> Any:
         """The same of arrays over the slots."""
         codec = getattr(self.codecs, name)
         if FIT not in self.beside or self.positions.ndim == 3:
