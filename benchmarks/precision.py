@@ -20,7 +20,7 @@ import numpy as np
 import jaxkv
 from benchmarks.report import RESULTS, prose_rows, table, write
 from jaxkv.evaluation.fidelity import Reference, fidelity, reference
-from jaxkv.policies import Codecs, Fp8, Int, IntByChannel, Sparse
+from jaxkv.policies import Codecs, Fp8, Int, IntByChannel, Sparse, catalogue
 
 STORES = {
     "bfloat16": Codecs(),
@@ -34,6 +34,7 @@ STORES = {
     "3 bits, turned": Codecs(Int(3, hadamard=True), Int(3, hadamard=True)),
     "2 bits, keys by channel": Codecs(IntByChannel(2, 32), Int(2, 32), residual=32),
     "half of the channels": Codecs(Sparse(0.5), Sparse(0.5), residual=32),
+    **{name: catalogue()[name].store for name in ("think", "cskv", "rotatekv", "squat", "gear")},
 }
 AT_EQUAL_BYTES = ("bfloat16", "8 bits", "4 bits, turned", "4 bits, keys by channel", "2 bits, keys by channel")
 SHARES = (2, 4, 8, 16, 32)

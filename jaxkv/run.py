@@ -55,8 +55,8 @@ def empty_layer(spec: AttentionSpec, policy: Policy, batch: int, dtype, sharing:
     width have no code."""
     kind = policy.allocate.store if sharing else "slots"
     beside = policy.beside(batch, spec.num_kv_heads, spec.head_dim, dtype) if sharing else {}
-    if policy.looks:
-        beside[LOOKS] = looks.empty(batch, spec.num_heads, policy.looks, spec.head_dim, dtype)
+    if last := max(policy.looks, policy.store.looks):
+        beside[LOOKS] = looks.empty(batch, spec.num_heads, last, spec.head_dim, dtype)
     policy.store.check(spec.head_dim)
     beside |= policy.store.beside(batch, spec.num_kv_heads, spec.head_dim, dtype)
     shape = (batch, spec.num_kv_heads, spec.head_dim, dtype)
@@ -99,6 +99,8 @@ def prefill(
             jax.block_until_ready(logits)
             progress("prefill", number + 1, blocks.count + 1)
     assert logits is not None  # there is a first block
+    if static["policy"].store.fits:
+        layers = fitted(layers, static.get("learned", NOTHING), policy=static["policy"], layout=layout)
     if not top:
         return layers, logits, None
     return layers, logits, cast(Any, jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), *expected))
@@ -224,6 +226,14 @@ def through_block(
 STATIC = ("config", "policy", "plan", "layout", "implementation", "top", "scan_layers")
 first_block = held(jax.jit(functools.partial(_block, begins=True), static_argnames=STATIC))
 next_block = held(jax.jit(functools.partial(_block, begins=False), static_argnames=STATIC, donate_argnames="layers"))
+
+
+@held
+@functools.partial(jax.jit, static_argnames=("policy", "layout"))
+def fitted(layers: Layers, learned: Learned = NOTHING, *, policy: Policy, layout: Layout = ONE_DEVICE) -> Layers:
+    """The layers behind a prompt, with what their codecs fit: to what is held, to the last queries, to the model."""
+    after = [layer.fitted(_of_layer(learned, i), bool(policy.looks)) for i, layer in enumerate(layers)]
+    return tuple(layout.layer(policy.read.indexed(layer)) for layer in after)
 
 
 def _expected(

@@ -41,6 +41,8 @@ def _layer(policy: Policy, spec: AttentionSpec, dtype: str, slots: int, sharing:
 
     def made() -> None:
         store = empty_layer(spec, policy, 1, jax.numpy.dtype(dtype), sharing).sized(slots)
+        if policy.store.fits:
+            store = store.with_fit(policy.store.unfit(1, spec.num_kv_heads, spec.head_dim), bool(policy.looks))
         store = policy.read.indexed(store)
         found.append(Size(store.kv_bytes, sum(leaf.nbytes for leaf in jax.tree.leaves(store))))
 

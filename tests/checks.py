@@ -39,6 +39,7 @@ MERGED = Check(CODE, PART, "test_merging.py::test_merging_as_released")
 FORMS_AT_DECODE = Check(FORM, DECODE, "test_forms.py::test_prompt_and_steps")
 
 CODED = Check(FORM, PART, "test_codecs.py::test_a_method_holds_its_codes")
+CHANNELS = Check(FORM, BOTH, "test_channels.py::test_a_method_keeps_its_channels")
 
 SCOPE = Check(CODE, DECODE, "test_scope.py::test_a_layer_keeps_what_the_rule_says")
 
@@ -59,6 +60,7 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "compresskv": RELEASED,
     "critical-adakv": POOLS,
     "criticalkv": (TWINS, FORMS_AT_DECODE),
+    "cskv": Check(FORM, BOTH, "test_channels.py::test_a_method_holds_its_directions"),
     "cur": (TWINS, FORMS_AT_DECODE),
     "d2o": (
         Check(CODE, DECODE, "test_d2o_oracle.py::test_steps_as_released"),
@@ -75,7 +77,15 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "expected-attention-stats": TWINS,
     "fastkv": RELEASED,
     "finch": TWINS,
+    "freqkv": (
+        Check(CODE, PART, "test_frequency.py::test_low_frequencies_as_released"),
+        Check(FORM, BOTH, "test_frequency.py::test_a_text_that_is_cut_again_and_again"),
+    ),
     "full": Check(CODE, BOTH, "test_released.py::test_the_full_cache_generates_what_transformers_does"),
+    "gear": (
+        Check(CODE, PART, "test_gear.py::test_blocks_as_released"),
+        Check(FORM, BOTH, "test_gear.py::test_a_cache_of_blocks"),
+    ),
     "global-h2o": Check(FORM, PREFILL, "test_model_pool.py::test_one_budget_for_all"),
     "graphkv": Check(FORM, PART, "test_family.py::test_neighbours_of_the_best_count_less"),
     "h2o": STEPS,
@@ -103,6 +113,7 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
         Check(CODE, DECODE, "test_released.py::test_lazyeviction_up_to_its_first_eviction"),
         FORMS,
     ),
+    "leank": CHANNELS,
     "leverage": (TWINS, FORMS_AT_DECODE),
     "longflow": Check(CODE, BOTH, "test_released.py::test_longflow_step_by_step"),
     "look-m": (MERGED, FORMS),
@@ -123,6 +134,7 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     ),
     "random": FORMS,
     "razorattention": HEADS,
+    "rotatekv": Check(CODE, PART, "test_gear.py::test_ranges_as_rotatekv_clips_them"),
     "scope": SCOPE,
     "scope-adaptive": SCOPE,
     "scope-discontinuous": SCOPE,
@@ -130,8 +142,13 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "snapkv": RELEASED,
     "spans": FORMS,
     "spans-longflow": FORMS,
+    "squat": Check(CODE, PART, "test_channels.py::test_errors_are_turned_as_released"),
     "streaming-llm": Check(CODE, BOTH, "test_released.py::test_streaming_llm_step_by_step"),
     "subgen": Check(FORM, BOTH, "test_sketch.py::test_what_is_estimated"),
+    "think": (
+        Check(CODE, PART, "test_channels.py::test_channels_as_released"),
+        Check(KVPRESS, PREFILL, "test_channels.py::test_channels_as_in_kvpress"),
+    ),
     "tiered-h2o": Check(FORM, PART, "test_evicted.py::test_a_second_tier_holds_what_the_first_has_lost"),
     "tiered-laq": FORMS,
     "tova": STEPS,

@@ -265,8 +265,9 @@ def test_budgets_by_errors_add_up(seed, layers, budget, tokens):
 
 @pytest.mark.parametrize("name", [name for name, policy in catalogue().items() if policy.calibrated])
 def test_a_missing_calibration_is_named(params, name):
+    size = {"budget": 24} if catalogue()[name].evicts else {}
     with pytest.raises(BadValue, match=r"jaxkv\s+calibrate"):
-        jaxkv.generate(params, np.arange(3, 43), policy=jaxkv.policy(name, budget=24, **SMALL.get(name, {})))
+        jaxkv.generate(params, np.arange(3, 43), policy=jaxkv.policy(name, **size, **SMALL.get(name, {})))
 
 
 def test_drafts_know_no_calibration(tiny):

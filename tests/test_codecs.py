@@ -205,7 +205,7 @@ def test_blocks_by_an_independent_form(seed, bits, held):
     x[0, 0, positions < 0] = np.nan
     codec = IntByChannel(bits, 4)
     code = codec.encode_all(jnp.asarray(x), jnp.asarray(positions)[None, None])
-    assert code.codes.shape[-1] == bits and code.scale.shape == (1, 1, 6, 8)
+    assert code.slots.shape[-1] == bits and code.blocks.scale.shape == (1, 1, 6, 8)
     got, want = np.asarray(codec.decode(code))[0, 0], by_channel(x[0, 0], positions, 4, bits)
     for slot in np.flatnonzero(positions >= 0):
         np.testing.assert_allclose(got[slot], want[int(positions[slot])], atol=1e-5)
@@ -488,7 +488,8 @@ def test_codes_as_kivi_packs_them(goldens, bits):
             x, codes, back = (golden[f"{name}/{part}"] for part in ("x", "codes", "back"))
             at = jnp.broadcast_to(jnp.arange(x.shape[2], dtype=jnp.int32), x.shape[:3])
             code = codec.encode_all(jnp.asarray(x), at)
-            mine = np.asarray(unpacked(code.codes, bits)).astype(int)
+            lies = code.slots if what == "k" else code.codes
+            mine = np.asarray(unpacked(lies, bits)).astype(int)
             if case == "exact":
                 assert np.array_equal(mine, codes)
                 np.testing.assert_allclose(codec.decode(code), back, atol=1e-6)

@@ -9,6 +9,9 @@ import pytest
 import jaxkv
 from jaxkv.episodes import k_means
 from jaxkv.errors import BadValue
+from jaxkv.policies import Uniform
+from jaxkv.policies.policy import made
+from jaxkv.store.cache import one_row
 
 FAMILY = "llama3"
 episodes_of = sys.modules["jaxkv.episodes"]  # the name in jaxkv is the function's
@@ -117,6 +120,29 @@ def test_topics_keep_different_tokens_in_bounded_memory(tiny, memory, history):
     assert np.asarray(memory.cache.limits).mean() == 16
     longer = jaxkv.episodes(tiny(FAMILY), np.tile(history, 3), policy=policy(), count=3)
     assert longer.nbytes == memory.nbytes
+
+
+CODED = [
+    {"keys": {"kind": "int", "bits": 4}, "values": {"kind": "int", "bits": 4}, "residual": 4},
+    {"keys": {"kind": "int-by-channel", "tokens": 4}, "values": {"kind": "int", "bits": 4}, "residual": 4},
+]
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("store", CODED, ids=["token", "channel"])
+def test_topics_in_codes(tiny, memory, history, store):
+    """Every topic holds its codes, in fewer bytes; the question's goes on from them, by itself as beside the others."""
+    chosen = dataclasses.replace(policy(), allocate=Uniform(), store=made("store", store))
+    coded = jaxkv.episodes(tiny(FAMILY), history, policy=chosen, count=3)
+    assert coded.members.tolist() == memory.members.tolist()
+    assert coded.cache.kv_bytes < 0.75 * memory.cache.kv_bytes
+    held = np.asarray(coded.cache.held())
+    assert (held == held.max()).all() and held.max() <= 16
+    question = np.append(TOPICS[1][:4], TOPICS[1][:2])
+    out = coded.ask(question, max_new_tokens=6, stop_tokens=())
+    row = one_row(coded.cache, coded.nearest(question))
+    again = jaxkv.generate(tiny(FAMILY), question, cache=row, max_new_tokens=6, stop_tokens=())
+    assert out.tokens.tolist() == again.tokens.tolist() and len(out.tokens[0]) == 6
 
 
 def test_k_means_keeps_what_is_apart_apart():

@@ -275,6 +275,37 @@ def test_a_cache_goes_on_on_another_mesh(goldens, tmp_path, name):
         assert np.array_equal(moved.cache.tokens, whole.cache.tokens)
 
 
+BY_TOKEN = {"keys": {"kind": "int", "bits": 4}, "values": {"kind": "int", "bits": 4}, "residual": 4}
+BY_CHANNEL = {**BY_TOKEN, "keys": {"kind": "int-by-channel", "bits": 4, "tokens": 4}, "residual": 8}
+FITTED = {**BY_TOKEN, "keys": {"kind": "channels", "window": 4}}
+STEP = 1.0  # of 4 bits: rounding, which is a mesh's own, may move a number by one
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize(
+    "name, store, axes",
+    [("h2o", BY_TOKEN, (2, 2, 2)), ("h2o", BY_CHANNEL, (1, 2, 4)), ("adakv-h2o", FITTED, (2, 2, 2))],
+)
+def test_codes_on_a_mesh(goldens, tmp_path, name, store, axes):
+    """The same tokens and entries as on one device; saved there, a cache goes on on one device and on another mesh."""
+    folder, options = goldens / "tiny" / "llama3", {"store": store, "budget": 18}
+    one, mesh, other = (
+        jaxkv.load(folder, mesh=None if where is None else on(where)) for where in (None, axes, (1, 1, 8))
+    )
+    out, alone = (generated(params, name, steps=9, **options) for params in (mesh, one))
+    assert out.tokens.tolist() == alone.tokens.tolist()
+    assert out.cache.kv_bytes >= alone.cache.kv_bytes
+    if alone.cache.layers[0].equal:
+        assert_same_cache(out.cache, alone.cache, atol=STEP)
+    jaxkv.save(out.cache, tmp_path / "cache")
+    going = {"policy": None, "max_new_tokens": 5, "stop_tokens": ()}
+    after = [
+        jaxkv.generate(params, cache=jaxkv.restore(tmp_path / "cache", params), **going).tokens.tolist()
+        for params in (mesh, one, other)
+    ]
+    assert after[0] == after[1] == after[2] == jaxkv.generate(mesh, cache=out.cache, **going).tokens.tolist()
+
+
 POOLED = {"allocate": {"kind": "adaptive", "safeguard": 0.2}}  # without moves of borders, which move entries
 
 

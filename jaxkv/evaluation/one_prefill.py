@@ -91,7 +91,7 @@ def _cut(
         pseudo, jnp.zeros_like(ends), ends, limits, config=config, policy=policy, plan=plan, begins=True,
         scan_layers=True, learned=learned,
     )  # fmt: skip
-    return layers
+    return run.fitted(layers, learned, policy=policy) if policy.store.fits else layers
 
 
 @held

@@ -44,6 +44,7 @@ from jaxkv.policies.flow import Flow as Flow
 from jaxkv.policies.flow import Follow as Follow
 from jaxkv.policies.flow import Propagate as Propagate
 from jaxkv.policies.flow import Straight as Straight
+from jaxkv.policies.frequency import LowPass as LowPass
 from jaxkv.policies.graph import Propagated as Propagated
 from jaxkv.policies.layers import Erring as Erring
 from jaxkv.policies.layers import Pyramid as Pyramid
@@ -93,9 +94,14 @@ from jaxkv.policies.score import Score as Score
 from jaxkv.policies.score import ScoreInputs as ScoreInputs
 from jaxkv.policies.select import Select as Select
 from jaxkv.store.by_channel import IntByChannel as IntByChannel
+from jaxkv.store.channels import Channels as Channels
 from jaxkv.store.codec import Codec as Codec
+from jaxkv.store.codec import Fitting as Fitting
 from jaxkv.store.codecs import Codecs as Codecs
 from jaxkv.store.described import register_state as register_state
 from jaxkv.store.floats import Fp8 as Fp8
+from jaxkv.store.gear import Gear as Gear
 from jaxkv.store.integers import Int as Int
+from jaxkv.store.low_rank import LowRank as LowRank
 from jaxkv.store.sparse import Sparse as Sparse
+from jaxkv.store.squat import Squat as Squat

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from jaxkv.errors import BadValue, JaxkvError, unknown
-from jaxkv.policies import across, allocate, evicted, flow, layers, merging, observe, read, scores
+from jaxkv.policies import across, allocate, evicted, flow, frequency, layers, merging, observe, read, scores
 from jaxkv.policies.across import Across
 from jaxkv.policies.allocator import Allocate
 from jaxkv.policies.evicted import Evicted
@@ -23,12 +23,12 @@ from jaxkv.policies.observe import Observer
 from jaxkv.policies.read import Read
 from jaxkv.policies.score import Score
 from jaxkv.store import codecs
-from jaxkv.store.codec import Codec
+from jaxkv.store.codec import Codec, Fitting
 from jaxkv.store.described import register_state
 
 TRAITS = ("kind", "stats", "needs", "remembers", "linear", "signed", "aware", "together", "parts", "store", "state")
 TRAITS += ("keyless", "grows", "moves", "weighs", "attended", "plain", "straight", "replays", "drafts", "looks")
-TRAITS += ("placed", "single", "ranks")
+TRAITS += ("placed", "single", "ranks", "fits", "learns", "pooled")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Kinds:
 
 
 _SCORES = Kinds(dict(scores.KINDS), {Score: ("factors|score",)})
-_CODECS = Kinds(dict(codecs.KINDS), {Codec: ("encode", "decode")})
+_CODECS = Kinds(dict(codecs.KINDS), {Fitting: ("fit", "unfit", "fitted"), Codec: ("encode", "decode")})
 PARTS = {  # field -> what may stand in it; a new sort of part is one more line
     "observe": Kinds(dict(observe.KINDS), {Observer: ()}),
     "allocate": Kinds(allocate.KINDS | across.KINDS, {Across: ("profile", "quotas"), Allocate: ("budgets|choose",)}),
     "layers": Kinds(dict(layers.KINDS), {Uniform: ("budgets",)}),
-    "evicted": Kinds(evicted.KINDS | merging.KINDS, {Evicted: ("absorb",)}),
+    "evicted": Kinds(evicted.KINDS | merging.KINDS | frequency.KINDS, {Evicted: ("absorb",)}),
     "flow": Kinds(dict(flow.KINDS), {Flow: ("route|going",)}),
     "read": Kinds(dict(read.KINDS), {Read: ("step",)}),
     "keys": _CODECS,

@@ -255,7 +255,7 @@ class Policy(Checked):
     @property
     def learns(self) -> tuple[str, ...]:
         """Names of what it needs of `jaxkv calibrate`."""
-        return learned_names(self.needs)
+        return tuple(sorted({*learned_names(self.needs), *self.store.learns}))
 
     def beside(self, batch: int, heads: int, head_dim: int, dtype: Any) -> dict[str, Any]:
         """What lies beside a layer's slots before anything has left them, by the name of the rule's state."""

@@ -73,17 +73,24 @@ class Programs:
         self._put = params.layout.put
         self._top = 0 if static.drafts is None else static.drafts.drafter.top
         self._empty = params.layout.layers(run.empty_layers(params.config, policy, 1, params.dtype))
+        self._unfit = None
         self._unseen = self._put(np.zeros((1, params.config.vocab_size), bool))
 
     def make(self, short: Asked) -> Rows:
         """Compile everything; the rows, none of which is taken. `short` is any prompt of one block."""
         static, shapes = self._static, self._static.shapes
         self._compile(self._firsts(self._empty))
-        passed = self.block(short, None, 0)
-        lowered = {}
-        for look in shapes.later_looks:
-            given = self._prompt_arrays(shapes.block, look)
-            lowered["next", look] = self._lowered(run.next_block, passed.layers, given, look)
+        passed, lowered = self._run(short, None, 0), {}
+        for fits in (False, True) if static.policy.store.fits else (False,):
+            if fits:  # from here on with what is fitted, as behind a prefix
+                laid = {"policy": static.policy, "layout": static.params.layout}
+                self._compile({"fit": run.fitted.lower(passed.layers, static.learned, **laid)})
+                self._unfit = jax.tree.structure(passed.layers)
+                passed = self._fitted(passed)
+            for look in shapes.later_looks:
+                given = self._prompt_arrays(shapes.block, look)
+                program = self._lowered(run.next_block, passed.layers, given, look)
+                lowered["next", jax.tree.structure(passed.layers), look] = program
         given = self._row_arrays(short, passed, 0)
         laid = {"layout": static.params.layout}
         begin = jax.jit(device.begin, static_argnames=("count", "drafts", "layout"))
@@ -119,7 +126,17 @@ class Programs:
     # ---- calls
 
     def block(self, asked: Asked, before: Passed | None, number: int) -> Passed:
-        """Block `number` of a prompt on what the one before it left (None: the first), whose layers are donated."""
+        """Block `number` of a prompt on what the one before it left (None: the first), whose layers are donated; behind
+        the last one what the policy's codecs fit is fitted."""
+        passed = self._run(asked, before, number)
+        return self._fitted(passed) if number == asked.blocks.count and "fit" in self._made else passed
+
+    def _fitted(self, passed: Passed) -> Passed:
+        if jax.tree.structure(passed.layers) != self._unfit:
+            return passed  # behind a prefix
+        return passed._replace(layers=self._made["fit"](passed.layers, self._static.learned))
+
+    def _run(self, asked: Asked, before: Passed | None, number: int) -> Passed:
         drafts = self._static.drafts
         if before is None:
             layers = self._empty if asked.prefix is None else asked.prefix.layers
@@ -127,7 +144,7 @@ class Programs:
             text = None if drafts is None else drafts.row(asked.text)
         else:
             layers, _, text = before
-            key = ("next", asked.look)
+            key = ("next", jax.tree.structure(layers), asked.look)
         part = list(asked.blocks)[number]
         arrays = asked.tokens[:, part], asked.positions[:, part], of_block(asked.pseudo, number)
         arrays += asked.lengths, asked.ends, asked.limits

@@ -2,7 +2,8 @@
 
 A codec turns an array `[*slots, D]` into its code, a pytree of arrays that begin with the slots' dimensions, and back.
 Every slot's code is its own (no scale is shared between slots), so eviction, gathers and overwrites need not know. A
-codec that is not `apart` shares something between slots: see `by_channel.py`.
+codec that is not `apart` shares something between slots: see `by_channel.py`. One that `fits` learns something of
+each KV head when a prompt has been read: see `channels.py`.
 """
 
 import dataclasses
@@ -22,6 +23,8 @@ class Codec(Checked):
     kind: ClassVar[str]
     plain: ClassVar[bool] = False  # the code is the array itself
     apart: ClassVar[bool] = True  # every slot's code is its own
+    fits: ClassVar[bool] = False  # something of each KV head is fitted to the text or to the model
+    pooled: ClassVar[bool] = True  # heads may share slots: what it fits of a head, each slot could hold
 
     def encode(self, x: Float[Array, "*slots D"]) -> Any:
         """The code of every slot."""
@@ -36,6 +39,36 @@ class Codec(Checked):
         return self.encode(x)
 
     @property
+    def looks(self) -> int:
+        """How many of the layer's last queries it is fitted with."""
+        return 0
+
+    @property
+    def learns(self) -> tuple[str, ...]:
+        """Names of what it needs of `jaxkv calibrate`."""
+        return ()
+
+    def fit(
+        self,
+        x: Float[Array, "B Hk S D"],
+        positions: Int[Array, "B Hk S"],
+        queries: Float[Array, "B Hq W D"] | None,
+        learned: Any,
+    ) -> Any:
+        """What is fitted of every KV head: arrays that begin with `[B, Hk]`; None where nothing is. `x` are the entries
+        held (position -1: empty, anything), `queries` the layer's last ones (zeros where there were fewer; None for
+        values), `learned` what was measured of the layer."""
+        return None
+
+    def unfit(self, batch: int, heads: int, head_dim: int) -> Any:
+        """Arrays as `fit` gives them, of nothing."""
+        return None
+
+    def fitted(self, fit: Any) -> "Codec":
+        """The codec with what it has fitted: itself, where it fits nothing."""
+        return self
+
+    @property
     def together(self) -> int:
         """How many tokens share a part of the code."""
         return 1
@@ -46,6 +79,20 @@ class Codec(Checked):
     def empty(self, shape: tuple[int, ...], head_dim: int, dtype: Any) -> Any:
         """The code of zeros in slots of this shape."""
         return self.encode_all(jnp.zeros((*shape, head_dim), dtype), jnp.full(shape, -1, jnp.int32))
+
+
+class Fitting(Codec):
+    """What a codec that `fits` has instead. While a prompt is read keys and values lie as the model makes them; then
+    `fit` is asked once, and what it gives makes a codec (`fitted`) that codes the entries held and those that come.
+    """
+
+    fits: ClassVar[bool] = True
+
+    def encode(self, x: Float[Array, "*slots D"]) -> Any:
+        return x
+
+    def decode(self, code: Any) -> Float[Array, "*slots D"]:
+        return code
 
 
 class Shared(Codec):

@@ -9,31 +9,41 @@ from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
 from jaxkv.store import window
 from jaxkv.store.by_channel import IntByChannel
+from jaxkv.store.channels import Channels
 from jaxkv.store.codec import Codec, Plain
+from jaxkv.store.fit import Fit
 from jaxkv.store.floats import Fp8
+from jaxkv.store.gear import Gear
 from jaxkv.store.integers import Int
+from jaxkv.store.low_rank import LowRank
 from jaxkv.store.sparse import Sparse
-from jaxkv.store.window import WINDOW
+from jaxkv.store.squat import Squat
+from jaxkv.store.window import INITIAL, WINDOW
 
 PLAIN = Plain()
-KINDS: dict[str, type[Codec]] = {codec.kind: codec for codec in (Plain, Int, IntByChannel, Fp8, Sparse)}
+KINDS: dict[str, type[Codec]] = {
+    codec.kind: codec for codec in (Plain, Int, IntByChannel, Fp8, Sparse, Channels, LowRank, Gear, Squat)
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Codecs(Checked):
     """The codec of the keys and that of the values. The newest `residual` tokens are read in full precision: they lie
     in a window beside the slots as well. They leave it one by one, or all at once when it is full where a scale is
-    shared by several tokens, as in KIVI (arXiv 2402.02750).
+    shared by several tokens, as in KIVI (arXiv 2402.02750). So are the `initial` first tokens of the text, as long as
+    they are held.
     """
 
     keys: Codec = PLAIN
     values: Codec = PLAIN
     residual: int = 0
+    initial: int = 0
 
     def __post_init__(self):
-        if self.residual < 0 or (self.residual and self.plain):
+        if min(self.residual, self.initial) < 0 or (max(self.residual, self.initial) and self.plain):
             raise BadValue(
-                f"residual={self.residual}: expected 0 or more tokens in full precision, and keys or values in a codec"
+                f"residual={self.residual}, initial={self.initial}: expected 0 or more tokens in full precision, and "
+                "keys or values in a codec"
             )
         for codec in (self.keys, self.values):
             tokens = codec.together
@@ -53,6 +63,33 @@ class Codecs(Checked):
         """Whether every slot's code is its own."""
         return self.keys.apart and self.values.apart
 
+    @property
+    def fits(self) -> bool:
+        """Whether one of them fits something to the text or to the model."""
+        return self.keys.fits or self.values.fits
+
+    @property
+    def looks(self) -> int:
+        """How many of a layer's last queries they are fitted with."""
+        return max(self.keys.looks, self.values.looks)
+
+    @property
+    def learns(self) -> tuple[str, ...]:
+        """Names of what they need of `jaxkv calibrate`."""
+        return (*self.keys.learns, *self.values.learns)
+
+    def fit(self, entries: Any, queries: Any, learned: Any) -> Fit:
+        """What they fit to plain entries by KV head, to a layer's last queries, and to what was measured of it."""
+        keys, values = self.keys, self.values
+        return Fit(
+            keys.fit(entries.keys, entries.positions, queries, learned),
+            values.fit(entries.values, entries.positions, None, learned),
+        )
+
+    def unfit(self, batch: int, heads: int, head_dim: int) -> Fit:
+        """Arrays as `fit` gives them, of nothing."""
+        return Fit(*(codec.unfit(batch, heads, head_dim) for codec in (self.keys, self.values)))
+
     def check(self, head_dim: int) -> None:
         """Raises `BadValue` where heads of this width have no code."""
         self.keys.check(head_dim)
@@ -66,22 +103,39 @@ class Codecs(Checked):
                 "they hold (allocate kind 'uniform', read kind 'all'), or a codec with a scale per token, such as "
                 "{'kind': 'int', 'bits': 4}"
             )
+        pooled = self.keys.pooled and self.values.pooled
+        if (self.fits and policy.allocate.divides) or (policy.allocate.pooled and not pooled):
+            raise BadValue(
+                f"policy {policy.name!r} with a codec that is fitted to each head: expected "
+                + ("layers that have budgets of their own" if pooled else "equal heads (allocate kind 'uniform')")
+                + ", or a codec that fits nothing, such as {'kind': 'int', 'bits': 4}"
+            )
+        if self.looks and policy.rope != "text":
+            raise BadValue(
+                f"policy {policy.name!r} with a codec that is fitted to the last {self.looks} queries, which were "
+                "turned to their places in the text: expected rope='text'"
+            )
 
     def beside(self, batch: int, heads: int, head_dim: int, dtype: Any) -> dict[str, Any]:
-        """What lies beside a layer's slots where a prompt begins: the residual window, if there is one."""
-        if not self.residual:
-            return {}
+        """What lies beside a layer's slots where a prompt begins: the windows of what is read in full precision."""
         coded = {"keys": not self.keys.plain, "values": not self.values.plain}
-        return {WINDOW: window.empty(batch, heads, self.residual, head_dim, dtype, **coded)}
+        sizes = {WINDOW: self.residual, INITIAL: self.initial}
+        return {
+            name: window.empty(batch, heads, size, head_dim, dtype, **coded, first=name == INITIAL)
+            for name, size in sizes.items()
+            if size
+        }
 
     def bytes(self, slots: int, head_dim: int, dtype: Any) -> int:
-        """Bytes of keys and values of one KV head with so many slots, the residual window among them."""
+        """Bytes of keys and values of one KV head with so many slots, the windows among them."""
 
         found: list[int] = []
 
         def made() -> None:
-            codes = [codec.empty((1, 1, slots), head_dim, dtype) for codec in (self.keys, self.values)]
-            beside = self.beside(1, 1, head_dim, dtype).values()
+            fit = self.unfit(1, 1, head_dim)
+            keys, values = self.keys.fitted(fit.keys), self.values.fitted(fit.values)
+            codes = [codec.empty((1, 1, slots), head_dim, dtype) for codec in (keys, values)]
+            beside = [fit, *self.beside(1, 1, head_dim, dtype).values()]
             found.extend([*(leaf.nbytes for leaf in jax.tree.leaves(codes)), *(state.kv_bytes for state in beside)])
 
         jax.eval_shape(made)

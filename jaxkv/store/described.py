@@ -8,10 +8,13 @@ import numpy as np
 
 from jaxkv.errors import BadCheckpoint
 from jaxkv.store.balance import Balance
-from jaxkv.store.by_channel import BlockCode
+from jaxkv.store.blocks import BlockCode
+from jaxkv.store.by_channel import Ranges
 from jaxkv.store.codecs import KINDS, Codecs
 from jaxkv.store.entries import Entries
+from jaxkv.store.fit import Fit
 from jaxkv.store.floats import FloatCode
+from jaxkv.store.gear import Missed, Own
 from jaxkv.store.integers import IntCode
 from jaxkv.store.line import Place
 from jaxkv.store.pages import Pages
@@ -28,8 +31,8 @@ from jaxkv.store.window import Window
 KNOWN: dict[str, type] = {
     each.__name__: each
     for each in (
-        *(Slots, Pool, Place, Entries, Summary, Residue, Sketch, Tier, Balance, Threshold, Pages, Window),
-        *(Codecs, *KINDS.values(), IntCode, BlockCode, FloatCode, SparseCode),
+        *(Slots, Pool, Place, Entries, Summary, Residue, Sketch, Tier, Balance, Threshold, Pages, Window, Fit),
+        *(Codecs, *KINDS.values(), IntCode, BlockCode, Ranges, FloatCode, SparseCode, Own, Missed),
     )
 }
 

@@ -39,14 +39,16 @@ class Int(Codec):
     |x - x^| <= scale / 2, for numbers up to 65504. Scale and low are float16, rounded outwards: a slot of D = 64
     channels takes 68 bytes in 8 bits, 36 in 4, 28 in 3 and 20 in 2, where bfloat16 takes 128. `hadamard`: x is
     multiplied by a Hadamard matrix over the channels before, and x^ by its inverse after, which spreads channels that
-    stand out. Source: the asymmetric quantiser per token that KIVI (arXiv 2402.02750) has for values; the matrix as in
-    QuaRot (arXiv 2404.00456).
+    stand out. `clip`: where a run has both signs, its least and largest are taken times that, and what is beyond
+    becomes them. Source: the asymmetric quantiser per token that KIVI (arXiv 2402.02750) has for values; the matrix as
+    in QuaRot (arXiv 2404.00456).
     """
 
     bits: int = 8
     channels: int = 0
     symmetric: bool = False
     hadamard: bool = False
+    clip: float = 1.0
     kind: ClassVar[str] = "int"
 
     def __post_init__(self):
@@ -55,6 +57,8 @@ class Int(Codec):
                 f"bits={self.bits}, channels={self.channels}: expected 8, 4, 3 or 2 bits, and how many channels share "
                 "a scale (0: all of a head)"
             )
+        if not 0 < self.clip <= 1:
+            raise BadValue(f"clip={self.clip}: expected the share of the range that is coded, above 0 and at most 1")
 
     def check(self, head_dim: int) -> None:
         check_packing(self.bits, head_dim)
@@ -75,10 +79,12 @@ class Int(Codec):
         groups = split(wide, self.grouped(wide.shape[-1]))
         if self.symmetric:
             most = 2 ** (self.bits - 1) - 1
-            scale, low = outwards(jnp.max(jnp.abs(groups), axis=-1), most), None
+            scale, low = outwards(self.clip * jnp.max(jnp.abs(groups), axis=-1), most), None
             codes = (jnp.clip(steps_of(groups, scale[..., None]), -most, most) + most).astype(jnp.uint8)
         else:
-            scale, low = ranged(jnp.min(groups, axis=-1), jnp.max(groups, axis=-1), self.bits)
+            least, largest = jnp.min(groups, axis=-1), jnp.max(groups, axis=-1)
+            clip = jnp.where((least < 0) & (largest > 0), jnp.float32(self.clip), 1.0)
+            scale, low = ranged(clip * least, clip * largest, self.bits)
             codes = numbered(groups, scale[..., None], low[..., None], 2**self.bits - 1)
         return IntCode(packed(codes.reshape(wide.shape), self.bits), scale, low, str(x.dtype))
 

@@ -118,7 +118,7 @@ class Pool(Store):
         kept = chosen.reshape(chosen.shape[0], -1)
         owner = owners(entries.positions).reshape(kept.shape)
         heads = entries.positions.shape[1]
-        codes, beside = self.loosened(flattened(entries)), self.renewed(beside, entries, chosen)
+        codes, beside = flattened(self.loosened(entries)), self.renewed(beside, entries, chosen)
         return arranged(codes, owner, kept, heads * slots, room, heads, beside, self.codecs)
 
     def arranged(

@@ -202,10 +202,10 @@ class Slots(Store):
         batch, heads, held = self.positions.shape
         if slots <= held:
             return self
-        dim, dtype = self.keys.shape[-1], self.keys.dtype
-        weighs = self.entries.weight is not None
-        more = empty(batch, heads, slots - held, dim, dtype, tuple(self.stats), self.codecs, weighs=weighs)
-        return dataclasses.replace(self, entries=self.settling(appended(self.loose(), more.loose())))
+        shape, like = (batch, heads, slots - held), jax.eval_shape(lambda: (self.keys, self.values))
+        keys, values = (jnp.zeros((*shape, x.shape[-1]), x.dtype) for x in like)
+        more = self.loosened(blank(shape, keys, values, tuple(self.stats), self.entries.weight is not None))
+        return dataclasses.replace(self, entries=self.settling(appended(self.loose(), more)))
 
     def sized(self, slots: int) -> "Slots":
         """The empty store with so many slots per KV head."""

@@ -15,7 +15,9 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxkv.store.codecs import Codecs
 from jaxkv.store.entries import Change, Entries, owners, picked, placed_at
-from jaxkv.store.window import WINDOW
+from jaxkv.store.fit import FIT, Fit
+from jaxkv.store.looks import LOOKS
+from jaxkv.store.window import WINDOWS
 from pallas_kernels.arguments import Token
 
 Worth = Callable[[Any], Float[Array, "B *S"]]  # of a store's slots
@@ -51,19 +53,69 @@ class Store:
     @property
     def keys(self) -> Float[Array, "B *S D"]:
         """The keys, decoded where a codec holds them."""
-        return self._exact("keys", self.codecs.keys.decode(self.entries.keys), self.positions, self.owner)
+        return self._decoded("keys")
 
     @property
     def values(self) -> Float[Array, "B *S D"]:
         """The values, decoded where a codec holds them."""
-        return self._exact("values", self.codecs.values.decode(self.entries.values), self.positions, self.owner)
+        return self._decoded("values")
+
+    def codec(self, name: str) -> Any:
+        """The codec of the "keys" or "values", with what it has fitted: of arrays `[B, Hk, *, D]`."""
+        codec = getattr(self.codecs, name)
+        return codec.fitted(getattr(self.beside[FIT], name)) if FIT in self.beside else codec
+
+    def codec_of_slots(self, name: str) -> Any:
+        """The same of arrays over the slots."""
+        codec = getattr(self.codecs, name)
+        if FIT not in self.beside or self.positions.ndim == 3:
+            return self.codec(name)
+        rows, owner = jnp.arange(self.positions.shape[0])[:, None], jnp.minimum(self.owner, self.heads - 1)
+        return codec.fitted(jax.tree.map(lambda x: x[rows, owner], getattr(self.beside[FIT], name)))
+
+    def with_fit(self, fit: Fit, looks: bool) -> Any:
+        """The store, which holds plain entries, in the codes of codecs that have fitted this. The last queries go,
+        unless somebody `looks` with them."""
+        beside = {name: state for name, state in self.beside.items() if looks or name != LOOKS}
+        after = self.replaced(beside={**beside, FIT: fit})
+        coded = {name: after.codec_of_slots(name) for name in ("keys", "values")}
+        old = self.entries
+        codes = {
+            name: codec.encode_all(getattr(old, name), old.positions) if getattr(self.codecs, name).fits else code
+            for (name, codec), code in zip(coded.items(), (old.keys, old.values), strict=True)
+        }
+        return after.replaced(entries=dataclasses.replace(old, **codes))
+
+    def fitted(self, learned: Any, looks: bool) -> Any:
+        """The store behind its first prompt: what its codecs fit is fitted to what is held; as it is, where that has
+        been done. `looks` as of `with_fit`."""
+        if FIT in self.beside or not self.codecs.fits:
+            return self
+        seen = self.beside.get(LOOKS)
+        fit = self.codecs.fit(self.by_head(), None if seen is None else seen.queries, learned)
+        return self.with_fit(fit, looks)
+
+    def by_head(self) -> Entries:
+        """The entries by KV head `[B, Hk, S]`, plain."""
+        raise NotImplementedError
+
+    def _decoded(self, name: str) -> Float[Array, "B *S D"]:
+        x = self.codec_of_slots(name).decode(getattr(self.entries, name))
+        return self._exact(name, x, self.positions, self.owner)
 
     def _exact(self, name: str, x: Any, positions: Int[Array, "B *S"], owner: Int[Array, "B *S"]) -> Any:
         """Decoded keys or values, with those of the residual window as the model made them."""
         codec = getattr(self.codecs, name)
-        if codec.plain or WINDOW not in self.beside:
+        if codec.plain:
             return x
-        return self.beside[WINDOW].over(name, x, positions, owner, whole=not codec.apart)
+        for state in self._windows.values():
+            x = state.over(name, x, positions, owner, whole=not codec.apart)
+        return x
+
+    @property
+    def _windows(self) -> dict[str, Any]:
+        """Of what is beside the slots the tokens that are read in full precision."""
+        return {name: self.beside[name] for name in WINDOWS if name in self.beside}
 
     @property
     def heads(self) -> int:
@@ -85,7 +137,7 @@ class Store:
         positions = fields.get("positions", self.positions)
         for name in ("keys", "values"):
             if name in fields:
-                fields[name] = getattr(self.codecs, name).encode_all(fields[name], positions)
+                fields[name] = self.codec_of_slots(name).encode_all(fields[name], positions)
         return self.replaced(entries=dataclasses.replace(self.entries, **fields))
 
     def keeping(self, names: tuple[str, ...]) -> Any:
@@ -102,10 +154,10 @@ class Store:
         return entries
 
     def loosened(self, entries: Entries) -> Entries:
-        """Plain entries in the form of `loose`."""
+        """Plain entries by head in the form of `loose`."""
         keys, values = (
             codec.encode(x) if codec.apart else x
-            for codec, x in ((self.codecs.keys, entries.keys), (self.codecs.values, entries.values))
+            for codec, x in ((self.codec("keys"), entries.keys), (self.codec("values"), entries.values))
         )
         return dataclasses.replace(entries, keys=keys, values=values)
 
@@ -113,7 +165,7 @@ class Store:
         """Entries in the form of `loose` as they lie in the slots."""
         keys, values = (
             x if codec.apart else codec.encode_all(x, entries.positions)
-            for codec, x in ((self.codecs.keys, entries.keys), (self.codecs.values, entries.values))
+            for codec, x in ((self.codec("keys"), entries.keys), (self.codec("values"), entries.values))
         )
         return dataclasses.replace(entries, keys=keys, values=values)
 
@@ -123,17 +175,16 @@ class Store:
         keys, values = (
             self._exact(name, codec.decode(x), entries.positions, owner) if codec.apart else x
             for name, codec, x in (
-                ("keys", self.codecs.keys, entries.keys),
-                ("values", self.codecs.values, entries.values),
+                ("keys", self.codec("keys"), entries.keys),
+                ("values", self.codec("values"), entries.values),
             )
         )
         return dataclasses.replace(entries, keys=keys, values=values)
 
     def renewed(self, beside: dict[str, Any], entries: Entries, chosen: Bool[Array, "B Hk S"]) -> dict[str, Any]:
-        """What is beside the slots, with the residual window filled from the chosen ones of plain entries by head."""
-        if WINDOW not in beside:
-            return beside
-        return {**beside, WINDOW: beside[WINDOW].filled_from(entries, chosen)}
+        """What is beside the slots, with its windows filled from the chosen ones of plain entries by head."""
+        windows = {name: beside[name].filled_from(entries, chosen) for name in WINDOWS if name in beside}
+        return {**beside, **windows}
 
     def absorbing(self, entries: Entries, chosen: Bool[Array, "B Hk S"], absorb: Absorb) -> tuple[Entries, dict]:
         """Entries by head, in the form of `loose`, and what is beside the slots, after those not `chosen` have left."""
@@ -152,17 +203,16 @@ class Store:
 
     def _written(self, name: str, new: Float[Array, "B Hk D"], position: Int[Array, "B"], x: Any) -> Any:
         """The code of keys or values with `new` in every head's next slot; `x` are all of them, decoded."""
-        codec, code, active = getattr(self.codecs, name), getattr(self.entries, name), position >= 0
+        codec, code, active = self.codec(name), getattr(self.entries, name), position >= 0
         if codec.apart:
             return jax.tree.map(lambda x, new: self.put(x, new, active), code, codec.encode(new))
         at = self.put(self.positions, jnp.broadcast_to(position[:, None], self.next_slot.shape), active)
         return codec.written(code, self.put(x, new, active), at, self.next_slot, active)
 
     def _seen(self, token: Token) -> dict[str, Any]:
-        """What is beside the slots, with the token in the residual window."""
-        if WINDOW not in self.beside:
-            return self.beside
-        return {**self.beside, WINDOW: self.beside[WINDOW].with_token(token.key, token.value, token.position)}
+        """What is beside the slots, with the token in the windows."""
+        new = token.key, token.value, token.position
+        return {**self.beside, **{name: state.with_token(*new) for name, state in self._windows.items()}}
 
     def single(self, active: Bool[Array, "B"]) -> Any:
         """The store whose next slots stand for one token, in rows that are active, where entries have weights."""
@@ -202,7 +252,7 @@ class Store:
         flat = self.positions.ndim == 2
         old, code = self.entries, {}
         for name, new in (("keys", change.keys), ("values", change.values)):
-            codec, lies = getattr(self.codecs, name), getattr(old, name)
+            codec, lies = self.codec(name), getattr(old, name)
             put = lambda x, new: placed_at(x, change.slot, new, flat=flat)  # noqa: E731
             if codec.apart:
                 code[name] = jax.tree.map(put, lies, codec.encode(new))
@@ -215,12 +265,11 @@ class Store:
         return self.replaced(entries=entries, beside=self._taken_in_window(change, flat))
 
     def _taken_in_window(self, change: Change, flat: bool) -> dict[str, Any]:
-        """What is beside the slots, with survivors that lie in the residual window as they have become."""
-        if WINDOW not in self.beside:
-            return self.beside
+        """What is beside the slots, with survivors that lie in a window as they have become."""
         safe = jnp.minimum(change.slot, self.positions.shape[-1] - 1)
         at = jnp.where(change.slot < self.positions.shape[-1], picked(self.positions, safe, flat=flat), -1)
-        return {**self.beside, WINDOW: self.beside[WINDOW].changed_at(at, change.keys, change.values)}
+        new = at, change.keys, change.values
+        return {**self.beside, **{name: state.changed_at(*new) for name, state in self._windows.items()}}
 
     def put(self, x: Any, new: Any, active: Bool[Array, "B"]) -> Any:
         """`x`, an array over the slots, with `new [B, Hk, ...]` in every head's next slot, in rows that are active."""

@@ -1,4 +1,4 @@
-"""The residual window: the newest tokens' keys and values as the model makes them, beside their codes."""
+"""Windows: the newest and the first tokens' keys and values as the model makes them, beside their codes."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -9,14 +9,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.store.entries import EMPTY, Entries
 
-WINDOW = "window"  # the name under which it lies beside the slots
+WINDOW = "window"  # the name under which that of the newest tokens lies beside the slots
+INITIAL = "initial"  # and that of the first
+WINDOWS = (WINDOW, INITIAL)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """The last R tokens of each KV head: the one at position p in place p % R. `seen` counts the row's tokens. None
-    where keys or values are plain in the slots.
+    """The last R tokens of each KV head, the one at position p in place p % R; or, `first`, its first R tokens. `seen`
+    counts the row's tokens. None where keys or values are plain in the slots.
 
     Every entry has its code in a slot as well, from the exact numbers; the window is read instead of it. So gathers,
     cuts and evictions move codes alone, and an entry that has been evicted is simply not asked for.
@@ -26,6 +28,7 @@ class Window:
     values: Float[Array, "B Hk R D"] | None
     positions: Int[Array, "B Hk R"]
     seen: Int[Array, "B"]
+    first: bool = dataclasses.field(default=False, metadata={"static": True})
 
     attends: ClassVar[bool] = False
 
@@ -52,7 +55,7 @@ class Window:
         exact = jnp.take_along_axis(held.reshape(batch, -1, dim), flat[..., None], axis=1)
         seen = self.seen.reshape(batch, *(1,) * (positions.ndim - 1))
         inside = (positions >= 0) & (there == positions) & (owner < heads)
-        if whole:
+        if whole and not self.first:
             inside &= positions >= seen // size * size
         return jnp.where(inside[..., None], exact.reshape(x.shape), x)
 
@@ -61,14 +64,19 @@ class Window:
     ) -> "Window":
         """The window after a decode step; a row whose position is -1 has finished."""
         batch, heads, size = self.positions.shape
-        at = jnp.where(position >= 0, position % size, size)  # out of range, so dropped
+        at = jnp.where(self._takes(position), position % size, size)  # out of range, so dropped
         index = jnp.arange(batch)[:, None], jnp.arange(heads)[None, :], at[:, None]
 
         def put(old: Any, new: Array) -> Any:
             return None if old is None else old.at[index].set(new.astype(old.dtype), mode="drop")
 
         positions = put(self.positions, jnp.broadcast_to(position[:, None], (batch, heads)))
-        return Window(put(self.keys, key), put(self.values, value), positions, jnp.maximum(self.seen, position + 1))
+        seen = jnp.maximum(self.seen, position + 1)
+        return Window(put(self.keys, key), put(self.values, value), positions, seen, self.first)
+
+    def _takes(self, position: Int[Array, "*n"]) -> Bool[Array, "*n"]:
+        """Whether a token at this position has a place when it comes."""
+        return (position >= 0) & (position < self.positions.shape[2]) if self.first else position >= 0
 
     def changed_at(
         self, position: Int[Array, "B Hk"], key: Float[Array, "B Hk D"], value: Float[Array, "B Hk D"]
@@ -82,14 +90,15 @@ class Window:
         def put(old: Any, new: Array) -> Any:
             return None if old is None else old.at[index].set(new.astype(old.dtype), mode="drop")
 
-        return Window(put(self.keys, key), put(self.values, value), self.positions, self.seen)
+        return Window(put(self.keys, key), put(self.values, value), self.positions, self.seen, self.first)
 
     def filled_from(self, entries: Entries, chosen: Bool[Array, "B Hk S"]) -> "Window":
-        """The window anew, of the `chosen` ones of plain entries: those among the row's newest R tokens."""
+        """The window anew, of the `chosen` ones of plain entries: those among the row's newest, or first, R tokens."""
         size = self.positions.shape[2]
         newest = jnp.max(entries.positions, axis=(1, 2), initial=EMPTY)
         seen = jnp.maximum(self.seen, newest + 1)
-        stay = chosen & entries.filled & (entries.positions >= (seen - size)[:, None, None])
+        due = self._takes(entries.positions) if self.first else entries.positions >= (seen - size)[:, None, None]
+        stay = chosen & entries.filled & due
         rows, heads = jnp.arange(stay.shape[0])[:, None, None], jnp.arange(stay.shape[1])[None, :, None]
         at = (rows, heads, jnp.where(stay, entries.positions % size, size))  # out of range, so dropped
 
@@ -97,12 +106,20 @@ class Window:
             return None if old is None else jnp.zeros_like(old).at[at].set(new.astype(old.dtype), mode="drop")
 
         positions = jnp.full_like(self.positions, EMPTY).at[at].set(entries.positions, mode="drop")
-        return Window(put(self.keys, entries.keys), put(self.values, entries.values), positions, seen)
+        return Window(put(self.keys, entries.keys), put(self.values, entries.values), positions, seen, self.first)
 
 
 def empty(
-    batch: int, heads: int, size: int, head_dim: int, dtype: Any, keys: bool = True, values: bool = True
+    batch: int,
+    heads: int,
+    size: int,
+    head_dim: int,
+    dtype: Any,
+    keys: bool = True,
+    values: bool = True,
+    first: bool = False,
 ) -> Window:
     """A window of `size` tokens that has seen none; for keys, for values, or for both."""
     of_keys, of_values = (jnp.zeros((batch, heads, size, head_dim), dtype) if some else None for some in (keys, values))
-    return Window(of_keys, of_values, jnp.full((batch, heads, size), EMPTY, jnp.int32), jnp.zeros(batch, jnp.int32))
+    nothing = jnp.full((batch, heads, size), EMPTY, jnp.int32)
+    return Window(of_keys, of_values, nothing, jnp.zeros(batch, jnp.int32), first)
