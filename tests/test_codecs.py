@@ -346,9 +346,11 @@ STORES = {
     "channel": BY_CHANNEL,
 }
 UNDER = ["h2o", "snapkv", "adakv-h2o", "global-h2o", "keydiff", "weightedkv", "tiered-h2o", "streaming-llm", "quest"]
+UNDER += ["keepkv"]
 SMALL = {"snapkv": {"window": 6}, "keydiff": {"every": 4}, "weightedkv": {"sinks": 2}, "tiered-h2o": {"slots": 8}}
 SMALL |= {"adakv-h2o": {"interval": 4, "shift": 2}, "quest": {"count": 16, "page": 4, "dense": 1}}
-LONG = ("h2o", "adakv-h2o", "snapkv")  # the other pairs are slow
+SMALL |= {"keepkv": {"sinks": 2, "every": 4, "alike": 0.3}}
+LONG = ("h2o", "adakv-h2o", "snapkv", "keepkv")  # the other pairs are slow
 PAIRS = [
     pytest.param(name, store, marks=() if name in LONG else pytest.mark.slow) for store in STORES for name in UNDER
     if store != "channel" or name not in ("adakv-h2o", "global-h2o", "quest")

@@ -261,7 +261,7 @@ def test_scan_equals_stepping_by_hand(tiny, name):
 
 
 @pytest.mark.some(1)
-@chiefly("snapkv", "h2o", "adakv-h2o")
+@chiefly("snapkv", "h2o", "adakv-h2o", "keepkv")
 def test_save_and_restore_equals_going_on(tiny, name, tmp_path):
     params, chosen = tiny(FAMILY), policy(name)
     out = generated(params, [ids(40), ids(12, 1)], chosen, 9)  # compiled by the test before; the steps below as well

@@ -29,7 +29,8 @@ from jaxkv.sharding.traffic import collectives
 NAMES = sorted(catalogue())
 MESHES = {"8,1,1": (8, 1, 1), "1,8,1": (1, 8, 1), "1,1,8": (1, 1, 8), "2,2,2": (2, 2, 2)}
 ALWAYS = ("dapq-longflow",)  # on every mesh
-ONCE = ("full", "h2o", "adakv-h2o", "global-h2o", "razorattention")  # each way through the code, on 2,2,2
+# each way through the code, on 2,2,2
+ONCE = ("full", "h2o", "adakv-h2o", "global-h2o", "razorattention", "keepkv", "zsmerge", "d2o")
 CASES = [
     pytest.param(
         name,
