@@ -239,8 +239,9 @@ class Merge(Evicted):
         moved = jnp.where(state.begun, self.alpha * state.tau + self.beta * mean, mean)
         state = Threshold(jnp.where(many > 0, moved, state.tau), state.begun | (many > 0))
         alike = total / jnp.maximum(count, 1.0) >= state.tau[:, None]
-        joins = gone & jnp.take_along_axis(alike[:, None], jnp.minimum(place, gone.shape[-1] - 1), axis=-1)
-        return joins, state
+        if gone.shape[-1] == 1:
+            return gone & alike[:, None], state
+        return gone & jnp.take_along_axis(alike[:, None], jnp.minimum(place, gone.shape[-1] - 1), axis=-1), state
 
     def _merged(
         self,
@@ -254,6 +255,8 @@ class Merge(Evicted):
         """The survivors with what they take up; a target past the last survivor is nobody's."""
         slots = kept.positions.shape[-1]
         add = jax.vmap(jax.vmap(lambda x, at: jax.ops.segment_sum(x, at, slots + 1)[:slots]))
+        if slots == 1:  # one leaves, and is 0 where it is not taken up: no scatter, which a step would feel
+            add = lambda x, at: x  # noqa: E731
         own, theirs = self._weights(kept, lost, jnp.minimum(targets, slots - 1), near, facts)
         one = lambda entries: jnp.ones(entries.positions.shape) if entries.weight is None else entries.weight  # noqa: E731
         n, more = one(kept), jnp.where(joins, one(lost), 0.0)
@@ -460,7 +463,10 @@ def _least_until(link: Float[Array, "B Hk S"], takes: Bool[Array, "B Hk S"]) -> 
 
 
 def _over_heads(x: Float[Array, "B Hk E"], place: Int[Array, "B Hk E"]) -> Float[Array, "B E"]:
-    """The sum over the heads of what stands at the same place among those that leave; places past the end are none."""
+    """The sum over the heads of what stands at the same place among those that leave; places past the end are none, and
+    0 stands there."""
+    if x.shape[-1] == 1:
+        return jnp.sum(x, axis=1)
     rows = jnp.arange(x.shape[0])[:, None, None]
     return jnp.zeros((x.shape[0], x.shape[2]), x.dtype).at[rows, place].add(x, mode="drop")
 
