@@ -9,7 +9,9 @@ import merging_numpy
 import numpy as np
 import pytest
 from forms import Prompt, Rule, Tiny, competing, ends, run, softmax
+from measured import measured
 from ordered import heads_of
+from shares import headkv_budgets
 from tiers_numpy import Tiered, in_bits, small_floats
 
 import jaxkv
@@ -507,6 +509,30 @@ class TieredLaq(Tiered, Lookahead):
         return worth
 
 
+class LookaheadHeads(Lookahead):
+    """Ours: heads keep by HeadKV's shares; then what has had least attention leaves."""
+
+    every, recent = 1, 4
+    fresh: ClassVar[dict[str, float]] = {"attention": 0.0}
+
+    def kept(self, worth, count, layer):
+        layers, heads = len(self.ahead), len(worth)
+        group, width = self.ahead[0].group, self.ahead[0].key.shape[-1]
+        scores = measured(layers, heads * group, heads, width)["reasoning"]
+        budgets = headkv_budgets(
+            scores.reshape(layers, heads, -1).mean(2), count + 1, 0, 4.0, worth.shape[1], 1, self.recent
+        )
+        order = np.argsort(-worth, axis=1, kind="stable")
+        return [np.sort(row[:size]) for row, size in zip(order, budgets[layer], strict=True)]
+
+    def stats(self, seen: Prompt):
+        return {"attention": self.prompt(seen)}
+
+    def step(self, head, mass, now):
+        head.stats["attention"] = head.stats["attention"] + mass.mean(0)
+        return np.where(head.at >= now - self.recent, np.inf, head.stats["attention"])
+
+
 class DapQ(Rule):
     """Tokens of the prompt's ends, again at the next positions, attend to the prompt and to those before them."""
 
@@ -744,6 +770,7 @@ CASES = {  # the rule, our options, the seed of a prompt without near ties
     "cam": (Cam, {}, 0),
     "random": (Drawn, {}, 0),
     "laq": (Lookahead, {"draft_window": 6}, 75),
+    "laq-heads": (LookaheadHeads, {"draft_window": 6}, 0),
     "laq-plus-plus": (LookaheadLocal, {"draft_window": 6}, 0),
     "laq-longflow": (LookaheadLongFlow, {"draft_window": 6}, 0),
     "zipcache": (ZipCache, {"times": 0.5, "store": {}}, 0),

@@ -1,7 +1,6 @@
 """Head budgets by what was measured: HeadKV, DuoAttention, RazorAttention against plain NumPy forms of their rules."""
 
 import dataclasses
-from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from archives import arrays
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ordered import heads_of
+from shares import apportioned, headkv_budgets
 from watched import watched
 
 import jaxkv
@@ -26,27 +26,6 @@ TOKENS, GROUP = 70, 3
 
 def ids(length, seed=0):
     return np.random.default_rng(seed).integers(0, 100, length).astype(np.int32)
-
-
-def apportioned(left, shares, room):
-    """`left` by shares under caps, in exact fractions: the level at which caps bind, then the largest remainders."""
-    room = [each if share > 0 else 0 for each, share in zip(room, shares, strict=True)]
-    if left >= sum(room):
-        return room
-    level = lambda x: sum(min(x * share, cap) for share, cap in zip(shares, room, strict=True))  # noqa: E731
-    below = Fraction(0)
-    for knot in sorted(Fraction(cap, share) for cap, share in zip(room, shares, strict=True) if share > 0):
-        if level(knot) > left:
-            break
-        below = knot
-    rising = sum(share for share, cap in zip(shares, room, strict=True) if share > 0 and below * share < cap)
-    at = below + (left - level(below)) / rising
-    exact = [min(at * share, Fraction(cap)) for share, cap in zip(shares, room, strict=True)]
-    given = [int(each) for each in exact]
-    order = sorted(range(len(given)), key=lambda head: (given[head] - exact[head], head))
-    for head in order[: left - sum(given)]:
-        given[head] += 1
-    return given
 
 
 pour = jax.jit(poured)
@@ -75,22 +54,6 @@ def pooled_mass(weights, window, apart, kind, kernel):
         return np.stack([np.convolve(row, np.ones(kernel) / kernel, mode="same") for row in mass])
     padded = np.pad(mass, ((0, 0), (half, half)), constant_values=-np.inf)
     return np.max([padded[:, shift : shift + mass.shape[1]] for shift in range(kernel)], axis=0)
-
-
-def headkv_budgets(scores, budget, window, beta, tokens):
-    """`[L, Hk]`: window + base + a share of the model's pool in proportion to the score, by its formula; then whole
-    tokens per layer and head, by largest remainders."""
-    heads = scores.shape[1]
-    part = scores / scores.mean() / beta + 1 - 1 / beta
-    layers = apportioned(len(part) * (budget - window), _whole(part.mean(1)), [tokens - window] * len(part))
-    room = [tokens - window] * heads
-    each = [apportioned(heads * total, _whole(line), room) for total, line in zip(layers, part, strict=True)]
-    return window + np.array(each)
-
-
-def _whole(shares):
-    """Shares as whole numbers, fine ones."""
-    return np.round(shares / shares.max() * 4095).astype(int).tolist()
 
 
 def divided_budgets(local, budget, floor, tokens):

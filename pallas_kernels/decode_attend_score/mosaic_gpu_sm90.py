@@ -206,7 +206,7 @@ def _attend_block(
         stage, start = lax.rem(index, plan.stages), (first + index) * plan.block
         some = pl.ds(pl.multiple_of(begin - shift + start, 8), plan.block)
         plgpu.copy_gmem_to_smem(positions.at[row, pl.ds(start, plan.block)], p_mem.at[stage], k_here.at[stage])
-        if bias is not None:
+        if bias is not None and b_mem is not None:
             plgpu.copy_gmem_to_smem(bias.at[row, pl.ds(start, plan.block)], b_mem.at[stage], k_here.at[stage])
         plgpu.copy_gmem_to_smem(keys.at[head, some, all_dims], k_mem.at[stage], k_here.at[stage])
         plgpu.copy_gmem_to_smem(values.at[head, some, all_dims], v_mem.at[stage], v_here.at[stage])

@@ -159,7 +159,7 @@ def _attend_run(
         stage, start = lax.rem(index, plan.stages), (first + index) * plan.block
         some = pl.ds(start, plan.block)
         plgpu.copy_gmem_to_smem(positions.at[row, some], p_mem.at[stage], k_here.at[stage])
-        if bias is not None:
+        if bias is not None and b_mem is not None:
             plgpu.copy_gmem_to_smem(bias.at[row, some], b_mem.at[stage], k_here.at[stage])
         plgpu.copy_gmem_to_smem(keys.at[row, some, all_dims], k_mem.at[stage], k_here.at[stage])
         plgpu.copy_gmem_to_smem(values.at[row, some, all_dims], v_mem.at[stage], v_here.at[stage])

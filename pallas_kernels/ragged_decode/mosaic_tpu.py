@@ -30,7 +30,8 @@ def ragged_decode(
     copies K and V for it where P is no multiple of 8.
     """
     positions = placed(held.positions, token.position, slot)
-    weight, bias, added = (x[:, None] if isinstance(x, jax.Array) else x for x in (judge.weight, judge.bias, held.bias))
+    weight, bias = (x[:, None] if isinstance(x, jax.Array) else x for x in (judge.weight, judge.bias))
+    added = None if held.bias is None else held.bias[:, None]
     out = tpu_decode.step(
         token, held.keys[:, None], held.values[:, None], positions[:, None], slot,
         judge._replace(weight=weight, bias=bias), held.offsets, added, scale=scale, window=None, softcap=softcap,
