@@ -22,6 +22,7 @@ from jaxkv.policies.evicted import Leaving
 from jaxkv.policies.score import Score, ScoreInputs
 from jaxkv.store import tier
 from jaxkv.store.by_channel import IntByChannel
+from jaxkv.store.channels import Channels
 from jaxkv.store.codecs import Codecs
 from jaxkv.store.entries import Entries
 from jaxkv.store.integers import Int
@@ -203,8 +204,10 @@ def test_a_tier_that_cannot_be_is_refused():
         Demote(slots=0)
     with pytest.raises(BadValue, match="by='mass'"):
         Demote(by="mass")
-    with pytest.raises(BadValue, match="several tokens share"):
+    with pytest.raises(BadValue, match="'int-by-channel', where several tokens share"):
         Demote(keys=IntByChannel(bits=4))
+    with pytest.raises(BadValue, match=r"'channels'.*fitted to a prompt"):
+        Demote(values=Channels())
 
 
 def test_a_tier_as_many_times_the_budget(tiny):

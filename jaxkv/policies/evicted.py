@@ -190,11 +190,12 @@ class Demote(Evicted):
             raise BadValue(f"by={self.by!r}: expected 'position', the newest stay, or 'score', the best")
         if self.balance not in BALANCES:
             raise BadValue(f"balance={self.balance!r}: expected one of {', '.join(BALANCES)}")
-        if not self.codecs.apart:
-            raise BadValue(
-                "a second tier with a scale that several tokens share: expected codecs with a scale per token, such as "
-                "{'kind': 'int', 'bits': 4}"
-            )
+        for codec in self._each:
+            if codec.fits or not codec.apart:
+                raise BadValue(
+                    f"a second tier in codec {codec.kind!r}, where several tokens share a scale, or which is fitted to "
+                    "a prompt: expected one that codes each token by itself, such as {'kind': 'int', 'bits': 4}"
+                )
 
     @property
     def ranks(self) -> bool:  # type: ignore[override]
@@ -204,7 +205,11 @@ class Demote(Evicted):
     @property
     def codecs(self) -> Codecs:
         """How keys and values lie in the tier."""
-        return Codecs(self.keys or Integers(self.bits), self.values or Integers(self.bits))
+        return Codecs(*self._each)
+
+    @property
+    def _each(self) -> tuple[Codec, Codec]:
+        return self.keys or Integers(self.bits), self.values or Integers(self.bits)
 
     def sized(self, budget: int) -> "Demote":
         if not self.times:
