@@ -9,7 +9,7 @@ import pytest
 from ordered import heads_of
 
 import jaxkv
-from jaxkv.attend import Ask, Facts, LayerIn, decode_layer, prefill_layer
+from jaxkv.attend import Ask, Facts, LayerIn, decode_layer, overwritten, prefill_layer
 from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import Rope, rotate
 from jaxkv.policies import catalogue
@@ -216,7 +216,12 @@ def test_local_heads_attend_by_the_papers_rule(sizes):
         before = held_by(layer, now)
         start += size
     assert sum(len(held) for held, _ in before[0]) == 12 * heads
-    step = jax.jit(lambda position, *args: decode_layer(policy, position, *call, *args))
+
+    @jax.jit
+    def step(position, query, key, value, given):
+        (after,) = overwritten(policy, (given.cache,), (given,), (SPEC,), position)
+        return decode_layer(policy, position, *call, query, key, value, dataclasses.replace(given, cache=after))
+
     for token in range(40, total):
         tokens, position = slice(token, token + 1), jnp.asarray(at[:, token])
         old, args = layer, (jnp.asarray(x[:, tokens]) for x in (query, key, value))
