@@ -69,7 +69,7 @@ def calibrate(params: Params, *, length: int = 512, windows: int = 12, needles: 
         )
     sums, stretches = None, _windows(params, length, windows)
     for tokens in stretches:
-        found = _query_sums(params.weights, tokens[None], config=params.config)
+        found = _sums(params.weights, tokens[None], config=params.config)
         sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
     assert sums is not None
     found = {
@@ -135,7 +135,7 @@ def _over(score: Callable[..., jax.Array], params: Params, told: list[Answered])
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _query_sums(weights, tokens: Int[Array, "B T"], *, config: ModelConfig) -> tuple[dict[str, jax.Array], ...]:
+def _sums(weights, tokens: Int[Array, "B T"], *, config: ModelConfig) -> tuple[dict[str, jax.Array], ...]:
     """Per layer the sums of the queries and of their outer products, before RoPE by head and after it by group; and
     those of keys and values."""
 

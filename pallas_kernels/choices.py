@@ -2,29 +2,17 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
 from pallas_kernels.decode_attend_score import api as decode_attend_score
-from pallas_kernels.dispatch import Operation
+from pallas_kernels.dispatch import Choice, Operation
 from pallas_kernels.prefill_attend import api as prefill_attend
 from pallas_kernels.prefill_attend_mass import api as prefill_attend_mass
 from pallas_kernels.ragged_decode import api as ragged_decode
-
-
-class Choice(NamedTuple):
-    """The implementation of an operation that runs, and why each of those before it does not."""
-
-    implementation: str
-    refused: dict[str, str]
-
-    @property
-    def reasons(self) -> list[str]:
-        """The refusals in words."""
-        return [f"{name} does not: {why}" for name, why in self.refused.items()]
 
 
 def choices(
@@ -71,16 +59,8 @@ def choices(
         (prefill_attend.OPERATION, functools.partial(block, what=2)),  # keys and values
         (prefill_attend_mass.OPERATION, functools.partial(block, what=1)),  # keys
     )
-    return {operation.name: _first(operation, platform, way) for operation, way in ways}
 
+    def traced(operation: Operation, way: Callable) -> Choice:
+        return operation.first(platform, lambda call: jax.eval_shape(functools.partial(way, call)))[1]
 
-def _first(operation: Operation, platform: str, way: Callable) -> Choice:
-    refused: dict[str, str] = {}
-    for name in operation.tried(platform):
-        try:
-            jax.eval_shape(functools.partial(way, operation.called(name)))
-        except NotImplementedError as why:
-            refused[name] = str(why)
-        else:
-            return Choice(name, refused)
-    raise AssertionError("the reference takes everything")
+    return {operation.name: traced(operation, way) for operation, way in ways}

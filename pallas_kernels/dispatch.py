@@ -4,13 +4,25 @@ import dataclasses
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 
 REFERENCE = "reference"  # plain jnp, on every platform
 LOG = logging.getLogger("pallas_kernels")
+
+
+class Choice(NamedTuple):
+    """The implementation of an operation that runs, and why each of those before it does not."""
+
+    implementation: str
+    refused: dict[str, str]
+
+    @property
+    def reasons(self) -> list[str]:
+        """The refusals in words."""
+        return [f"{name} does not: {why}" for name, why in self.refused.items()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,21 +47,21 @@ class Operation:
         """
         if implementation is not None:
             return self.called(implementation)(*args, **kwargs)
-        refused: list[str] = []
-        for name in self.tried(jax.default_backend()):
-            try:
-                out = self.called(name)(*args, **kwargs)
-            except NotImplementedError as why:
-                refused.append(f"{name} does not: {why}")
-            else:
-                _say(self.name, name, "; ".join(refused))
-                return out
-        raise AssertionError("the reference takes everything")
+        out, choice = self.first(jax.default_backend(), lambda call: call(*args, **kwargs))
+        _say(self.name, choice.implementation, "; ".join(choice.reasons))
+        return out
 
-    def tried(self, platform: str) -> Iterator[str]:
-        """The implementations for a platform, the reference behind its kernels."""
-        yield from (name for name, where in self.kernels.items() if where == platform)
-        yield REFERENCE
+    def first(self, platform: str, way: Callable[[Callable], Any]) -> tuple[Any, Choice]:
+        """What `way` gives of the first implementation for a platform under which it does not raise
+        `NotImplementedError`, the reference behind the kernels; and which that is.
+        """
+        refused: dict[str, str] = {}
+        for name in (name for name, where in self.kernels.items() if where == platform):
+            try:
+                return way(self.called(name)), Choice(name, refused)
+            except NotImplementedError as why:
+                refused[name] = str(why)
+        return way(self.reference), Choice(REFERENCE, refused)
 
     def called(self, name: str) -> Callable:
         """The named implementation. A kernel's module is imported when it is called: Pallas takes a quarter of a
