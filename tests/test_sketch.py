@@ -9,7 +9,7 @@ import pytest
 from ordered import heads_of
 
 import jaxkv
-from jaxkv.attend import Ask, Facts, LayerIn, decode_layer, prefill_layer
+from jaxkv.attend import Ask, Facts, LayerIn, decode_layer, overwritten, prefill_layer
 from jaxkv.errors import BadValue
 from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import Rope, rotate
@@ -120,7 +120,12 @@ def test_what_is_estimated(sizes):
         check(np.asarray(output), held, tokens)
         layer, start = out.cache, start + size
         held = left(layer, held, [[p for p in at[row, tokens] if p >= 0] for row in range(2)])
-    step = jax.jit(lambda position, *args: decode_layer(policy, position, *call, *args))
+
+    @jax.jit
+    def step(position, query, key, value, given):
+        (after,) = overwritten(policy, (given.cache,), (given,), (SPEC,), position)
+        return decode_layer(policy, position, *call, query, key, value, dataclasses.replace(given, cache=after))
+
     for token in range(40, total):
         tokens = slice(token, token + 1)
         args = (jnp.asarray(x[:, tokens]) for x in (query, key, value))
