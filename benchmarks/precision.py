@@ -9,6 +9,7 @@ in the JSON file.
 """
 
 import argparse
+import bisect
 import dataclasses
 import json
 from collections.abc import Iterator
@@ -20,7 +21,9 @@ import numpy as np
 import jaxkv
 from benchmarks.report import RESULTS, prose_rows, table, write
 from jaxkv.evaluation.fidelity import Reference, fidelity, reference
-from jaxkv.policies import Codecs, Fp8, Int, IntByChannel, Sparse, catalogue
+from jaxkv.models import ModelConfig
+from jaxkv.policies import Codecs, Fp8, Int, IntByChannel, Paired, Sparse, catalogue
+from jaxkv.sizes import size_of
 
 STORES = {
     "bfloat16": Codecs(),
@@ -34,30 +37,36 @@ STORES = {
     "3 bits, turned": Codecs(Int(3, hadamard=True), Int(3, hadamard=True)),
     "2 bits, keys by channel": Codecs(IntByChannel(2, 32), Int(2, 32), residual=32),
     "half of the channels": Codecs(Sparse(0.5), Sparse(0.5), residual=32),
-    **{name: catalogue()[name].store for name in ("think", "cskv", "rotatekv", "squat", "gear")},
+    **{name: catalogue()[name].store for name in ("think", "cskv", "rotatekv", "squat", "gear", "minicache")},
+    "values in pairs, all layers": Codecs(values=Paired(after=0.0)),
 }
 AT_EQUAL_BYTES = ("bfloat16", "8 bits", "4 bits, turned", "4 bits, keys by channel", "2 bits, keys by channel")
 SHARES = (2, 4, 8, 16, 32)
 
 
-def taken(store: Codecs, slots: int, head_dim: int) -> int:
-    """Bytes of keys and values of one KV head in bfloat16."""
-    return store.bytes(slots, head_dim, "bfloat16")
+def everything(store: Codecs) -> jaxkv.Policy:
+    """The policy that holds all entries under a store."""
+    return dataclasses.replace(jaxkv.policy("full"), store=store)
 
 
-def budget_of(store: Codecs, share: int, tokens: int, head_dim: int) -> int:
+def taken(store: Codecs, slots: int, config: ModelConfig) -> int:
+    """Bytes of keys and values of one row in bfloat16."""
+    return size_of(everything(store), config, "bfloat16", [slots] * config.num_layers).keys_values
+
+
+def budget_of(store: Codecs, share: int, tokens: int, config: ModelConfig) -> int:
     """The most entries that a share of the full cache's bytes holds, 0 for none, at most all of the text."""
-    whole = taken(Codecs(), tokens, head_dim)
-    return max((n for n in range(1, tokens + 1) if taken(store, n, head_dim) * share <= whole), default=0)
+    most = taken(Codecs(), tokens, config) // share
+    return bisect.bisect_right(range(1, tokens + 1), most, key=lambda count: taken(store, count, config))
 
 
-def cases(options: argparse.Namespace, head_dim: int) -> Iterator[tuple[str, Codecs, int | None, jaxkv.Policy]]:
+def cases(options: argparse.Namespace, config: ModelConfig) -> Iterator[tuple[str, Codecs, int | None, jaxkv.Policy]]:
     """What is measured: its label, store, budget (None: everything), and policy."""
     for label, store in STORES.items():
-        yield label, store, None, dataclasses.replace(jaxkv.policy("full"), store=store)
+        yield label, store, None, everything(store)
     for share in options.shares:
         for label in AT_EQUAL_BYTES:
-            budget = budget_of(STORES[label], share, options.tokens + options.new_tokens, head_dim)
+            budget = budget_of(STORES[label], share, options.tokens + options.new_tokens, config)
             if budget >= options.least:
                 chosen = jaxkv.policy(options.policy, budget=budget, store=STORES[label])
                 yield f"1/{share} {label}", STORES[label], budget, chosen
@@ -73,12 +82,12 @@ def place(row: dict[str, Any]) -> tuple[int, int]:
 
 def measured(params: Any, against: Reference, options: argparse.Namespace, known: dict) -> Iterator[dict[str, Any]]:
     """Of each case that is not known yet: entries, share of the bytes, KL and top-1."""
-    head_dim, text = params.config.head_dim, options.tokens + options.new_tokens
-    for label, store, budget, policy in cases(options, head_dim):
+    config, text = params.config, options.tokens + options.new_tokens
+    for label, store, budget, policy in cases(options, config):
         if label in known:
             continue
         found = fidelity(params, policy, against)
-        held = taken(store, budget or text, head_dim) / taken(Codecs(), text, head_dim)
+        held = taken(store, budget or text, config) / taken(Codecs(), text, config)
         row = {"case": label, "budget": budget, "bytes": held, "kl": float(found.kl.mean())}
         row["top1"] = float(found.top1.mean())
         print(label, f"budget {budget} bytes {held:.3f} KL {row['kl']:.5f} top-1 {row['top1']:.3f}", flush=True)

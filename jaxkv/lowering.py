@@ -84,7 +84,7 @@ def lower(
 
     left = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), prefill.out_info[0])
     if policy.store.fits:
-        left = jax.eval_shape(lambda *given: run.fitted(*given, policy=policy), left, learned)
+        left = jax.eval_shape(lambda *given: run.fitted(*given, config=config, policy=policy), left, learned)
     begun = jax.eval_shape(state, left)
     cache = dataclasses.replace(
         jax.tree.map(lambda leaf: _array(layout, leaf), begun.cache),

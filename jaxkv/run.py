@@ -27,8 +27,9 @@ from jaxkv.sampling import RowSampler, Sampler
 from jaxkv.sharding.layout import ONE_DEVICE, Layout
 from jaxkv.store import EMPTY, KVCache, looks
 from jaxkv.store import empty as empty_store
-from jaxkv.store.line import opened, written
 from jaxkv.store.looks import LOOKS
+from jaxkv.store.pairs import begun, rejoined
+from jaxkv.store.together import opened, written
 
 Layers = tuple[Any, ...]  # a store per layer
 Expected = tuple[Int[Array, "B T K"], Float[Array, "B T K"]]  # the likeliest next tokens and their probabilities
@@ -100,7 +101,8 @@ def prefill(
             progress("prefill", number + 1, blocks.count + 1)
     assert logits is not None  # there is a first block
     if static["policy"].store.fits:
-        layers = fitted(layers, static.get("learned", NOTHING), policy=static["policy"], layout=layout)
+        laid = {name: static[name] for name in ("config", "policy")}
+        layers = fitted(layers, static.get("learned", NOTHING), **laid, layout=layout)
     if not top:
         return layers, logits, None
     return layers, logits, cast(Any, jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), *expected))
@@ -220,7 +222,7 @@ def through_block(
     )  # fmt: skip
     outs, gathered = (left, None) if fold is None else (left[:-1], left[-1])
     layers = divided(sharing, cast(Any, outs), cast(Any, gathered), now, lambda i: _of_layer(learned, i))
-    return tuple(map(layout.layer, layers)), hidden, last
+    return tuple(map(layout.layer, rejoined(layers))), hidden, last
 
 
 STATIC = ("config", "policy", "plan", "layout", "implementation", "top", "scan_layers")
@@ -229,10 +231,14 @@ next_block = held(jax.jit(functools.partial(_block, begins=False), static_argnam
 
 
 @held
-@functools.partial(jax.jit, static_argnames=("policy", "layout"))
-def fitted(layers: Layers, learned: Learned = NOTHING, *, policy: Policy, layout: Layout = ONE_DEVICE) -> Layers:
-    """The layers behind a prompt, with what their codecs fit: to what is held, to the last queries, to the model."""
-    after = [layer.fitted(_of_layer(learned, i), bool(policy.looks)) for i, layer in enumerate(layers)]
+@functools.partial(jax.jit, static_argnames=("config", "policy", "layout"))
+def fitted(
+    layers: Layers, learned: Learned = NOTHING, *, config: ModelConfig, policy: Policy, layout: Layout = ONE_DEVICE
+) -> Layers:
+    """The layers behind a prompt, with what their codecs fit: to what is held, to the last queries, to the model, to
+    the layer below."""
+    each = [layer.fitted(_of_layer(learned, i), bool(policy.looks)) for i, layer in enumerate(layers)]
+    after = begun(each, [spec.window for spec in config.specs])
     return tuple(layout.layer(policy.read.indexed(layer)) for layer in after)
 
 

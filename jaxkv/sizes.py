@@ -13,6 +13,7 @@ from jaxkv.plan import shares, whole
 from jaxkv.policies.policy import NOTHING, Learned, Policy
 from jaxkv.run import empty_layer
 from jaxkv.store.entries import PIECE, in_pieces
+from jaxkv.store.pairs import begun
 
 LEAST = 4096  # a part whose smallest budget is larger than that, and twice what is protected, is wrong
 
@@ -28,26 +29,34 @@ class Size:
 
 def size_of(policy: Policy, config: ModelConfig, dtype: Any, slots: Sequence[int]) -> Size:
     """Bytes of one row's cache with so many slots per KV head in each layer, read off the arrays that it would have."""
-    each = [
-        _layer(policy, spec, str(dtype), count, shares(policy, config, layer))
-        for layer, (spec, count) in enumerate(zip(config.specs, slots, strict=True))
-    ]
+    if policy.store.pairs:  # whose sizes depend on each other
+        each = _layers(policy, config.specs, str(dtype), tuple(slots))
+    else:
+        each = [
+            _layers(policy, (spec,), str(dtype), (count,), shares(policy, config, layer))[0]
+            for layer, (spec, count) in enumerate(zip(config.specs, slots, strict=True))
+        ]
     return Size(sum(size.keys_values for size in each), sum(size.all for size in each))
 
 
 @functools.lru_cache(maxsize=4096)
-def _layer(policy: Policy, spec: AttentionSpec, dtype: str, slots: int, sharing: bool) -> Size:
+def _layers(
+    policy: Policy, specs: tuple[AttentionSpec, ...], dtype: str, slots: tuple[int, ...], sharing: bool = True
+) -> tuple[Size, ...]:
     found: list[Size] = []
 
-    def made() -> None:
-        store = empty_layer(spec, policy, 1, jax.numpy.dtype(dtype), sharing).sized(slots)
+    def one(spec: AttentionSpec, count: int) -> Any:
+        store = empty_layer(spec, policy, 1, jax.numpy.dtype(dtype), sharing).sized(count)
         if policy.store.fits:
             store = store.with_fit(policy.store.unfit(1, spec.num_kv_heads, spec.head_dim), bool(policy.looks))
-        store = policy.read.indexed(store)
-        found.append(Size(store.kv_bytes, sum(leaf.nbytes for leaf in jax.tree.leaves(store))))
+        return policy.read.indexed(store)
+
+    def made() -> None:
+        stores = begun(list(map(one, specs, slots)), [spec.window for spec in specs])
+        found.extend(Size(each.kv_bytes, sum(leaf.nbytes for leaf in jax.tree.leaves(each))) for each in stores)
 
     jax.eval_shape(made)
-    return found[0]
+    return tuple(found)
 
 
 def slots_at(policy: Policy, config: ModelConfig, budget: int, learned: Learned = NOTHING) -> list[int]:

@@ -120,6 +120,7 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "look-m": (MERGED, FORMS),
     "lu-kv": Check(KVPRESS, PREFILL, "test_head_budgets.py::test_curves_as_in_kvpress"),
     "mikv": FORMS,
+    "minicache": Check(FORM, PREFILL, "test_pairs.py::test_a_prompt_is_joined_and_joined_again"),
     "mpcache": Check(FORM, PREFILL, "test_family.py::test_a_look_once"),
     "mustafar": CODED,
     "non-causal": TWINS,

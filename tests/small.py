@@ -55,6 +55,7 @@ SMALL = {  # published windows are longer than the tiny prompts
     "leverage": {"every": 4},
     "look-m": {"sinks": 2, "every": 4},
     "mikv": {"slots": 8, "times": 0.5},
+    "minicache": {"after": 0.0},  # of two layers
     "mustafar": {"residual": 8},
     "non-causal": {"chunk": 8},
     "pyramidkv": {"window": 6},

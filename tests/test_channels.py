@@ -244,10 +244,14 @@ def test_any_policy_of_equal_layers(tiny, name, tmp_path):
         assert len(held) == len(set(held))
 
 
-def test_an_engine_fits_behind_the_last_block(unchecked, tiny):
+@pytest.mark.parametrize(
+    "name, more",
+    [("h2o", {"budget": 24, "store": STORE}), pytest.param("minicache", {"after": 0.0}, marks=pytest.mark.long)],
+)
+def test_an_engine_fits_behind_the_last_block(unchecked, tiny, name, more):
     """Rows of an engine, with prompts of one block and of several and behind a prefix, say what `generate` says."""
     params, options = tiny(FAMILY), {"max_new_tokens": 6, "stop_tokens": ()}
-    chosen = jaxkv.policy("h2o", budget=24, block=16, store=STORE)
+    chosen = jaxkv.policy(name, block=16, **more)
     engine = Engine(params, chosen, rows=2, longest=64, max_new_tokens=6)
     prefix = jaxkv.prefill(params, ids(20, 5), policy=chosen)
     engine.store("before", prefix)

@@ -285,11 +285,16 @@ STEP = 1.0  # of 4 bits: rounding, which is a mesh's own, may move a number by o
 @pytest.mark.some(2)
 @pytest.mark.parametrize(
     "name, store, axes",
-    [("h2o", BY_TOKEN, (2, 2, 2)), ("h2o", BY_CHANNEL, (1, 2, 4)), ("adakv-h2o", FITTED, (2, 2, 2))],
+    [
+        ("h2o", BY_TOKEN, (2, 2, 2)),
+        ("h2o", BY_CHANNEL, (1, 2, 4)),
+        ("adakv-h2o", FITTED, (2, 2, 2)),
+        ("minicache", {}, (2, 2, 2)),
+    ],
 )
 def test_codes_on_a_mesh(goldens, tmp_path, name, store, axes):
     """The same tokens and entries as on one device; saved there, a cache goes on on one device and on another mesh."""
-    folder, options = goldens / "tiny" / "llama3", {"store": store, "budget": 18}
+    folder, options = goldens / "tiny" / "llama3", {"budget": 18, **({"store": store} if store else {})}
     one, mesh, other = (
         jaxkv.load(folder, mesh=None if where is None else on(where)) for where in (None, axes, (1, 1, 8))
     )

@@ -27,7 +27,8 @@ from jaxkv.policies.policy import Policy, check_scores
 from jaxkv.programs import held, make_room
 from jaxkv.prompts import left_padded
 from jaxkv.store import EMPTY, KVCache
-from jaxkv.store.line import narrowed, opened
+from jaxkv.store.line import narrowed
+from jaxkv.store.together import opened
 from jaxkv.weights.params import Params
 from pallas_kernels.prefill_attend.api import prefill_attend
 
@@ -91,7 +92,7 @@ def _cut(
         pseudo, jnp.zeros_like(ends), ends, limits, config=config, policy=policy, plan=plan, begins=True,
         scan_layers=True, learned=learned,
     )  # fmt: skip
-    return run.fitted(layers, learned, policy=policy) if policy.store.fits else layers
+    return run.fitted(layers, learned, config=config, policy=policy) if policy.store.fits else layers
 
 
 @held

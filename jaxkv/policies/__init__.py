@@ -103,5 +103,6 @@ from jaxkv.store.floats import Fp8 as Fp8
 from jaxkv.store.gear import Gear as Gear
 from jaxkv.store.integers import Int as Int
 from jaxkv.store.low_rank import LowRank as LowRank
+from jaxkv.store.pairs import Paired as Paired
 from jaxkv.store.sparse import Sparse as Sparse
 from jaxkv.store.squat import Squat as Squat

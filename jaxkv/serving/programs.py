@@ -83,7 +83,7 @@ class Programs:
         passed, lowered = self._run(short, None, 0), {}
         for fits in (False, True) if static.policy.store.fits else (False,):
             if fits:  # from here on with what is fitted, as behind a prefix
-                laid = {"policy": static.policy, "layout": static.params.layout}
+                laid = {name: self._common[name] for name in ("config", "policy", "layout")}
                 self._compile({"fit": run.fitted.lower(passed.layers, static.learned, **laid)})
                 self._unfit = jax.tree.structure(passed.layers)
                 passed = self._fitted(passed)

@@ -11,7 +11,9 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxkv.errors import BadValue
-from jaxkv.store.line import held_by, line_of, opened, shared
+from jaxkv.store.line import held_by, line_of, shared
+from jaxkv.store.pairs import lent
+from jaxkv.store.together import opened
 
 
 @functools.partial(jax.tree_util.register_dataclass, drop_fields=("tokens",))
@@ -61,11 +63,11 @@ class KVCache:
     @property
     def read_bytes(self) -> tuple[int, ...]:
         """Bytes of keys and values that a decode step reads of each layer, of what is beside them, and of an index."""
-        return tuple(self.policy.read.bytes(layer, number) for number, layer in enumerate(self.layers))
+        return tuple(self.policy.read.bytes(layer, number) for number, layer in enumerate(lent(self.layers)))
 
     @property
     def views(self) -> tuple[Any, ...]:
-        """Every layer as `Slots` or a `Pool`."""
+        """Every layer as `Slots` or a `Pool`, alone."""
         return opened(self.layers)
 
     def texts(self) -> list[np.ndarray] | None:

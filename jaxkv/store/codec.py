@@ -24,6 +24,7 @@ class Codec(Checked):
     plain: ClassVar[bool] = False  # the code is the array itself
     apart: ClassVar[bool] = True  # every slot's code is its own
     fits: ClassVar[bool] = False  # something of each KV head is fitted to the text or to the model
+    pairs: ClassVar[bool] = False  # two layers share what it holds
     pooled: ClassVar[bool] = True  # heads may share slots: what it fits of a head, each slot could hold
 
     def encode(self, x: Float[Array, "*slots D"]) -> Any:

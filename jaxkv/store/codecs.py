@@ -16,13 +16,14 @@ from jaxkv.store.floats import Fp8
 from jaxkv.store.gear import Gear
 from jaxkv.store.integers import Int
 from jaxkv.store.low_rank import LowRank
+from jaxkv.store.pairs import Paired
 from jaxkv.store.sparse import Sparse
 from jaxkv.store.squat import Squat
 from jaxkv.store.window import INITIAL, WINDOW
 
 PLAIN = Plain()
 KINDS: dict[str, type[Codec]] = {
-    codec.kind: codec for codec in (Plain, Int, IntByChannel, Fp8, Sparse, Channels, LowRank, Gear, Squat)
+    codec.kind: codec for codec in (Plain, Int, IntByChannel, Fp8, Sparse, Channels, LowRank, Gear, Squat, Paired)
 }
 
 
@@ -69,6 +70,11 @@ class Codecs(Checked):
         return self.keys.fits or self.values.fits
 
     @property
+    def pairs(self) -> bool:
+        """Whether layers share what one of them holds."""
+        return self.keys.pairs or self.values.pairs
+
+    @property
     def looks(self) -> int:
         """How many of a layer's last queries they are fitted with."""
         return max(self.keys.looks, self.values.looks)
@@ -102,6 +108,11 @@ class Codecs(Checked):
                 f"policy {policy.name!r} with a scale that several tokens share: expected equal heads that read all "
                 "they hold (allocate kind 'uniform', read kind 'all'), or a codec with a scale per token, such as "
                 "{'kind': 'int', 'bits': 4}"
+            )
+        if self.pairs and (policy.evicts or policy.read.state):
+            raise BadValue(
+                f"policy {policy.name!r} with codec 'paired', whose layers hold the same tokens in the same slots: "
+                "expected a policy that evicts nothing and reads all it holds, such as 'full'"
             )
         pooled = self.keys.pooled and self.values.pooled
         if (self.fits and policy.allocate.divides) or (policy.allocate.pooled and not pooled):

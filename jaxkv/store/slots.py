@@ -202,10 +202,10 @@ class Slots(Store):
         batch, heads, held = self.positions.shape
         if slots <= held:
             return self
-        shape, like = (batch, heads, slots - held), jax.eval_shape(lambda: (self.keys, self.values))
-        keys, values = (jnp.zeros((*shape, x.shape[-1]), x.dtype) for x in like)
-        more = self.loosened(blank(shape, keys, values, tuple(self.stats), self.entries.weight is not None))
-        return dataclasses.replace(self, entries=self.settling(appended(self.loose(), more)))
+        shape, own = (batch, heads, slots - held), self.loose()
+        zeros = lambda code: jax.tree.map(lambda x: jnp.zeros((*shape, *x.shape[3:]), x.dtype), code)  # noqa: E731
+        more = blank(shape, zeros(own.keys), zeros(own.values), tuple(self.stats), self.entries.weight is not None)
+        return dataclasses.replace(self, entries=self.settling(appended(own, more)))
 
     def sized(self, slots: int) -> "Slots":
         """The empty store with so many slots per KV head."""
