@@ -12,18 +12,25 @@ and decode step over dropping's, in turns; rows that are there already stay in t
 
 import argparse
 import json
+import statistics
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jaxkv
+from benchmarks.all_policies import ends
 from benchmarks.family_cost import decoded, first_layers, prefilled
 from benchmarks.flat_cost import TURNS, in_turns, ratios
-from benchmarks.report import RESULTS, prose_rows, table, write
+from benchmarks.real_work import interval
+from benchmarks.report import RESULTS, into_page, prose_rows, table, write
 from jaxkv import evaluation
 from jaxkv.evaluation import published, summary
 from jaxkv.evaluation.settings import Settings
 
 DROPPED, UNDER = ": dropped", " + "
+WAYS = ("merging", "dropping")
+COLUMNS = {"needles": ("passkey", "niah-single"), "code": ("longbench/lcc",), "long output": ("recite",)}
+PAGE = Path(__file__).parent / "RESULTS.md"
 
 
 def pairs(settings: Settings) -> dict[str, str]:
@@ -60,24 +67,42 @@ def costs(params: Any, settings: Settings, options: argparse.Namespace) -> Itera
 
 
 def quality(params: Any, settings: Settings, out: str) -> Iterator[dict[str, Any]]:
-    """Scores by task, KL and bytes of each pair, from the records of the run."""
+    """Scores by task, KL and bytes of each pair, from the records of the run, with 95 % intervals: Wilson's of needles,
+    else the bootstrap's."""
 
     def told(what: str, done: int, of: int, left: float | None) -> None:
         print(f"[{done}/{of}" + ("" if left is None else f", {left / 60:.0f} min left") + f"] {what}", flush=True)
 
     records = list(evaluation.evaluate(params, settings, out, progress=told).records())
-    rows = {row["policy"]: row for row in summary.quality(records)}
-    kl = {row["policy"]: row["kl"] for row in summary.fidelities(records)}
+    asked = summary.grouped(summary.answers(records), summary.name_of)
+    texts = {summary.name_of(record): record["kl"] for record in records if "kl" in record}
     for name, base in {"full": "full", **pairs(settings)}.items():
+        if name not in asked or base not in asked:
+            continue
         row: dict[str, Any] = {"policy": name}
         for label, which in (("merge", name), ("drop", base)):
-            if which in rows:
-                row |= {f"{label} {task}": mean.value for task, mean in rows[which]["tasks"].items()}
-                row[f"{label} bytes"] = rows[which]["cache_bytes"]
-            if which in kl:
-                row[f"{label} KL"] = kl[which]
-        if len(row) > 1:
-            yield row
+            for column, tasks in COLUMNS.items():
+                if some := [each["score"] for each in asked[which] if each["task"] in tasks]:
+                    found = ends(summary.wilson(some)) if column == "needles" else interval(some)
+                    row[f"{label} {column}"] = [round(x, 4) for x in found]
+            row[f"{label} bytes"] = statistics.fmean(each["cache_bytes"] for each in asked[which])
+            if which in texts:
+                row[f"{label} KL"] = [round(x, 4) for x in interval(texts[which])]
+        if name in texts and base in texts and name != base:
+            more = [mine - other for mine, other in zip(texts[name], texts[base], strict=True)]
+            row["KL more"] = [round(x, 4) for x in interval(more)]
+        yield row
+
+
+def line(row: dict[str, Any]) -> tuple[str, ...]:
+    """A row of the table: of each column what merging gives, and what dropping gives."""
+    cells = [f"`{row['policy']}`"]
+    for column in COLUMNS:
+        found = [row.get(f"{label} {column}") for label in ("merge", "drop")]
+        cells += ["-" if each is None else "{:.0f} ({:.0f}-{:.0f})".format(*(100 * x for x in each)) for each in found]
+    means = [row.get(f"{label} KL") for label in ("merge", "drop")]
+    cells += ["-" if each is None else f"{abs(each[0]):.3f}" for each in means]
+    return (*cells, "{:+.3f} ({:+.3f} to {:+.3f})".format(*row["KL more"]) if "KL more" in row else "-")
 
 
 def main() -> None:
@@ -90,6 +115,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=None, help="default: the run's")
     parser.add_argument("--tasks", nargs="+", default=None, help="of the run's; default: all")
     parser.add_argument("--limit", type=int, default=None, help="examples of a data set; default: the run's")
+    parser.add_argument("--page", action="store_true", help="put the table into RESULTS.md")
     parser.add_argument("--cost", action="store_true")
     parser.add_argument("--tokens", type=int, default=1024, help="with --cost")
     parser.add_argument("--new-tokens", type=int, default=32, help="with --cost")
@@ -117,11 +143,15 @@ def main() -> None:
     else:
         results = list(quality(params, settings, options.out))
         write(title, {**{n: v for n, v in vars(options).items() if n not in ("data", "out")}, "results": results})
-        columns = [name.removeprefix("merge ") for name in results[0] if name.startswith("merge ")]
-        both = lambda row, name: tuple(row.get(f"{label} {name}", "-") for label in ("merge", "drop"))  # noqa: E731
-        header = ("policy", *(f"{name}, {label}" for name in columns for label in ("merge", "drop")))
-        shown = [(row["policy"], *(value for name in columns for value in both(row, name))) for row in results]
+        header = (
+            "policy",
+            *(f"{name}, {way}" for name in (*COLUMNS, "KL") for way in WAYS),
+            "KL, merging over dropping",
+        )
+        shown = [line(row) for row in results]
         print(table(f"{settings.model}, budget {settings.budgets[0]}", header, shown))
+        if options.page:
+            into_page(PAGE, "merging", header, shown)
     print("written to", path)
 
 
