@@ -6,12 +6,14 @@ scales are the same in any dtype, the residual window is counted in 2 bytes a nu
 in the JSON file.
 
     python -m benchmarks.precision
+    python -m benchmarks.precision --time    # a decode step with every entry held, over the plain one's, in turns
 """
 
 import argparse
 import bisect
 import dataclasses
 import json
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from benchmarks.family_cost import decoded
+from benchmarks.flat_cost import TURNS, in_turns, ratios
 from benchmarks.report import RESULTS, prose_rows, table, write
 from jaxkv.evaluation.fidelity import Reference, fidelity, reference
 from jaxkv.models import ModelConfig
@@ -94,6 +98,22 @@ def measured(params: Any, against: Reference, options: argparse.Namespace, known
         yield row
 
 
+def timed(params: Any, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Of each store seconds per token, and over those of plain keys and values."""
+    rows = prose_rows(params.tokenizer, 1, options.tokens)
+    plain = decoded(params, everything(Codecs()), rows, options.new_tokens)
+    for label, store in STORES.items():
+        if store == Codecs():
+            continue
+        took = in_turns(
+            {"coded": decoded(params, everything(store), rows, options.new_tokens), "plain": plain}, options.rounds
+        )
+        row = {"case": label, "step": ratios(took["coded"], took["plain"])[TURNS]}
+        row |= {f"{name}_ms": 1000 * statistics.median(times) for name, times in took.items()}
+        print(*(f"{value:.2f}" if isinstance(value, float) else value for value in row.values()), flush=True)
+        yield row
+
+
 def main() -> None:
     """Measure, print the tables, store the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -104,9 +124,19 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=2)
     parser.add_argument("--shares", type=int, nargs="+", default=list(SHARES), help="1/2 of the bytes, 1/4, ...")
     parser.add_argument("--least", type=int, default=8, help="the smallest budget that is measured")
+    parser.add_argument("--time", action="store_true", help="time decode steps instead")
+    parser.add_argument("--rounds", type=int, default=5, help="with --time")
     parser.add_argument("--name", default="precision", help="of the JSON file in benchmarks/results")
     options = parser.parse_args()
     params = jaxkv.load(options.model, dtype=jnp.float32)
+    if options.time:
+        results = list(timed(params, options))
+        path = write(f"{options.name}-time", {**vars(options), "results": results})
+        header = ("case", "a step over the plain one", "ms a token", "plain, ms")
+        shown = [tuple(row.values()) for row in results]
+        print(table(f"{options.tokens} tokens held, {options.new_tokens} more", header, shown))
+        print("written to", path)
+        return
     whole = np.asarray(prose_rows(params.tokenizer, options.texts, options.tokens + options.new_tokens), np.int32)
     path = RESULTS / f"{options.name}.json"
     before = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else []

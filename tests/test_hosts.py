@@ -133,6 +133,7 @@ def served(tmp_path, requests, **job):
     return codes, lines, [error for _, error in texts], prefix
 
 
+@pytest.mark.long
 def test_one_front_serves_for_all(tmp_path):
     """Requests at random times over two processes get what each gets alone; then both end as if all were well."""
     more = ([7, 8, 9], {"max_new_tokens": 9, "stop_tokens": [], "prefix": "manual"})

@@ -110,7 +110,7 @@ def test_many_policies_come_in_parts(lettered, data, monkeypatch):
     assert runner.cost(lettered, run).startswith("2 prompts run 2 times, for as many parts of the policies, 220 tokens")
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("names", [("snapkv", "h2o"), ("adakv", "d2o"), ("cake", "kivi"), ("laq", "longflow")])
 def test_fidelity_is_that_of_each_alone(lettered, data, tmp_path, names):
     table = {"texts": 2, "prompt": 48, "continuation": 6}

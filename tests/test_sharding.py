@@ -282,7 +282,7 @@ FITTED = {**BY_TOKEN, "keys": {"kind": "channels", "window": 4}}
 STEP = 1.0  # of 4 bits: rounding, which is a mesh's own, may move a number by one
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "name, store, axes",
     [

@@ -57,6 +57,7 @@ def known(params):
     return [(prompt, asked, alone(params, policy, prompt, **asked)) for prompt, asked in requests(12)]
 
 
+@pytest.mark.long
 def test_mixed_requests_get_what_each_gets_alone_and_nothing_is_compiled(engine, known, params):
     engine.warm()
     finish_first = engine.submit(ids(3), max_new_tokens=2)
