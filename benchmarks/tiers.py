@@ -24,7 +24,6 @@ from jaxkv import sizes
 from jaxkv.evaluation import runner, summary
 from jaxkv.evaluation.results import Record
 from jaxkv.evaluation.settings import Fidelity, Settings, Tasks
-from jaxkv.models import ModelConfig
 
 TOKENS, BATCH = 512, 8
 BOUNDED = {"decode": "h2o", "decode_select": {"recent": 0.25}}  # what only adds, bounded as `tiered-laq` is
@@ -34,6 +33,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "laq, then h2o": ("laq", BOUNDED),
     "laq-longflow": ("laq-longflow", {}),
     "spans, then h2o": ("spans", BOUNDED),
+    "dapq-longflow": ("dapq-longflow", {}),
+    "keepkv": ("keepkv", {}),
+    "headkv, then h2o": ("headkv", {**BOUNDED, "window": 8}),
+    "kvzip, then h2o": ("kvzip", BOUNDED),
+    "laq-heads": ("laq-heads", {}),
+    "tova": ("tova", {}),
     "laq, then h2o, all in 4 bits": ("laq", {**BOUNDED, "store": FOUR_BITS}),
     "tiered-laq, tier 3.5 times": ("tiered-laq", {"times": 3.5}),
     "tiered-laq": ("tiered-laq", {}),
@@ -41,23 +46,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def policies(config: ModelConfig, share: int, chosen: list[str]) -> Iterator[jaxkv.Policy]:
+def policies(params: Any, share: int, chosen: list[str]) -> Iterator[jaxkv.Policy]:
     """The policies by their case's name, with the budget that the share of the bytes is."""
-    spec = config.specs[0]
+    config, spec = params.config, params.config.specs[0]
     held = 2 * spec.num_kv_heads * spec.head_dim * 2 * TOKENS * config.num_layers // share
     for case in chosen:
         name, options = CASES[case]
-        policy = sizes.fitted(jaxkv.policy(name, bytes=held, **options), config, jnp.dtype("bfloat16"))
+        policy = jaxkv.policy(name, bytes=held, **options)
+        learned = params.learned_for(policy.learns, policy.name)
+        policy = sizes.fitted(policy, config, jnp.dtype("bfloat16"), learned)
         yield dataclasses.replace(policy, name=case)
 
 
-def rows(share: int, sized: list[jaxkv.Policy], config: ModelConfig, records: list[Record]) -> Iterator[dict[str, Any]]:
+def rows(share: int, sized: list[jaxkv.Policy], params: Any, records: list[Record]) -> Iterator[dict[str, Any]]:
     """Of each policy what it holds, right answers and KL with intervals."""
     asked = summary.grouped(summary.answers(records), summary.name_of)
     texts = {summary.name_of(r): r["kl"] for r in records if r["kind"] == "fidelity" and "kl" in r}
     for policy in sized:
         assert policy.budget is not None
-        slots = sizes.slots_at(policy, config, policy.budget)
+        config, learned = params.config, params.learned_for(policy.learns, policy.name)
+        slots = sizes.slots_at(policy, config, policy.budget, learned)
         right = ends(summary.wilson([record["score"] for record in asked[policy.name]]))
         kl = [round(x, 4) for x in interval(texts[policy.name])]
         size = sizes.size_of(policy, config, jnp.dtype("bfloat16"), slots).keys_values
@@ -82,7 +90,7 @@ def main() -> None:
     known = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else []
     found = {(row["share"], row["case"]): row for row in known}
     for share in options.shares:
-        sized = list(policies(params.config, share, options.cases))
+        sized = list(policies(params, share, options.cases))
         run = Settings(
             name=f"tiers-{share}", policies=tuple(sized), tasks=tasks, batch=BATCH, share_prefill=True,
             fidelity=Fidelity(texts=options.texts, prompt=TOKENS, continuation=32),
@@ -90,7 +98,7 @@ def main() -> None:
         store = runner.evaluate(
             params, run, options.out / str(share), progress=lambda *told: print(*told, flush=True), model=options.model
         )
-        found |= {(share, row["case"]): row for row in rows(share, sized, params.config, list(store.records()))}
+        found |= {(share, row["case"]): row for row in rows(share, sized, params, list(store.records()))}
         results = sorted(found.values(), key=lambda row: (row["share"], list(CASES).index(row["case"])))
         print("written to", write("tiers", {"model": options.model, "texts": options.texts, "results": results}))
     header = ("share and case", "budget", "MB", "right", "KL")
