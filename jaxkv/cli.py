@@ -17,7 +17,8 @@ from tyro.conf import OmitArgPrefixes, Positional, subcommand
 from jaxkv.errors import BadValue, JaxkvError
 
 DEFAULT_MODEL = "smollm2-135m"
-DEFAULT_POLICY = "dapq-longflow"
+DEFAULT_POLICY = "laq-h2o"  # what docs/choosing.md recommends where all must stay in the budget
+SERVED_POLICY = "dapq-longflow"  # an engine looks at a prompt as it comes, and cannot run it twice
 DEFAULT_BUDGET = 256
 
 
@@ -193,7 +194,7 @@ class Serve:
     model: str = DEFAULT_MODEL
     dtype: str | None = None
     weights: Literal["floats", "int8", "int8-g16", "int4", "file"] | None = None
-    cut: Cut = Cut()
+    cut: Cut = Cut(policy=SERVED_POLICY)
     drafting: Drafting = Drafting()
     spread: Spread = Spread()
     rows: int = 8

@@ -105,6 +105,7 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "lacache": Check(CODE, BOTH, "test_family.py::test_lacache_as_released"),
     "lagkv": (RELEASED, FORMS_AT_DECODE),
     "laq": FORMS,
+    "laq-h2o": FORMS,
     "laq-heads": FORMS,
     "laq-longflow": FORMS,
     "laq-plus-plus": FORMS,

@@ -509,11 +509,25 @@ class TieredLaq(Tiered, Lookahead):
         return worth
 
 
-class LookaheadHeads(Lookahead):
-    """Ours: heads keep by HeadKV's shares; then what has had least attention leaves."""
+class LookaheadSums(Lookahead):
+    """Ours: what has had least attention leaves, first that of the looked-ahead tokens; a quarter of recents stays."""
 
-    every, recent = 1, 4
+    every, recent = 1, 0.25
     fresh: ClassVar[dict[str, float]] = {"attention": 0.0}
+
+    def stats(self, seen: Prompt):
+        return {"attention": self.prompt(seen)}
+
+    def step(self, head, mass, now):
+        recent = int(self.recent * self.budget) if self.recent < 1 else self.recent
+        head.stats["attention"] = head.stats["attention"] + mass.mean(0)
+        return np.where(head.at >= now - recent, np.inf, head.stats["attention"])
+
+
+class LookaheadHeads(LookaheadSums):
+    """Ours: heads keep by HeadKV's shares; 4 recents."""
+
+    recent = 4
 
     def kept(self, worth, count, layer):
         layers, heads = len(self.ahead), len(worth)
@@ -524,13 +538,6 @@ class LookaheadHeads(Lookahead):
         )
         order = np.argsort(-worth, axis=1, kind="stable")
         return [np.sort(row[:size]) for row, size in zip(order, budgets[layer], strict=True)]
-
-    def stats(self, seen: Prompt):
-        return {"attention": self.prompt(seen)}
-
-    def step(self, head, mass, now):
-        head.stats["attention"] = head.stats["attention"] + mass.mean(0)
-        return np.where(head.at >= now - self.recent, np.inf, head.stats["attention"])
 
 
 class DapQ(Rule):
@@ -770,6 +777,7 @@ CASES = {  # the rule, our options, the seed of a prompt without near ties
     "cam": (Cam, {}, 0),
     "random": (Drawn, {}, 0),
     "laq": (Lookahead, {"draft_window": 6}, 75),
+    "laq-h2o": (LookaheadSums, {"draft_window": 6}, 0),
     "laq-heads": (LookaheadHeads, {"draft_window": 6}, 0),
     "laq-plus-plus": (LookaheadLocal, {"draft_window": 6}, 0),
     "laq-longflow": (LookaheadLongFlow, {"draft_window": 6}, 0),
