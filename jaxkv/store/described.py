@@ -18,7 +18,7 @@ from jaxkv.store.gear import Missed, Own
 from jaxkv.store.integers import IntCode
 from jaxkv.store.line import Place
 from jaxkv.store.pages import Pages
-from jaxkv.store.pairs import Half, HalfCode
+from jaxkv.store.pairs import PairHalf, PairCode
 from jaxkv.store.pool import Pool
 from jaxkv.store.residue import Residue
 from jaxkv.store.sketch import Sketch
@@ -33,7 +33,7 @@ KNOWN: dict[str, type] = {
     each.__name__: each
     for each in (
         *(Slots, Pool, Place, Entries, Summary, Residue, Sketch, Tier, Balance, Threshold, Pages, Window, Fit),
-        *(Codecs, *KINDS.values(), IntCode, BlockCode, Ranges, FloatCode, SparseCode, Own, Missed, Half, HalfCode),
+        *(Codecs, *KINDS.values(), IntCode, BlockCode, Ranges, FloatCode, SparseCode, Own, Missed, PairHalf, PairCode),
     )
 }
 

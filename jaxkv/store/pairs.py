@@ -61,13 +61,13 @@ class Paired(Fitting):
                 roles[lower : lower + 2] = LOWER, UPPER
         return roles
 
-    def fitted(self, fit: "Half | None") -> Codec:
+    def fitted(self, fit: "PairHalf | None") -> Codec:
         return self if fit is None else Joint(fit)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Half:
+class PairHalf:
     """A layer's part in a pair: its keys or values of the N tokens that are `apart`, and which layer of the two it is.
     `lent`: the directions of the lower layer stand in the upper one's code."""
 
@@ -78,7 +78,7 @@ class Half:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class HalfCode:
+class PairCode:
     """Lengths, and which of the tokens that are apart stands in each slot (-1: none); and the directions, but not in an
     upper layer at rest."""
 
@@ -91,15 +91,15 @@ class HalfCode:
 class Joint(Codec):
     """Lengths times directions, and the tokens that are apart as they are."""
 
-    half: Half
+    half: PairHalf
 
-    def encode(self, x: Float[Array, "*slots D"]) -> HalfCode:
+    def encode(self, x: Float[Array, "*slots D"]) -> PairCode:
         lengths, directions = parted(x.astype(jnp.float32))
         held = self.half.role == LOWER or self.half.lent
         nowhere = jnp.full(x.shape[:-1], -1, small_enough(self.half.apart.shape[2]))
-        return HalfCode(lengths, nowhere, directions.astype(x.dtype) if held else None)
+        return PairCode(lengths, nowhere, directions.astype(x.dtype) if held else None)
 
-    def decode(self, code: HalfCode) -> Float[Array, "*slots D"]:
+    def decode(self, code: PairCode) -> Float[Array, "*slots D"]:
         assert code.directions is not None, "an upper layer is read with the directions of the lower one"
         x = (code.lengths[..., None] * code.directions).astype(code.directions.dtype)
         place = code.place.astype(jnp.int32)[..., None]
@@ -133,10 +133,10 @@ def between(
 # ---- two layers together
 
 
-def half_of(store: Any, name: str) -> Half | None:
+def half_of(store: Any, name: str) -> PairHalf | None:
     """The layer's part in a pair that shares its "keys" or "values"; None where it has none."""
     half = getattr(store.beside[FIT], name) if FIT in store.beside else None
-    return half if isinstance(half, Half) else None
+    return half if isinstance(half, PairHalf) else None
 
 
 def _uppers(layers: Sequence[Any], name: str) -> Iterator[int]:
@@ -147,7 +147,7 @@ def _uppers(layers: Sequence[Any], name: str) -> Iterator[int]:
             yield number
 
 
-def _with(store: Any, name: str, code: HalfCode, half: Half) -> Any:
+def _with(store: Any, name: str, code: PairCode, half: PairHalf) -> Any:
     fit = dataclasses.replace(store.beside[FIT], **{name: half})
     entries = dataclasses.replace(store.entries, **{name: code})
     return store.replaced(entries=entries, beside={**store.beside, FIT: fit})
@@ -223,8 +223,8 @@ def _joined(lower: Any, upper: Any, name: str) -> tuple[Any, Any]:
     first = room - jnp.sum(apart, axis=-1, keepdims=True, dtype=jnp.int32)
     place = jnp.where(apart, first + jnp.cumsum(apart, axis=-1, dtype=jnp.int32) - 1, -1).astype(small_enough(room))
     exact = [jnp.take_along_axis(x, jnp.maximum(index, 0)[..., None], axis=2) for x in numbers]
-    codes = HalfCode(low, place, direction.astype(numbers[0].dtype)), HalfCode(up, place, None)
-    halves = Half(exact[0], LOWER), Half(exact[1], UPPER)
+    codes = PairCode(low, place, direction.astype(numbers[0].dtype)), PairCode(up, place, None)
+    halves = PairHalf(exact[0], LOWER), PairHalf(exact[1], UPPER)
     return tuple(map(_with, (lower, upper), (name, name), codes, halves))  # type: ignore[return-value]
 
 
