@@ -18,7 +18,7 @@ from jaxkv.store.gear import Missed, Own
 from jaxkv.store.integers import IntCode
 from jaxkv.store.line import Place
 from jaxkv.store.pages import Pages
-from jaxkv.store.pairs import PairHalf, PairCode
+from jaxkv.store.pairs import PairCode, PairHalf
 from jaxkv.store.pool import Pool
 from jaxkv.store.residue import Residue
 from jaxkv.store.sketch import Sketch
