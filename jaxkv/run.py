@@ -101,8 +101,8 @@ def prefill(
             progress("prefill", number + 1, blocks.count + 1)
     assert logits is not None  # there is a first block
     if static["policy"].store.fits:
-        laid = {name: static[name] for name in ("config", "policy")}
-        layers = fitted(layers, static.get("learned", NOTHING), **laid, layout=layout)
+        learned = static.get("learned", NOTHING)
+        layers = fitted(layers, learned, config=static["config"], policy=static["policy"], layout=layout)
     if not top:
         return layers, logits, None
     return layers, logits, cast(Any, jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), *expected))

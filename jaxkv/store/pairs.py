@@ -8,7 +8,7 @@ tokens in the same slots, which is so where nothing is evicted.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -153,37 +153,43 @@ def _with(store: Any, name: str, code: PairCode, half: PairHalf) -> Any:
     return store.replaced(entries=entries, beside={**store.beside, FIT: fit})
 
 
+def _lending(upper: Any, name: str, directions: Float[Array, "B Hk C D"] | None) -> Any:
+    """The upper layer with the lower one's directions in its code; None takes them back."""
+    code = dataclasses.replace(getattr(upper.entries, name), directions=directions)
+    half = dataclasses.replace(getattr(upper.beside[FIT], name), lent=directions is not None)
+    return _with(upper, name, code, half)
+
+
 def lent(layers: Sequence[Any]) -> tuple[Any, ...]:
     """The layers, upper ones with the directions that the lower ones hold."""
     after = list(layers)
     for name in NAMES:
         for number in _uppers(layers, name):
             directions = getattr(layers[number - 1].entries, name).directions
-            store, half = after[number], half_of(layers[number], name)
-            assert half is not None
-            code = dataclasses.replace(getattr(store.entries, name), directions=directions)
-            after[number] = _with(store, name, code, dataclasses.replace(half, lent=True))
+            after[number] = _lending(after[number], name, directions)
     return tuple(after)
 
 
 def begun(layers: Sequence[Any], windows: Sequence[int | None]) -> tuple[Any, ...]:
     """The layers behind their first prompt, whose codecs have fitted nothing yet, in pairs."""
-    after = list(layers)
+    uppers = {}
     for name in NAMES:
         codec = getattr(layers[0].codecs, name)
-        if not codec.pairs:
-            continue
-        for number, role in enumerate(codec.roles(windows)):
-            if role == UPPER and half_of(layers[number], name) is None:
-                after[number - 1 : number + 1] = _joined(after[number - 1], after[number], name)
-    return tuple(after)
+        roles = codec.roles(windows) if codec.pairs else []
+        uppers[name] = [i for i, role in enumerate(roles) if role == UPPER and half_of(layers[i], name) is None]
+    return _all_joined(layers, uppers)
 
 
 def rejoined(layers: Sequence[Any]) -> tuple[Any, ...]:
     """The layers after another block, whose pairs each hold directions of their own, with one direction for both."""
+    return _all_joined(layers, {name: _uppers(layers, name) for name in NAMES})
+
+
+def _all_joined(layers: Sequence[Any], uppers: Mapping[str, Iterable[int]]) -> tuple[Any, ...]:
+    """The layers; of the keys and of the values those pairs joined whose upper layers are named."""
     after = list(layers)
-    for name in NAMES:
-        for number in _uppers(layers, name):
+    for name, numbers in uppers.items():
+        for number in numbers:
             after[number - 1 : number + 1] = _joined(after[number - 1], after[number], name)
     return tuple(after)
 
@@ -203,10 +209,7 @@ def returned(before: Sequence[Any], layers: Sequence[Any], position: Int[Array, 
             there = jnp.where((position >= 0)[:, None], slot, lower.slots)  # past the last: nobody's
             code = dataclasses.replace(held, directions=placed_at(held.directions, there, new, flat=False))
             after[number - 1] = lower.replaced(entries=dataclasses.replace(lower.entries, **{name: code}))
-            half = half_of(upper, name)
-            assert half is not None
-            alone = dataclasses.replace(getattr(upper.entries, name), directions=None)
-            after[number] = _with(upper, name, alone, dataclasses.replace(half, lent=False))
+            after[number] = _lending(upper, name, None)
     return tuple(after)
 
 
