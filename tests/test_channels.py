@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from archives import arrays
 from engines import finish
+from going_on import gone_on_with, ids
+from held import bytes_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measured import calibrated
@@ -23,10 +25,6 @@ from jaxkv.store.looks import LOOKS
 
 FAMILY = "llama3"
 STORE = {"keys": {"kind": "channels", "window": 6}, "values": {"kind": "int", "bits": 4}, "residual": 4}
-
-
-def ids(length, seed=0):
-    return np.random.default_rng(seed).integers(0, 100, length).astype(np.int32)
 
 
 def chosen_of(fit):
@@ -224,22 +222,13 @@ def test_any_policy_of_equal_layers(tiny, name, tmp_path):
     """Rows don't depend on their neighbours, bytes are those reckoned, a saved cache and another prompt go on."""
     small = {"keydiff": {"every": 4}, "tiered-h2o": {"slots": 8}, "adakv-h2o": {"interval": 4, "shift": 2}}
     small |= {"quest": {"count": 16, "page": 4, "dense": 1}}
-    params, rows, options = tiny(FAMILY), [ids(45, 1), ids(9, 2)], {"stop_tokens": ()}
     size = {} if name == "quest" else {"budget": 16}
     chosen = jaxkv.policy(name, **size, block=20, store=STORE, **small.get(name, {}))
-    whole = jaxkv.generate(params, rows, policy=chosen, max_new_tokens=9, **options)
-    turned = jaxkv.generate(params, rows[::-1], policy=chosen, max_new_tokens=9, **options)
-    assert whole.tokens.tolist() == turned.tokens[::-1].tolist()
-    jaxkv.save(whole.cache, tmp_path / "cache")
-    for more in (None, [ids(30, 3), ids(5, 4)]):
-        one, two = (
-            jaxkv.generate(params, more, cache=cache, max_new_tokens=8, **options)
-            for cache in (whole.cache, jaxkv.restore(tmp_path / "cache", params))
-        )
-        assert one.tokens.tolist() == two.tokens.tolist()
-        for before, after in zip(whole.cache.layers, one.cache.layers, strict=True):
+    cache, later = gone_on_with(tiny(FAMILY), chosen, tmp_path)
+    for one in later:
+        for before, after in zip(cache.layers, one.layers, strict=True):
             assert np.array_equal(before.beside[FIT].keys, after.beside[FIT].keys)
-    for head in heads_of(whole.cache.views[0]):
+    for head in heads_of(cache.views[0]):
         held = [int(p) for p in head if p >= 0]
         assert len(held) == len(set(held))
 
@@ -274,12 +263,12 @@ def test_programs_on_what_is_fitted(unchecked, tiny):
 def test_bytes_of_a_fit(tiny, goldens):
     """Of 64 channels 39 or 20 are held, of 64 directions 16 and 48; `bytes=` reckons with what lies beside."""
     store = jaxkv.policies.catalogue()["cskv"].store
-    assert store.bytes(4096, 64, "bfloat16") == (4096 + 64) * 2 * (16 + 48) + 32 * 64 * 4
+    assert bytes_of(store, 4096) == (4096 + 64) * 2 * (16 + 48) + 32 * 64 * 4
     for name, kept in (("think", 39), ("leank", 20)):
         store = jaxkv.policies.catalogue()[name].store
-        alone = store.bytes(4096, 64, "bfloat16") - store.bytes(0, 64, "bfloat16")
+        alone = bytes_of(store, 4096) - bytes_of(store, 0)
         assert alone == 4096 * 2 * (kept + 64)
-        assert store.bytes(0, 64, "bfloat16") == (store.residual + store.initial) * 64 * 2 + 8
+        assert bytes_of(store, 0) == (store.residual + store.initial) * 64 * 2 + 8
     chosen = jaxkv.policy("h2o", bytes=9000, store=STORE)
     cache = jaxkv.prefill(tiny(FAMILY), ids(90), policy=chosen)
     assert 8000 < cache.kv_bytes <= 9000

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from archives import arrays
+from held import bytes_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ordered import heads_of
@@ -425,9 +426,9 @@ def test_merging_moves_what_the_window_holds(tiny, store):
 def test_bytes_of_a_method_are_its_bits(name, bits, scales):
     """Bytes of 4096 slots without the window, of bfloat16's: within 3 % of bits/16 and scales."""
     store = jaxkv.policies.catalogue()[name].store
-    alone = store.bytes(4096, 64, "bfloat16") - store.bytes(0, 64, "bfloat16")
+    alone = bytes_of(store, 4096) - bytes_of(store, 0)
     assert alone / (4096 * 2 * 64 * 2) == pytest.approx((bits + scales) / 16, rel=0.03)
-    assert store.bytes(0, 64, "bfloat16") == pytest.approx(store.residual * 2 * 64 * 2, rel=0.03)
+    assert bytes_of(store, 0) == pytest.approx(store.residual * 2 * 64 * 2, rel=0.03)
 
 
 @pytest.mark.some(1)

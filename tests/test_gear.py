@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from archives import arrays
+from held import bytes_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_codecs import FAMILY, by_channel, exact_of, ids, integers, layer_of
@@ -112,7 +113,7 @@ def test_a_cache_of_blocks(tiny, ends):
 def test_bytes_of_gear():
     """Bits a number: 2, and of 64 x 64: 0.5 of ranges, 0.64 of outliers, 1 of rank 2."""
     store = jaxkv.policies.catalogue()["gear"].store
-    alone = store.bytes(4096, 64, "bfloat16") - store.bytes(0, 64, "bfloat16")
+    alone = bytes_of(store, 4096) - bytes_of(store, 0)
     assert alone * 8 / (4096 * 2 * 64) == pytest.approx(2 + 0.5 + 0.02 * 32 + 1, rel=0.03)
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from going_on import gone_on_with, ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,10 +23,6 @@ from pallas_kernels.arguments import Token
 
 FAMILY, DIM = "llama3", 16
 OF_TWO = {"after": 0.0}  # the tiny model has two layers
-
-
-def ids(length, seed=0):
-    return np.random.default_rng(seed).integers(0, 100, length).astype(np.int32)
 
 
 def middle(low, up, toward):
@@ -160,20 +157,9 @@ def test_a_prompt_is_joined_and_joined_again(tiny):
 @pytest.mark.parametrize("store", [{}, {"keys": {"kind": "plain"}}], ids=["both", "values"])
 def test_saved_and_gone_on_with(tiny, tmp_path, store):
     """Rows in another order, and a saved cache, say the same, behind prompts of several blocks."""
-    params, rows, options = tiny(FAMILY), [ids(45, 1), ids(9, 2)], {"stop_tokens": ()}
     values = {"kind": "paired", "after": 0.0}
     given_ = {"store": {**store, "values": values}} if store else OF_TWO
-    chosen = jaxkv.policy("minicache", block=20, **given_)
-    whole = jaxkv.generate(params, rows, policy=chosen, max_new_tokens=9, **options)
-    turned = jaxkv.generate(params, rows[::-1], policy=chosen, max_new_tokens=9, **options)
-    assert whole.tokens.tolist() == turned.tokens[::-1].tolist()
-    jaxkv.save(whole.cache, tmp_path / "cache")
-    for more in (None, [ids(30, 3), ids(5, 4)]):
-        one, two = (
-            jaxkv.generate(params, more, cache=cache, max_new_tokens=8, **options)
-            for cache in (whole.cache, jaxkv.restore(tmp_path / "cache", params))
-        )
-        assert one.tokens.tolist() == two.tokens.tolist()
+    gone_on_with(tiny(FAMILY), jaxkv.policy("minicache", block=20, **given_), tmp_path)
 
 
 def test_bytes_of_a_pair(tiny):

@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Any
 
-import jax
-
 from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
 from jaxkv.store import window
@@ -136,21 +134,6 @@ class Codecs(Checked):
             for name, size in sizes.items()
             if size
         }
-
-    def bytes(self, slots: int, head_dim: int, dtype: Any) -> int:
-        """Bytes of keys and values of one KV head with so many slots, the windows among them."""
-
-        found: list[int] = []
-
-        def made() -> None:
-            fit = self.unfit(1, 1, head_dim)
-            keys, values = self.keys.fitted(fit.keys), self.values.fitted(fit.values)
-            codes = [codec.empty((1, 1, slots), head_dim, dtype) for codec in (keys, values)]
-            beside = [fit, *self.beside(1, 1, head_dim, dtype).values()]
-            found.extend([*(leaf.nbytes for leaf in jax.tree.leaves(codes)), *(state.kv_bytes for state in beside)])
-
-        jax.eval_shape(made)
-        return sum(found)
 
 
 PLAIN_BOTH = Codecs()
