@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.real_work import interval
+from benchmarks.real_work import interval, percents
 from benchmarks.report import into_page, write
 from jaxkv.evaluation import summary
 from jaxkv.evaluation.results import Record, Store
@@ -35,7 +35,7 @@ def measured(records: Sequence[Record]) -> list[dict[str, Any]]:
             **{kind: ends(mean) for kind, mean in kinds.items()},
         }  # fmt: skip
         if name in texts:
-            found["kl"] = [round(x, 4) for x in interval(texts[name]["kl"])]
+            found["kl"] = rounded(interval(texts[name]["kl"]))
             found["top1"] = round(sum(texts[name]["top1"]) / len(texts[name]["top1"]), 3)
         rows.append(found)
     return sorted(rows, key=lambda row: (-row["right"][0], row.get("kl", [9.0])[0], row["policy"]))
@@ -47,12 +47,17 @@ def scores_of(records: Iterable[Record], haystack: str) -> list[float]:
 
 def ends(mean: summary.Mean) -> list[float]:
     """The mean, and its interval's ends."""
-    return [round(mean.value, 4), round(mean.low, 4), round(mean.high, 4)]
+    return rounded((mean.value, mean.low, mean.high))
+
+
+def rounded(found: Iterable[float]) -> list[float]:
+    """As the JSON files have them."""
+    return [round(x, 4) for x in found]
 
 
 def line(row: dict[str, Any]) -> tuple[str, ...]:
     """A row of the table."""
-    whole = "{:.0f} ({:.0f}-{:.0f})".format(*(100 * x for x in row["right"]))
+    whole = percents(row["right"])
     kinds = (f"{100 * row[kind][0]:.0f}" for kind in ("noise", "prose"))
     kl = "{:.3f} ({:.3f}-{:.3f})".format(*row["kl"]) if "kl" in row else "-"
     top1 = f"{100 * row['top1']:.0f}" if "top1" in row else "-"

@@ -14,14 +14,13 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jaxkv
-from benchmarks.all_policies import ends
+from benchmarks.all_policies import PAGE, ends, rounded
 from benchmarks.family_cost import decoded, first_layers, prefilled
 from benchmarks.flat_cost import TURNS, in_turns, ratios
-from benchmarks.real_work import interval
+from benchmarks.real_work import interval, percents
 from benchmarks.report import RESULTS, into_page, prose_rows, table, write
 from jaxkv import evaluation
 from jaxkv.evaluation import published, summary
@@ -30,7 +29,6 @@ from jaxkv.evaluation.settings import Settings
 DROPPED, UNDER = ": dropped", " + "
 WAYS = ("merging", "dropping")
 COLUMNS = {"needles": ("passkey", "niah-single"), "code": ("longbench/lcc",), "long output": ("recite",)}
-PAGE = Path(__file__).parent / "RESULTS.md"
 
 
 def pairs(settings: Settings) -> dict[str, str]:
@@ -83,14 +81,14 @@ def quality(params: Any, settings: Settings, out: str) -> Iterator[dict[str, Any
         for label, which in (("merge", name), ("drop", base)):
             for column, tasks in COLUMNS.items():
                 if some := [each["score"] for each in asked[which] if each["task"] in tasks]:
-                    found = ends(summary.wilson(some)) if column == "needles" else interval(some)
-                    row[f"{label} {column}"] = [round(x, 4) for x in found]
+                    found = ends(summary.wilson(some)) if column == "needles" else rounded(interval(some))
+                    row[f"{label} {column}"] = found
             row[f"{label} bytes"] = statistics.fmean(each["cache_bytes"] for each in asked[which])
             if which in texts:
-                row[f"{label} KL"] = [round(x, 4) for x in interval(texts[which])]
+                row[f"{label} KL"] = rounded(interval(texts[which]))
         if name in texts and base in texts and name != base:
             more = [mine - other for mine, other in zip(texts[name], texts[base], strict=True)]
-            row["KL more"] = [round(x, 4) for x in interval(more)]
+            row["KL more"] = rounded(interval(more))
         yield row
 
 
@@ -98,8 +96,7 @@ def line(row: dict[str, Any]) -> tuple[str, ...]:
     """A row of the table: of each column what merging gives, and what dropping gives."""
     cells = [f"`{row['policy']}`"]
     for column in COLUMNS:
-        found = [row.get(f"{label} {column}") for label in ("merge", "drop")]
-        cells += ["-" if each is None else "{:.0f} ({:.0f}-{:.0f})".format(*(100 * x for x in each)) for each in found]
+        cells += [percents(row.get(f"{label} {column}")) for label in ("merge", "drop")]
     means = [row.get(f"{label} KL") for label in ("merge", "drop")]
     cells += ["-" if each is None else f"{abs(each[0]):.3f}" for each in means]
     return (*cells, "{:+.3f} ({:+.3f} to {:+.3f})".format(*row["KL more"]) if "KL more" in row else "-")

@@ -52,6 +52,11 @@ def interval(scores: Sequence[float]) -> tuple[float, float, float]:
     return mean, *map(float, found.confidence_interval)
 
 
+def percents(found: Sequence[float] | None) -> str:
+    """A mean and its interval's ends in per cent; "-" where nobody was asked."""
+    return "-" if found is None else "{:.0f} ({:.0f}-{:.0f})".format(*(100 * value for value in found))
+
+
 def named(size: float | int | None) -> str:
     """A column: tokens kept, or the part of the prompt that is kept."""
     if not isinstance(size, float):
@@ -70,8 +75,7 @@ def table(cells: dict[Cell, list[Record]]) -> str:
         return float(np.mean([value for (other, _), (value, *_) in means.items() if other == name]))
 
     def at(name: str, size: float | int | None) -> str:
-        found = means.get((name, size), means.get((name, None)))
-        return "-" if found is None else "{:.0f} ({:.0f}-{:.0f})".format(*(100 * value for value in found))
+        return percents(means.get((name, size), means.get((name, None))))
 
     rows = [["policy", *map(named, sizes)], ["---", *["---:"] * len(sizes)]]
     rows += [[f"`{name}`", *(at(name, size) for size in sizes)] for name in sorted(policies, key=mean, reverse=True)]

@@ -17,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 
 import jaxkv
-from benchmarks.all_policies import ends
+from benchmarks.all_policies import ends, rounded
 from benchmarks.real_work import interval
 from benchmarks.report import RESULTS, table, write
 from jaxkv import sizes
@@ -67,7 +67,7 @@ def rows(share: int, sized: list[jaxkv.Policy], params: Any, records: list[Recor
         config, learned = params.config, params.learned_for(policy.learns, policy.name)
         slots = sizes.slots_at(policy, config, policy.budget, learned)
         right = ends(summary.wilson([record["score"] for record in asked[policy.name]]))
-        kl = [round(x, 4) for x in interval(texts[policy.name])]
+        kl = rounded(interval(texts[policy.name]))
         size = sizes.size_of(policy, config, jnp.dtype("bfloat16"), slots).keys_values
         yield {"share": share, "case": policy.name, "budget": policy.budget, "bytes": size, "right": right, "kl": kl}
 
