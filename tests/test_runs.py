@@ -114,6 +114,7 @@ def test_broken_data(tmp_path, content, words):
         ({"policies": [5]}, "policies has 5"),
         ({"policies": [{"window": 5}]}, "a table with a name"),
         ({"policies": [{"name": "tova", "budget": 5}], "budgets": [64]}, "sizes stand in"),
+        ({"policies": [{"name": "tova", "budgets": 5}]}, "expected a list of sizes"),
         ({**SIZES, "budgets": ["64"]}, "budgets="),
         ({**SIZES, "budgets": [0]}, "at least 1"),
         ({**SIZES, "batch": 0}, "batch=0"),
@@ -154,6 +155,16 @@ def test_every_form_of_a_policy(tmp_path):
     run = settings.from_dict({"policies": policies, "budgets": [80]})
     assert [cell.label for cell in run.cells()] == ["snapkv", "mine", "p", "whole", "tova sinks=2"]
     assert all(cell.policy is not None and cell.policy.budget == 80 for cell in run.cells())
+    assert settings.from_dict(json.loads(json.dumps(settings.to_dict(run)))) == run
+
+
+def test_a_policy_with_sizes_of_its_own():
+    policies = ["h2o", {"name": "tova", "ratios": [0.5]}, {"name": "snapkv", "budgets": [90, 100], "window": 8}]
+    run = settings.from_dict({"policies": policies, "budgets": [80]})
+    sizes = [(cell.label, cell.budget, cell.ratio) for cell in run.cells()]
+    assert sizes == [
+        ("h2o", 80, None), ("tova", None, 0.5), ("snapkv window=8", 90, None), ("snapkv window=8", 100, None)
+    ]  # fmt: skip
     assert settings.from_dict(json.loads(json.dumps(settings.to_dict(run)))) == run
 
 

@@ -22,6 +22,7 @@ from jaxkv.policies.policy import to_dict as table_of
 
 MODES = ("aware", "agnostic")
 USUAL = Policy.block
+SIZES = ("budgets", "ratios")
 OF_A_POLICY = tuple(field.name for field in dataclasses.fields(Policy))
 
 
@@ -121,6 +122,7 @@ class Cell:
 class Settings(Checked):
     """A whole run. `policies` are names, .toml files, or tables of one of these and options; "all" is the whole
     catalogue. What stands in such a file is read at once and becomes part of the settings, as the `table` of its name.
+    A table's own `budgets` or `ratios` stand in place of the run's.
     `parts` are Python files or modules that register parts of one's own.
     `modes`: "aware" runs context and question as one prompt; "agnostic" compresses the context first and runs the
     question on that cache, under the policy too or, with `after="full"`, with nothing evicted any more (as kvpress
@@ -173,6 +175,7 @@ class Settings(Checked):
         for entry in entries:
             options: dict[str, Any] = {"name": entry} if isinstance(entry, str) else dict(entry)
             name, label = options.pop("name", ""), options.pop("label", "")
+            own = {size: options.pop(size) for size in SIZES if size in options}
             chosen = made_of(options.pop("table")) if "table" in options else named(name)
             if self.block is not None and chosen.block == USUAL:
                 chosen = dataclasses.replace(chosen, block=self.block)
@@ -180,8 +183,9 @@ class Settings(Checked):
             if not chosen.evicts:
                 out.append(Cell(label, sized(chosen, **options), None, None))
                 continue
-            sizes: list[tuple[int | None, int | float | None]] = [(budget, None) for budget in self.budgets]
-            sizes += [(None, ratio) for ratio in self.ratios]
+            given = own or {size: getattr(self, size) for size in SIZES}
+            sizes: list[tuple[int | None, int | float | None]] = [(each, None) for each in given.get("budgets", ())]
+            sizes += [(None, each) for each in given.get("ratios", ())]
             if not sizes and (chosen.budget, chosen.ratio) != (None, None):
                 sizes = [(chosen.budget, chosen.ratio)]
             if not sizes:
@@ -290,6 +294,9 @@ def _read(entry: Any) -> Any:
             raise BadValue(
                 f"policies has {name}={shown(options[name])}: sizes stand in budgets = [...] or ratios = [...]"
             )
+    for name in SIZES:
+        if not isinstance(options.get(name, ()), list | tuple):
+            raise BadValue(f"policies has {name}={shown(options[name])}: expected a list of sizes")
     if not is_file(options["name"]):
         return entry
     chosen = named(options["name"])
