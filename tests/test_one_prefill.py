@@ -95,8 +95,10 @@ def test_policies_that_decode_alike_stand_in_one_batch(lettered, data, tmp_path,
     monkeypatch.setattr(one_prefill, "_said", lambda *args: batches.append(len(args[2])) or said(*args))
     run = run_of(data, "snapkv", "dapq", "spans", "longflow", "dapq-longflow", share_prefill=True, batch=16)
     store = runner.evaluate(lettered, run, tmp_path)
-    assert sorted(batches) == sorted([1, 4, 6] * 2), "full; two that overwrite; three that add, each at two budgets"
+    assert sorted(batches) == [2, 8, 12], "two prompts: full; two that overwrite; three that add, each at two budgets"
     assert len(list(store.records())) == 2 * len(run.cells())
+    apart = runner.evaluate(lettered, dataclasses.replace(run, batch=2), tmp_path / "apart")
+    assert answers(store) == answers(apart), "one prompt at a time"
 
 
 def test_many_policies_come_in_parts(lettered, data, monkeypatch):

@@ -16,6 +16,7 @@ from jaxkv.evaluation.settings import Cell, Settings
 from jaxkv.policies.policy import Policy
 from jaxkv.weights.params import Params
 
+HELD = 8192  # tokens of prompts whose caches wait for each other
 TOGETHER = 24  # policies that ask of one prefill: their programs stay in the process while all prompts run
 
 
@@ -62,11 +63,6 @@ class Share:
     def keys(self) -> tuple[str, ...]:
         """The names of its records."""
         return tuple(key for job in self.jobs for key in job.keys)
-
-    @property
-    def title(self) -> str:
-        """What the progress line shows."""
-        return f"{self.row[0].task}: {len(self.ids)} tokens, {len(self.cells)} policies and sizes"
 
 
 def key_of(cell: Cell, mode: str, what: str) -> str:
@@ -136,6 +132,22 @@ def shares(settings: Settings, examples: list[Example], cells: Sequence[Cell], t
         for row, ids in found
     ]
     return [share for share in out if len(share.cells) > 1]
+
+
+def side_by_side(settings: Settings, found: Sequence[Share]) -> Iterator[list[Share]]:
+    """Neighbouring questions whose answers decode together: prompts padded to one length, as many as make the sizes of
+    one policy fill a batch, and no more than `HELD` tokens."""
+    sizes = max(1, len(settings.budgets) + len(settings.ratios))
+    alike = lambda share: (one_prefill.padded(len(share.ids)), share.row[0].max_new_tokens, share.cells)  # noqa: E731
+    for (length, *_), some in itertools.groupby(found, alike):
+        yield from map(list, itertools.batched(some, max(1, min(settings.batch // sizes, HELD // length))))
+
+
+def title_of(some: Sequence[Share]) -> str:
+    """What the progress line shows of questions that are asked together."""
+    names = ", ".join(dict.fromkeys(share.row[0].task for share in some))
+    prompts = f"{len(some)} prompts of at most " if len(some) > 1 else ""
+    return f"{names}: {prompts}{max(len(share.ids) for share in some)} tokens, {len(some[0].cells)} policies and sizes"
 
 
 def parts(cells: Sequence[Cell]) -> Iterator[list[Cell]]:

@@ -3,12 +3,13 @@ continuation, decoded side by side.
 
 A prompt that runs as one block attends to itself whole, whatever is evicted behind it. So the model runs once and what
 it made of the prompt in every layer is kept (`models.recorded`); each policy then cuts that by the very program that
-`jaxkv.prefill` runs, and its answer is decoded under it. Policies whose decode steps are the same stand in one batch.
+`jaxkv.prefill` runs, and its answer is decoded under it. Policies whose decode steps are the same stand in one batch,
+also those of several prompts that are padded to one length.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from jaxkv.generate import behind, first_pass, generate
 from jaxkv.models import AttentionSpec, ModelConfig
 from jaxkv.models.recorded import Heard, Recorded
 from jaxkv.models.rope import rotate
-from jaxkv.plan import SIZES, Plan, PromptBlocks, planned, rounded
+from jaxkv.plan import Plan, PromptBlocks, planned, rounded
 from jaxkv.policies.policy import Policy, check_scores
 from jaxkv.programs import held, make_room
 from jaxkv.prompts import left_padded
@@ -33,7 +34,14 @@ from jaxkv.weights.params import Params
 from pallas_kernels.prefill_attend.api import prefill_attend
 
 PIECE = 16  # decode steps between two looks at whether the answers are long enough
-Enough = Callable[[list[int]], bool]  # whether what may follow these tokens changes nothing
+LENGTHS = 2  # prompts are padded to one of so many lengths per doubling: each is a set of programs
+Place = tuple[int, int]  # of an answer: the prompt's number, and the policy's among those asked of it
+Enough = Callable[[Place, list[int]], bool]  # whether what may follow these tokens of an answer changes nothing
+
+
+def padded(tokens: int) -> int:
+    """The length that a prompt of so many tokens is padded to."""
+    return rounded(tokens, LENGTHS)
 
 
 def apart(policy: Policy, tokens: int) -> str:
@@ -144,7 +152,7 @@ class Prompt:
 def hear(params: Params, ids: np.ndarray) -> Prompt:
     """The prompt in one block, left-padded to one of few lengths."""
     make_room()
-    tokens, positions = left_padded([ids], rounded(len(ids), SIZES), np.zeros(1, np.int32))
+    tokens, positions = left_padded([ids], padded(len(ids)), np.zeros(1, np.int32))
     logits, heard = _listen(
         params.weights, jnp.asarray(tokens), jnp.asarray(positions), nothing(params.config, params.dtype),
         jnp.zeros((1, 0), jnp.int32), config=params.config,
@@ -154,11 +162,14 @@ def hear(params: Params, ids: np.ndarray) -> Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """A policy at one size: what it keeps of the prompt, and the share of its slots that its own budget needs."""
+    """A policy at one size: what it keeps of a prompt of so many tokens, the first new one, and the share of its slots
+    that its own budget needs."""
 
     layers: run.Layers
     limits: np.ndarray
     share: float
+    tokens: int
+    first: int
 
 
 def keep(prompt: Prompt, sizes: Sequence[Policy], room: int) -> Iterator[Kept]:
@@ -191,7 +202,7 @@ def keep(prompt: Prompt, sizes: Sequence[Policy], room: int) -> Iterator[Kept]:
             plan=dataclasses.replace(wide, look=mine.look), dtype=params.dtype,
         )  # fmt: skip
         check_scores(sizes[largest])
-        yield Kept(layers, limits, sum(mine.slots) / sum(wide.slots))
+        yield Kept(layers, limits, sum(mine.slots) / sum(wide.slots), len(prompt.ids), prompt.first)
 
 
 def _pseudo(prompt: Prompt, sizes: Sequence[Policy]) -> list[np.ndarray]:
@@ -203,41 +214,49 @@ def _pseudo(prompt: Prompt, sizes: Sequence[Policy]) -> list[np.ndarray]:
     if not observe.drafts:
         whole = PromptBlocks(prompt.tokens.shape[1], 0, prompt.tokens.shape[1])
         return [run.of_block(behind(prompt.params, [prompt.ids], observe, whole), 0)] * len(sizes)
-    said = answers(prompt, [first_pass(policy) for policy in sizes], observe.extra, chunk=len(sizes))
+    said = answers(prompt.params, [(prompt, [first_pass(policy) for policy in sizes])], observe.extra, chunk=len(sizes))
     pairs = (one for batch in said for one in batch)
     return [np.array([each.tokens], np.int32) for _, each in sorted(pairs, key=lambda one: one[0])]
 
 
 def batches(
-    prompt: Prompt, policies: Sequence[Policy], room: int, *, chunk: int
-) -> Iterator[tuple[Policy, list[tuple[int, Kept]]]]:
-    """What each policy keeps, with its number, in batches of at most `chunk` that decode by the same steps, under
-    these steps; with slots for `room` tokens more."""
-    alike: dict[Policy, dict[Policy, list[int]]] = {}  # by decode steps, then by all but the size
-    for number, policy in enumerate(policies):
-        unsized = dataclasses.replace(policy.sized, budget=None, ratio=None)
-        alike.setdefault(policy.decoding, {}).setdefault(unsized, []).append(number)
-    for steps, methods in alike.items():
-        waiting: dict[Any, list[tuple[int, Kept]]] = {}  # by the form of what they keep
-        for numbers in methods.values():
+    asked: Iterable[tuple[Prompt, Sequence[Policy]]], room: int, *, chunk: int
+) -> Iterator[tuple[Policy, list[tuple[Place, Kept]]]]:
+    """What each policy keeps of its prompt, with its place, in batches of at most `chunk` that decode by the same
+    steps, under these steps; with slots for `room` tokens more."""
+    waiting: dict[Any, list[tuple[Place, Kept]]] = {}  # by decode steps, and the form of what they keep
+    question = -1
+    for prompt, policies in asked:
+        question += 1
+        alike: dict[Policy, dict[Policy, list[int]]] = {}  # by decode steps, then by all but the size
+        for number, policy in enumerate(policies):
+            unsized = dataclasses.replace(policy.sized, budget=None, ratio=None)
+            alike.setdefault(policy.decoding, {}).setdefault(unsized, []).append(number)
+        for steps, numbers in ((steps, numbers) for steps, methods in alike.items() for numbers in methods.values()):
             for number, kept in zip(numbers, keep(prompt, [policies[at] for at in numbers], room), strict=True):
                 kept = dataclasses.replace(kept, layers=tuple(layer.keeping(steps.stats) for layer in kept.layers))
-                form = (jax.tree.structure(kept.layers), *map(jax.typeof, jax.tree.leaves(kept.layers)))
-                waiting.setdefault(form, []).append((number, kept))
+                form = (steps, jax.tree.structure(kept.layers), *map(jax.typeof, jax.tree.leaves(kept.layers)))
+                waiting.setdefault(form, []).append(((question, number), kept))
                 del kept  # what waits is the only one
                 if len(waiting[form]) == chunk:
                     yield steps, waiting.pop(form)
-        while waiting:
-            yield steps, waiting.popitem()[1]
+        del prompt  # it is not in memory while the next one is heard
+    for steps, *rest in list(waiting):
+        yield steps, waiting.pop((steps, *rest))
 
 
 def answers(
-    prompt: Prompt, policies: Sequence[Policy], count: int, *, chunk: int, enough: Enough = lambda _: False
-) -> Iterator[list[tuple[int, Said]]]:
-    """(number of the policy, what it leads to) for each of them, up to `count` greedy tokens, in batches of at most
-    `chunk`; one ends where all its answers are long `enough`. Policies come in the order of their decode steps."""
-    for steps, some in batches(prompt, policies, count, chunk=chunk):
-        yield _said(prompt, steps, some, count, enough)
+    params: Params,
+    asked: Iterable[tuple[Prompt, Sequence[Policy]]],
+    count: int,
+    *,
+    chunk: int,
+    enough: Enough = lambda *_: False,
+) -> Iterator[list[tuple[Place, Said]]]:
+    """(place, what it leads to) for each policy asked of each prompt, up to `count` greedy tokens, in batches of at
+    most `chunk`; one ends where all its answers are long `enough`."""
+    for steps, some in batches(asked, count, chunk=chunk):
+        yield _said(params, steps, some, count, enough)
 
 
 def followed(
@@ -245,9 +264,9 @@ def followed(
 ) -> Iterator[tuple[list[int], list[list[np.ndarray]], Float[Array, "R N V"]]]:
     """Of each policy its number, the positions that every layer's heads hold of the prompt `[Hk, C]`, and the logits
     after every token of a continuation that is forced through decode; in batches of at most `chunk`."""
-    for steps, some in batches(prompt, policies, len(continuation), chunk=chunk):
-        numbers = [number for number, _ in some]
-        cache = _together(prompt, steps, some, EMPTY)
+    for steps, some in batches([(prompt, policies)], len(continuation), chunk=chunk):
+        numbers = [number for (_, number), _ in some]
+        cache = _together(prompt.params, steps, some, [EMPTY] * len(some))
         views = list(map(np.asarray, _positions(cache.layers)))
         held_by = [[view[row] for view in views] for row in range(len(numbers))]
         _, logits = follow(prompt.params, cache, np.tile(continuation, (len(numbers), 1)))
@@ -255,37 +274,43 @@ def followed(
         yield numbers, held_by, logits
 
 
-def _together(prompt: Prompt, steps: Policy, some: list[tuple[int, Kept]], pending: int) -> KVCache:
-    """One cache whose rows are what these policies keep, with the token that waits to be run (-1: none). `some` is
+def _together(params: Params, steps: Policy, some: list[tuple[Place, Kept]], pending: Sequence[int]) -> KVCache:
+    """One cache whose rows are what these policies keep, with the tokens that wait to be run (-1: none). `some` is
     emptied: each is in memory once."""
-    rows, params = len(some), prompt.params
+    lengths = [kept.tokens for _, kept in some]
     layers = jax.tree.map(lambda *each: jnp.concatenate(each), *(kept.layers for _, kept in some))
     limits = jnp.asarray(np.concatenate([kept.limits for _, kept in some], axis=1))
     some.clear()
     return KVCache(
         layers=narrowed(layers),
-        lengths=jnp.full(rows, len(prompt.ids), jnp.int32),
+        lengths=jnp.asarray(lengths, jnp.int32),
         limits=limits,
-        pending=jnp.full(rows, pending, jnp.int32),
+        pending=jnp.asarray(pending, jnp.int32),
         policy=steps,
         model=params.fingerprint,
     )
 
 
 def _said(
-    prompt: Prompt, steps: Policy, some: list[tuple[int, Kept]], count: int, enough: Enough
-) -> list[tuple[int, Said]]:
-    """The answers of one batch, decoded under the steps that its policies share."""
-    rows, params = len(some), prompt.params
-    shares = [(number, kept.share) for number, kept in some]
-    tokens = [[prompt.first] for _ in some]
-    cache = _together(prompt, steps, some, prompt.first)
-    while len(tokens[0]) < count and not all(map(enough, tokens)):
+    params: Params, steps: Policy, some: list[tuple[Place, Kept]], count: int, enough: Enough
+) -> list[tuple[Place, Said]]:
+    """The answers of one batch, decoded under the steps that its policies share. Rows that repeat the last one fill it
+    up to a power of two, so that few programs are compiled."""
+    shares = [(place, kept.share) for place, kept in some]
+    some += some[-1:] * ((1 << (len(some) - 1).bit_length()) - len(some))
+    first = [kept.first for _, kept in some]
+    tokens, rows = [[each] for each in first], len(some)
+    cache = _together(params, steps, some, first)
+
+    def ended() -> bool:
+        return all(enough(place, so_far) for (place, _), so_far in zip(shares, tokens, strict=False))
+
+    while len(tokens[0]) < count and not ended():
         out = generate(params, None, cache=cache, max_new_tokens=min(PIECE, count - len(tokens[0])), stop_tokens=())
         tokens = [[*before, *new] for before, new in zip(tokens, out.tokens.tolist(), strict=True)]
         cache = out.cache
     held_by = np.asarray(cache.held()).mean(axis=(0, 2))
     return [
-        (number, Said(tokens[row], float(held_by[row]), int(cache.nbytes / rows * share)))
-        for row, (number, share) in enumerate(shares)
+        (place, Said(tokens[row], float(held_by[row]), int(cache.nbytes / rows * share)))
+        for row, (place, share) in enumerate(shares)
     ]

@@ -136,7 +136,8 @@ def planned(params: Params, settings: Settings) -> Work:
     by_cell = [(job.cell, _step(params, alone, job)) for job in own] + _fidelity_steps(params, settings, cells)
     order = {(cell.label, cell.budget, cell.ratio): place for place, cell in enumerate(cells)}
     by_cell.sort(key=lambda one: order[one[0].label, one[0].budget, one[0].ratio])  # stable
-    steps = [_shared_step(params, settings, share) for share in shared] + [step for _, step in by_cell]
+    together = jobs.side_by_side(settings, shared)
+    steps = [_shared_step(params, settings, some) for some in together] + [step for _, step in by_cell]
     return Work([*steps, *_retention_steps(params, settings)], jobs.cost(shared, own, tokenizer))
 
 
@@ -145,9 +146,10 @@ def _step(params: Params, settings: Settings, job: Job) -> Step:
     return Step(job.title, tuple(job.keys), work, lambda _: [_answers(params, settings, job)])
 
 
-def _shared_step(params: Params, settings: Settings, share: Share) -> Step:
-    work = len(share.ids) + len(share.cells) * share.row[0].max_new_tokens
-    return Step(share.title, share.keys, work, lambda done: _shared(params, settings, share, done))
+def _shared_step(params: Params, settings: Settings, some: Sequence[Share]) -> Step:
+    work = sum(len(share.ids) + len(share.cells) * share.row[0].max_new_tokens for share in some)
+    keys = tuple(key for share in some for key in share.keys)
+    return Step(jobs.title_of(some), keys, work, lambda done: _shared(params, settings, some, done))
 
 
 def cost(params: Params, settings: Settings) -> str:
@@ -176,20 +178,27 @@ def _answers(params: Params, settings: Settings, job: Job) -> list[Record]:
     return _records(params, job, rows, [len(prompt) for prompt in prompts], out, waited)
 
 
-def _shared(params: Params, settings: Settings, share: Share, done: set[str]) -> Iterator[list[Record]]:
-    """The records of one question, asked of one prefill. How long anything took is not said: it is nobody's alone."""
-    (example, number), wanted = share.row, [job for job in share.jobs if not done.issuperset(job.keys)]
-    question = example.questions[number]
-    policies = [job.cell.policy for job in wanted if job.cell.policy is not None]
+def _shared(params: Params, settings: Settings, some: Sequence[Share], done: set[str]) -> Iterator[list[Record]]:
+    """The records of a few questions, each asked of one prefill of its own. How long anything took is not said: it is
+    nobody's alone."""
+    wanted = [[job for job in share.jobs if not done.issuperset(job.keys)] for share in some]
+    asked = (
+        (one_prefill.hear(params, share.ids), [job.cell.policy for job in jobs if job.cell.policy is not None])
+        for share, jobs in zip(some, wanted, strict=True)
+        if jobs
+    )
+    places = [at for at, jobs in enumerate(wanted) if jobs]  # of the prompts that are asked
 
-    def enough(tokens: list[int]) -> bool:
+    def enough(place: one_prefill.Place, tokens: list[int]) -> bool:
         ended = not set(tokens).isdisjoint(params.config.stop_tokens)
-        return ended or settled(example.scorer, answer_of(params, tokens))
+        return ended or settled(some[places[place[0]]].row[0].scorer, answer_of(params, tokens))
 
-    def record(at: int, said: one_prefill.Said) -> Record:
-        answer = answer_of(params, said.tokens)
+    def record(place: one_prefill.Place, said: one_prefill.Said) -> Record:
+        share = some[places[place[0]]]
+        (example, number), answer = share.row, answer_of(params, said.tokens)
+        question = example.questions[number]
         return {
-            **about(wanted[at], share.row),
+            **about(wanted[places[place[0]]][place[1]], share.row),
             "score": score(example.scorer, answer, question.answers, question.classes),
             "answer": answer,
             "answers": list(question.answers),
@@ -198,8 +207,8 @@ def _shared(params: Params, settings: Settings, share: Share, done: set[str]) ->
             "cache_bytes": said.cache_bytes,
         }
 
-    prompt = one_prefill.hear(params, share.ids)
-    batches = one_prefill.answers(prompt, policies, example.max_new_tokens, chunk=settings.batch, enough=enough)
+    count = some[0].row[0].max_new_tokens
+    batches = one_prefill.answers(params, asked, count, chunk=settings.batch, enough=enough)
     yield from ([record(*one) for one in batch] for batch in batches)
 
 
