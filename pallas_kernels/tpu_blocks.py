@@ -140,6 +140,11 @@ def sees(at: jax.Array, place: jax.Array, window: int | None) -> jax.Array:
     return seen if window is None else seen & (at - place < window)
 
 
+def added(logits: jax.Array, bias) -> jax.Array:
+    """Logits [T, S] with what a window on the biases adds to each key's; as they are, where there is none."""
+    return logits if bias is None else logits + bias[0, 0]
+
+
 def any_seen(at: jax.Array, place: jax.Array, window: int | None) -> jax.Array:
     """False only where no query of the block sees a key of it: from the least and the greatest of either."""
     far = jnp.iinfo(jnp.int32).max

@@ -275,6 +275,37 @@ def test_prefill_attend(how, dtype, heads, slots):
         np.testing.assert_allclose(np.asarray(got[b, head], np.float64), expected, atol=DTYPES[dtype])
 
 
+@pytest.mark.some(4)
+@cases(
+    dtype=list(DTYPES),
+    heads=[(2, 3, 64), (1, 4, 128)],
+    slots=[(37, 5, None, None), (600, 40, 50, 20.0), (20, 600, None, None)],
+)
+def test_prefill_with_a_bias_and_the_log_sum_exp(how, dtype, heads, slots):
+    """What entries that stand for several tokens, and attention to something beside the slots, want of the prefill."""
+    (kv_heads, group, dim), (slots, length, window, cap) = heads, slots
+    rng = np.random.default_rng(length)
+    query, keys, values, positions = inputs(rng, 2, kv_heads, group, slots, dim, length, dtype)
+    at = np.sort(rng.integers(-1, slots * 2, (2, length)), axis=1).astype(np.int32)
+    bias = np.log(rng.integers(1, 9, positions.shape)).astype(np.float32)
+    bias[:, :, 1] = -np.inf  # it stands for nothing
+    bias = np.where(positions < 0, np.nan, bias)
+    arrays, places = (query, keys), (jnp.asarray(at), jnp.asarray(positions, jnp.int32))
+    options = dict(scale=dim**-0.5, window=window, softcap=cap, bias=jnp.asarray(bias), **how)
+    out, lse = attend_api.prefill_attend(*arrays, values, *places, with_lse=True, **options)
+    mass = mass_api.prefill_attend_mass(*arrays, *places, **options)
+    assert lse.dtype == jnp.float32 and lse.shape == out.shape[:3]
+    for b, head in np.ndindex(2, kv_heads * group):
+        h = head // group
+        q, k, v = (np.asarray(x, np.float64) for x in (query[b, head], keys[b, h], values[b, h]))
+        p, added = positions[b, h], np.where(positions[b, h] < 0, 0.0, bias[b, h])
+        weights, total = softmax_weights(q, k, at[b], p, dim**-0.5, window, cap, added)
+        expected = weights @ np.where(p[:, None] >= 0, v, 0.0)
+        np.testing.assert_allclose(np.asarray(out[b, head], np.float64), expected, atol=DTYPES[dtype])
+        np.testing.assert_allclose(np.asarray(lse[b, head], np.float64), total[:, 0], atol=1e-3 + DTYPES[dtype] / 10)
+        np.testing.assert_allclose(np.asarray(mass[b, head], np.float64), weights.sum(0), atol=2e-5, rtol=1e-3)
+
+
 @pytest.mark.some(2)
 @cases(dtype=list(DTYPES), sizes=[(600, 200, None), (1100, 300, 250)])
 def test_prefill_attend_when_the_own_keys_are_last(how, dtype, sizes):
@@ -419,14 +450,15 @@ def test_a_name_that_is_not_there():
 def test_a_refusal_is_logged_once(monkeypatch, caplog):
     """Where a device has a kernel that does not take the arguments, one line says which, and why."""
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    query, keys = jnp.ones((1, 2, 3, 8)), jnp.ones((1, 1, 3, 8))
-    at = jnp.arange(3)[None]
-    attend = functools.partial(attend_api.prefill_attend, query, keys, keys, at, at[:, None], scale=0.125)
-    outs = [attend(with_lse=True) for _ in range(2)]
-    assert np.array_equal(outs[0][0], outs[1][0])
+    keys, at = jnp.ones((1, 1, 3, 8)), jnp.arange(3, dtype=jnp.int32)[None, None]
+    token = Token(jnp.ones((1, 2, 8)), keys[:, :, 0], keys[:, :, 0], at[0, :, 2])
+    judge = Judge(limits=at[0, :, 2], recents=at[0, :, 0], rule=Rule("each"))
+    attend = functools.partial(decode_api.decode_attend_score, token, Held(keys, keys, at), at[:, :, 0], judge)
+    outs = [attend(scale=0.125) for _ in range(2)]
+    assert np.array_equal(outs[0].output, outs[1].output)
     lines = [line.getMessage() for line in caplog.records if line.name == "pallas_kernels"]
     assert len(lines) == 1 and caplog.records[0].levelname == "WARNING"
-    assert lines[0].startswith("prefill_attend runs as reference (mosaic_tpu does not:") and "log-sum-exp" in lines[0]
+    assert lines[0].startswith("decode_attend_score runs as reference (mosaic_tpu does not: 3 slots"), lines
 
 
 def test_what_runs_where():

@@ -153,11 +153,13 @@ def test_prefill_kernels_compile(name, dtype):
         query = jax.ShapeDtypeStruct((batch, kv_heads * group, length, dim), dtype)
         keys = jax.ShapeDtypeStruct((batch, kv_heads, slots, dim), dtype)
         at = jax.ShapeDtypeStruct((batch, length), jnp.int32)
-        place = jax.ShapeDtypeStruct((batch, kv_heads, slots), jnp.int32)
+        place, bias = (jax.ShapeDtypeStruct((batch, kv_heads, slots), kind) for kind in (jnp.int32, jnp.float32))
         attend = functools.partial(prefill_attend, scale=0.1, window=1000, softcap=50.0, own_keys_last=True)
         jax.jit(attend).lower(*on(name, (query, keys, keys, at, place))).compile()
-        mass = functools.partial(prefill_attend_mass, scale=0.1, reduce="mean")
-        compiled = jax.jit(mass).lower(*on(name, (query, keys, at, place))).compile()
+        beside = lambda *arrays: prefill_attend(*arrays[:-1], bias=arrays[-1], scale=0.1, with_lse=True)  # noqa: E731
+        jax.jit(beside).lower(*on(name, (query, keys, keys, at, place, bias))).compile()
+        mass = lambda *arrays: prefill_attend_mass(*arrays[:-1], bias=arrays[-1], scale=0.1, reduce="mean")  # noqa: E731
+        compiled = jax.jit(mass).lower(*on(name, (query, keys, at, place, bias))).compile()
         every = 4 * batch * kv_heads * group * length * slots
         assert length < 128 or compiled.memory_analysis().temp_size_in_bytes < every // 4  # no queries x keys array
 

@@ -35,15 +35,10 @@ def prefill_attend(
     with_lse: bool = False,
     bias: Float[Array, "B Hk S"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
-) -> Float[Array, "B Hq T D"]:
+) -> Float[Array, "B Hq T D"] | tuple[Float[Array, "B Hq T D"], Float[Array, "B Hq T"]]:
     """`reference.prefill_attend`, without a queries x keys array. Blocks that no query sees are not computed, and with
-    `own_keys_last` those behind a block of queries are not even fetched. Raises `NotImplementedError` for
-    the log-sum-exp.
+    `own_keys_last` those behind a block of queries are not even fetched.
     """
-    if bias is not None:
-        raise NotImplementedError("keys whose logits have a bias need the reference")
-    if with_lse:
-        raise NotImplementedError("prefill_attend for TPU gives no log-sum-exp")
     batch, heads, length, dim = queries.shape
     kv_heads, slots = keys.shape[1:3]
     group = heads // kv_heads
@@ -54,7 +49,9 @@ def prefill_attend(
         """The last block of keys that a query of tile i may see."""
         return divide(slots - length + least((i + 1) * tile, length) - 1, block) if own_keys_last else blocks - 1
 
-    def kernel(at_ref, place_ref, query_ref, key_ref, value_ref, output, top, total, context):
+    def kernel(at_ref, place_ref, query_ref, key_ref, value_ref, *refs):
+        bias_ref = refs[0] if bias is not None else None
+        output, *lse, top, total, context = refs[bias is not None :]
         i, j = pl.program_id(2), pl.program_id(3)
 
         @pl.when(j == 0)
@@ -76,7 +73,8 @@ def prefill_attend(
             query = query_ref[0, 0].reshape(group * tile, dim)
             logits = blocks_of.product(query, key_ref[0, 0], 1) * scale
             seen = blocks_of.sees(jnp.concatenate([at] * group), place, window)
-            logits = jnp.where(seen, soft_cap(logits, softcap), MASKED)
+            logits = blocks_of.added(soft_cap(logits, softcap), bias_ref)
+            logits = jnp.where(seen, logits, MASKED)
             higher = jnp.maximum(top[...], jnp.max(logits, axis=1, keepdims=True))
             shrink = jnp.exp(top[...] - higher)
             weights = jnp.where(seen, jnp.exp(logits - higher), 0.0)
@@ -89,28 +87,36 @@ def prefill_attend(
         def _():
             whole = jnp.where(total[...] > 0, total[...], 1.0)
             output[0, 0] = (context[...] / whole).astype(output.dtype).reshape(group, tile, dim)
+            if lse:
+                found = jnp.where(total[...] > 0, top[...] + jnp.log(whole), -jnp.inf)
+                lse[0][0, 0] = found.reshape(group, tile, 1)
 
     def keys_block(b, h, i, j):
         return b, h, jnp.minimum(j, last(i)), 0
 
     some = pl.BlockSpec((1, 1, block, dim), keys_block)
-    mine = pl.BlockSpec((1, 1, group, tile, dim), lambda b, h, i, j: (b, h, 0, i, 0))
+    of_slots = pl.BlockSpec((1, 1, 1, block), lambda b, h, i, j: (b, h, 0, jnp.minimum(j, last(i))))
+    mine, one = (pl.BlockSpec((1, 1, group, tile, size), lambda b, h, i, j: (b, h, 0, i, 0)) for size in (dim, 1))
     rows = group * tile
     read = sum(
         min((last(i, min, operator.floordiv) + 1) * block, slots) for i in range(tiles)
     )  # keys, over all tiles of queries
-    out = pl.pallas_call(
+    shape = (batch, kv_heads, group, length)
+    outs = [jax.ShapeDtypeStruct((*shape, dim), queries.dtype), jax.ShapeDtypeStruct((*shape, 1), jnp.float32)]
+    extra = [] if bias is None else [bias[:, :, None]]
+    out, *lse = pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((batch, kv_heads, group, length, dim), queries.dtype),
+        out_shape=outs[: 1 + with_lse],
         grid=(batch, kv_heads, tiles, blocks),
         in_specs=[
             pl.BlockSpec((1, tile, 1), lambda b, h, i, j: (b, i, 0)),
-            pl.BlockSpec((1, 1, 1, block), lambda b, h, i, j: (b, h, 0, jnp.minimum(j, last(i)))),
+            of_slots,
             mine,
             some,
             some,
+            *[of_slots] * len(extra),
         ],
-        out_specs=mine,
+        out_specs=[mine, one][: 1 + with_lse],
         scratch_shapes=[
             pltpu.VMEM((rows, 1), jnp.float32),
             pltpu.VMEM((rows, 1), jnp.float32),
@@ -124,7 +130,8 @@ def prefill_attend(
             flops=4 * batch * heads * tile * read * dim,
             transcendentals=batch * heads * tile * read,
             bytes_accessed=2 * keys.dtype.itemsize * batch * dim * (kv_heads * read + heads * length)
-            + 4 * batch * kv_heads * (read + length),
+            + 4 * batch * kv_heads * ((1 + len(extra)) * read + length)
+            + 4 * batch * heads * length * with_lse,
         ),
         name="prefill_attend",
         interpret=interpret,
@@ -134,5 +141,7 @@ def prefill_attend(
         queries.reshape(batch, kv_heads, group, length, dim),
         keys,
         values,
+        *extra,
     )
-    return out.reshape(batch, heads, length, dim)
+    out = out.reshape(batch, heads, length, dim)
+    return (out, lse[0].reshape(batch, heads, length)) if with_lse else out

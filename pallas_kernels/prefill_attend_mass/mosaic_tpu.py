@@ -33,8 +33,6 @@ def prefill_attend_mass(
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B Hq S"]:
     """`reference.prefill_attend_mass`, without a queries x keys array."""
-    if bias is not None:
-        raise NotImplementedError("keys whose logits have a bias need the reference")
     del own_keys_last  # a hint, which the blocks here do not need: they look at positions
     batch, heads, length, dim = queries.shape
     kv_heads, slots = keys.shape[1:3]
@@ -43,18 +41,20 @@ def prefill_attend_mass(
     blocks, block = blocks_of.even_blocks(slots, KEYS)
     rows = group * tile
 
-    def masked_logits(i, j, at_ref, place_ref, query_ref, key_ref):
+    def masked_logits(i, j, at_ref, place_ref, query_ref, key_ref, bias_ref=None):
         """Logits [G*T, S] of a tile of queries over a block of keys, and who sees whom."""
         at = jnp.concatenate([blocks_of.queries_at(at_ref, i, length)] * group)
         seen = blocks_of.sees(at, blocks_of.keys_at(place_ref, j, slots), window)
         logits = blocks_of.product(query_ref[0, 0].reshape(rows, dim), key_ref[0, 0], 1) * scale
-        return jnp.where(seen, soft_cap(logits, softcap), MASKED), seen
+        logits = blocks_of.added(soft_cap(logits, softcap), bias_ref)
+        return jnp.where(seen, logits, MASKED), seen
 
     def met(i, j, at_ref, place_ref):
         at, place = blocks_of.queries_at(at_ref, i, length), blocks_of.keys_at(place_ref, j, slots)
         return blocks_of.any_seen(at, place, window)
 
-    def lse_kernel(at_ref, place_ref, query_ref, key_ref, lse, top, total):
+    def lse_kernel(at_ref, place_ref, *refs):
+        *inputs, lse, top, total = refs
         i, j = pl.program_id(2), pl.program_id(3)
 
         @pl.when(j == 0)
@@ -64,7 +64,7 @@ def prefill_attend_mass(
 
         @pl.when(met(i, j, at_ref, place_ref))
         def _():
-            logits, seen = masked_logits(i, j, at_ref, place_ref, query_ref, key_ref)
+            logits, seen = masked_logits(i, j, at_ref, place_ref, *inputs)
             higher = jnp.maximum(top[...], jnp.max(logits, axis=1, keepdims=True))
             weights = jnp.where(seen, jnp.exp(logits - higher), 0.0)
             total[...] = total[...] * jnp.exp(top[...] - higher) + jnp.sum(weights, axis=1, keepdims=True)
@@ -75,7 +75,8 @@ def prefill_attend_mass(
             whole = jnp.where(total[...] > 0, total[...], 1.0)  # a query that sees nothing is never asked for
             lse[0, 0] = (top[...] + jnp.log(whole)).reshape(group, tile, 1)
 
-    def mass_kernel(at_ref, place_ref, query_ref, key_ref, lse, mass):
+    def mass_kernel(at_ref, place_ref, *refs):
+        *inputs, lse, mass = refs
         j, i = pl.program_id(2), pl.program_id(3)
 
         @pl.when(i == 0)
@@ -84,7 +85,7 @@ def prefill_attend_mass(
 
         @pl.when(met(i, j, at_ref, place_ref))
         def _():
-            logits, seen = masked_logits(i, j, at_ref, place_ref, query_ref, key_ref)
+            logits, seen = masked_logits(i, j, at_ref, place_ref, *inputs)
             weights = jnp.where(seen, jnp.exp(logits - lse[0, 0].reshape(rows, 1)), 0.0).reshape(group, tile, block)
             if reduce == "max":
                 mass[0, 0] = jnp.maximum(mass[0, 0], jnp.max(weights, axis=1))
@@ -92,8 +93,8 @@ def prefill_attend_mass(
                 mass[0, 0] += jnp.sum(weights, axis=1)
 
     def specs(order: str) -> list[pl.BlockSpec]:
-        """Blocks of query positions, key positions, queries, keys and log-sum-exp, and of mass, for a grid of (B, Hk,
-        i, j) or (B, Hk, j, i).
+        """Blocks of query positions, key positions, queries, keys, the biases if there are any and log-sum-exp, and of
+        mass, for a grid of (B, Hk, i, j) or (B, Hk, j, i).
         """
 
         def spec(shape, index):
@@ -104,12 +105,14 @@ def prefill_attend_mass(
             spec((1, 1, 1, block), lambda b, h, i, j: (b, h, 0, j)),
             spec((1, 1, group, tile, dim), lambda b, h, i, j: (b, h, 0, i, 0)),
             spec((1, 1, block, dim), lambda b, h, i, j: (b, h, j, 0)),
+            *[spec((1, 1, 1, block), lambda b, h, i, j: (b, h, 0, j))] * (bias is not None),
             spec((1, 1, group, tile, 1), lambda b, h, i, j: (b, h, 0, i, 0)),
             spec((1, 1, group, block), lambda b, h, i, j: (b, h, 0, j)),
         ]
 
     pairs, size = batch * heads * length * slots, keys.dtype.itemsize
-    key_bytes, query_bytes = batch * kv_heads * slots * (size * dim + 4), batch * heads * length * (size * dim + 4)
+    beside = 4 * (1 + (bias is not None))  # bytes of a key's position, and of its bias
+    key_bytes, query_bytes = batch * kv_heads * slots * (size * dim + beside), batch * heads * length * (size * dim + 4)
     call = functools.partial(
         pl.pallas_call,
         compiler_params=pltpu.CompilerParams(
@@ -123,6 +126,7 @@ def prefill_attend_mass(
         key_positions[:, :, None],
         queries.reshape(batch, kv_heads, group, length, dim),
         keys,
+        *([] if bias is None else [bias[:, :, None]]),
     )
     *inner, lse_block, _ = specs("ij")
     lse = call(
