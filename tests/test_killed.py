@@ -19,11 +19,11 @@ PROCESSES = multiprocessing.get_context("forkserver")
 
 @pytest.fixture(scope="module")
 def killed(goldens):
-    """`killed(work, folder, after)`: what the work said until it was killed so many seconds after it was ready; with
-    None, until it ended."""
+    """`killed(work, folder, after, reports)`: what the work said until it was killed so many seconds after it was ready
+    and had said that much, however slow the machine is; with None, until it ended."""
     PROCESSES.set_forkserver_preload(["interrupted"])
 
-    def run(work, folder, after: float | None) -> list:
+    def run(work, folder, after: float | None, reports: int = 0) -> list:
         here, there = PROCESSES.Pipe(duplex=False)
         process = PROCESSES.Process(target=work, args=(there.send, folder, goldens))
         process.start()
@@ -32,6 +32,9 @@ def killed(goldens):
         with here:
             assert here.poll(120), "it never began"
             assert here.recv() == "ready"
+            for _ in range(reports):
+                assert here.poll(120), "it does not go on"
+                said.append(here.recv())
             if after is None:
                 process.join(120)
             else:
@@ -61,7 +64,7 @@ def saves(killed, tiny, tmp_path, kills):
     for number, after in enumerate(moments(0, kills, 0.5)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        said = killed(interrupted.saving, folder, after)
+        said = killed(interrupted.saving, folder, after, number % 4)
         names = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
         assert {*map(str, said)} <= {*names}, "what was reported is there"
         assert len(names) <= len(said) + 1
@@ -78,8 +81,8 @@ def saves(killed, tiny, tmp_path, kills):
 
 def calibrations(killed, tmp_path, kills):
     file, last = tmp_path / "calibration.safetensors", -1
-    for after in moments(1, kills, 0.2):
-        said = killed(interrupted.calibrating, tmp_path, after)
+    for number, after in enumerate(moments(1, kills, 0.2)):
+        said = killed(interrupted.calibrating, tmp_path, after, number % 2)
         last = said[-1] if said else last
         if not file.exists():
             assert last == -1
