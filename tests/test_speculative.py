@@ -256,7 +256,7 @@ def programs(chosen, spec, shape):
     @jax.jit
     def whole(layer, limits, first, tree, *given):
         spot = placed(shape, tree, first)
-        context, branches = tree_layer(chosen, spot, spec, *given, LayerIn(layer, limits))
+        context, branches = tree_layer(chosen, spot, None, spec, *given, LayerIn(layer, limits))
         return context, spot, branches
 
     return step, whole, jax.jit(commit)

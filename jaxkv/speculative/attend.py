@@ -23,6 +23,8 @@ from jaxkv.store.entries import ranks
 from pallas_kernels.decode_attend_score.reference import GROUP
 from pallas_kernels.decode_attend_score.victim import alive, linear, over_heads, protected, victim
 from pallas_kernels.masking import biased, filled, masked_softmax, soft_cap, visible
+from pallas_kernels.partial import Partial, attend_few, merge
+from pallas_kernels.prefill_attend import prefill_attend
 
 DEEPEST = 512  # more layers than a model has
 
@@ -96,6 +98,7 @@ def check_expected(policy: Policy, top: int) -> None:
 def tree_layer(
     policy: Policy,
     tree: Placed,
+    implementation: str | None,
     spec: AttentionSpec,
     query: Float[Array, "B N Hq D"],
     key: Float[Array, "B N Hk D"],
@@ -108,7 +111,7 @@ def tree_layer(
     if policy.rope == "text":
         query, key = (rotate(x, tree.positions[:, None], spec.rope) for x in (query, key))
     if policy.decode is None and policy.rope == "text":
-        context, branches = _at_once(tree, spec, query, key, value, state.cache)
+        context, branches = _at_once(tree, spec, query, key, value, state.cache, implementation)
     else:
         context, branches = _by_depth(policy, tree, spec, query, key, value, entered, state)
     return jnp.swapaxes(context, 1, 2), dataclasses.replace(branches, entered=entered)
@@ -121,21 +124,18 @@ def _at_once(
     key: Float[Array, "B Hk N D"],
     value: Float[Array, "B Hk N D"],
     layer: Slots,
+    implementation: str | None,
 ) -> tuple[Float[Array, "B Hq N D"], Branches]:
-    """Where tokens are only added: one softmax over cache and tree (what expires is out of every later inputs)."""
-    positions = tree.positions
-    batch, heads, nodes, dim = query.shape
-    kv_heads, slots = layer.positions.shape[1:]
-    rows = query.reshape(batch, kv_heads, -1, dim)
-    logits = jnp.concatenate([_held_logits(rows, layer, spec), _logits(rows, key, spec)], axis=-1)
-    logits = logits.reshape(batch, kv_heads, -1, nodes, slots + nodes)
+    """Where tokens are only added: the tree is one more part beside the cache, which is read once for all nodes (what
+    expires is out of every later inputs)."""
+    positions, slots = tree.positions, layer.positions.shape[-1]
+    softmax = {"scale": spec.scale, "softcap": spec.softcap}
+    held = prefill_attend(
+        query, layer.keys, layer.values, positions, layer.positions, window=spec.window, with_lse=True,
+        bias=layer.entries.bias, implementation=implementation, **softmax,
+    )  # fmt: skip
     own = tree.looks[:, None] & visible(positions[:, None], positions[:, None], spec.window)
-    seen = visible(positions[:, None], layer.positions, spec.window)
-    seen = jnp.concatenate([seen, jnp.broadcast_to(own, (batch, kv_heads, nodes, nodes))], axis=-1)
-    weights, _ = masked_softmax(logits, seen[:, :, None])
-    weights = weights.astype(value.dtype).reshape(batch, kv_heads, -1, slots + nodes)
-    context = _mixed(weights[..., :slots], filled(layer.values, layer.positions))
-    context = context + _mixed(weights[..., slots:], value)
+    context = merge(Partial(*held), attend_few(query, key, value, own, **softmax)).output
 
     def step(carry, depth):
         held, slot = carry
@@ -147,7 +147,6 @@ def _at_once(
     start = (layer.positions, layer.next_slot)
     _, (slot, after) = lax.scan(step, start, jnp.arange(tree.shape.depth + 1, dtype=jnp.int32))
     slot, after = (jnp.moveaxis(x, 0, -1)[:, :, tree.shape.depths] for x in (slot, after))
-    context = context.astype(query.dtype).reshape(batch, heads, nodes, dim)
     return context, Branches(key, value, slot, after, {}, {})
 
 

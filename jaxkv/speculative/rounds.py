@@ -142,7 +142,7 @@ def passes(
         def tree(state, drafting, counts):
             return _tree_round(
                 weights, extra, state, drafting, counts, kinds, hint, drafter, config, policy, sampler, stop, verify,
-                tell,
+                tell, implementation,
             )  # fmt: skip
 
         def plain(state, drafting, counts):
@@ -168,8 +168,9 @@ def passes(
 
 
 def _tree_round(
-    weights, extra, state, drafting, counts, kinds, hint, drafter, config, policy, sampler, stop, verify, tell
-) -> tuple[DecodeState, Drafting, Counts, tuple[Int[Array, "B levels"], Any]]:
+    weights, extra, state, drafting, counts, kinds, hint, drafter, config, policy, sampler, stop, verify, tell,
+    implementation,
+) -> tuple[DecodeState, Drafting, Counts, tuple[Int[Array, "B levels"], Any]]:  # fmt: skip
     """Draft, verify in one pass, and write what was accepted as if it had come token by token; the tokens, and what
     there is to tell of them."""
     active = state.going
@@ -179,7 +180,7 @@ def _tree_round(
     spot = placed(shape, tree, jnp.where(active, cache.lengths, EMPTY))
     states = [LayerIn(layer, cache.limits[i]) for i, layer in enumerate(cache.layers)]
     model = model_of(config, weights)
-    attend: Any = functools.partial(tree_layer, policy, spot)  # takes a layer's state, gives its branches
+    attend: Any = functools.partial(tree_layer, policy, spot, implementation)  # a layer's state to its branches
     hidden, grown = model(jnp.maximum(tree.tokens, 0), states, attend)
     branches: Any = grown
     logits = model.logits(hidden)
