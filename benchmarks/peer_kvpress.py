@@ -3,19 +3,24 @@
     python -m benchmarks.peer_kvpress default --oracle-python PATH
     jaxkv report results/default results/default-kvpress --out results/both
 
+Instead of a run's name it takes the folder that `jaxkv eval --out` wrote, for the questions of that run: of published
+data sets too, under its model, at its budgets and ratios.
+
 PATH is a Python with torch, transformers and kvpress (`tests/oracle/README.md`). It runs this module as the peer that
 answers requests: {"press": ..., "kept": n or null, "context": [ids], "rest": [ids], "compress": "all" or "context",
-"new_tokens": n, "stop": [ids]}.
+"new_tokens": n, "stop": [ids], "every": n} with the first tokens, {"more": true} with those that follow.
 
-What is compared: kvpress compresses a prompt once and adds every later token, so its caches grow by the answer, where
-our decode phases hold the budget. It is asked one prompt at a time, as it is built for; its speed is not recorded.
+What is compared: most presses compress a prompt once and add every later token, so their caches grow by the answer,
+where our decode phases hold the budget. "SnapKVPress then KnormPress" is kvpress' PrefillDecodingPress: the first cuts
+the prompt, the second the cache back to as many tokens after every `--every` new ones. kvpress is asked one prompt at a
+time, as it is built for; its speed is not recorded.
 """
 
 import argparse
 import hashlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +41,19 @@ TWINS = {
 }
 OTHERS = ("ExpectedAttentionPress", "KeyDiffPress", "PyramidKVPress", "LagKVPress")  # no twin in the default run
 EAGER = ("ObservedAttentionPress",)  # needs the attention weights that only the plain implementation gives
+THEN = " then "  # between the press of the prompt and that of decoding
+PIECE = 8  # tokens of an answer between two looks at whether what follows would change its score
 
 
 def main() -> None:
     """Run what the folder doesn't hold yet; or answer requests, as the oracle's process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", nargs="?", default="default", help="a TOML file or a shipped run, as of jaxkv eval")
+    parser.add_argument(
+        "run", nargs="?", default="default", help="a TOML file or a shipped run, as of jaxkv eval, or what it wrote"
+    )
     parser.add_argument("--oracle-python", help="a Python with torch, transformers and kvpress")
     parser.add_argument("--out", default=None, help="results/NAME-kvpress by default")
+    parser.add_argument("--every", type=int, default=16, help="new tokens between two cuts of a press that decodes")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--model", default=None, help="instead of the run's")
     parser.add_argument("--presses", nargs="*", default=list(OTHERS), help="besides the twins of the run's policies")
@@ -58,69 +68,85 @@ def main() -> None:
 
 
 def ask(options: argparse.Namespace) -> None:
-    """Put the run's questions to kvpress and store its answers."""
+    """Put the run's questions to kvpress, from the shortest prompt on, and store its answers."""
     import dataclasses
 
     import jaxkv
     from jaxkv import evaluation
     from jaxkv.evaluation import asking, runner, summary
     from jaxkv.evaluation.results import Store
-    from jaxkv.evaluation.scorers import score
 
-    settings = evaluation.load(options.run)
+    folder = Path(options.run)
+    found = evaluation.settings.from_dict(Store(folder).about()["settings"]) if folder.is_dir() else None
+    settings = found or evaluation.load(options.run)
     settings = dataclasses.replace(settings, model=options.model or settings.model, fidelity=None, retention=None)
-    params = jaxkv.load(settings.model)
+    params = jaxkv.load(settings.model, weights="file" if settings.weights == "file" else None)
     store = Store(options.out or f"results/{settings.name}-kvpress")
     done = store.open(
-        {**evaluation.settings.to_dict(settings), "presses": options.presses}, f"kvpress: {params.fingerprint}"
+        {**evaluation.settings.to_dict(settings), "presses": options.presses, "every": options.every},
+        f"kvpress: {params.fingerprint}",
     )
     peer = started(options.oracle_python, settings.model, options.threads)
     print("kvpress side:", peer.about, file=sys.stderr)
     examples = [each for each in runner.examples_of(settings, params.tokenizer) if not each.output]
-    columns = [(press, budget) for press in presses(settings, options.presses) for budget in settings.budgets]
-    columns = [("none", None), *((press, budget) for press, budget in columns if press != "none")]
-    for number, (press, budget) in enumerate(columns):
-        print(f"[{number}/{len(columns)}] {press} {budget or ''}", file=sys.stderr, flush=True)
-        for mode in settings.modes:
-            for example in examples:
-                records = []
-                for at, question in enumerate(example.questions):
-                    key = hashlib.sha256(f"kvpress|{press}|{budget}|{mode}|{example.digest}-{at}".encode()).hexdigest()[
-                        :16
-                    ]
-                    if key in done:
-                        continue
-                    context, rest = asking.asked(params.tokenizer, example, question)
-                    said = peer.ask(
-                        press=press, kept=budget, context=context.tolist(), rest=rest.tolist(),
-                        compress="all" if mode == "aware" else "context", new_tokens=example.max_new_tokens,
-                        stop=list(params.config.stop_tokens),
-                    )  # fmt: skip
-                    about = {
-                        "kind": "answer", "key": key, "source": "kvpress", "policy": label(press), "budget": budget,
-                        "ratio": None, "mode": mode, "task": example.task, "haystack": example.haystack,
-                        "length": example.length, "example": example.digest, "question": at,
-                        "depth": example.depth if question.depth is None else question.depth,
-                        "answers": list(question.answers), "prompt_tokens": len(context) + len(rest), "batch": 1,
-                    }  # fmt: skip
-                    if "error" in said:
-                        records.append({**about, "score": None, "answer": None, "skipped": said["error"]})
-                        continue
-                    answer = params.tokenizer.decode(
-                        said["tokens"], skip_special_tokens=True, clean_up_tokenization_spaces=False
-                    )
-                    records.append(
-                        {
-                            **about,
-                            "answer": answer,
-                            "score": score(example.scorer, answer, question.answers),
-                            "kept": said["kept"],
-                            "cache_bytes": said["cache_bytes"],
-                            "tokens_per_second": None,
-                        }
-                    )
-                store.add(records)
+    examples.sort(key=lambda example: asking.size(params.tokenizer, example))
+    sizes = [(budget, None) for budget in settings.budgets] + [(None, ratio) for ratio in settings.ratios]
+    columns = [(press, *size) for press in presses(settings, options.presses) for size in sizes if press != "none"]
+    columns.insert(0, ("none", None, None))
+    rows = [(mode, example) for mode in settings.modes for example in examples]
+    for number, (press, budget, ratio) in enumerate(columns):
+        size = "" if budget is None and ratio is None else budget if ratio is None else ratio
+        print(f"[{number}/{len(columns)}] {press} {size}", file=sys.stderr, flush=True)
+        for mode, example in rows:
+            records = []
+            for at, question in enumerate(example.questions):
+                name = f"kvpress|{press}|{size}|{mode}|{example.digest}-{at}"
+                key = hashlib.sha256(name.encode()).hexdigest()[:16]
+                if key in done:
+                    continue
+                context, rest = asking.asked(params.tokenizer, example, question)
+                tokens = len(context) + len(rest)
+                about = {
+                    "kind": "answer", "key": key, "source": "kvpress", "policy": label(press), "budget": budget,
+                    "ratio": ratio, "mode": mode, "task": example.task, "haystack": example.haystack,
+                    "length": example.length, "example": example.digest, "question": at,
+                    "depth": example.depth if question.depth is None else question.depth,
+                    "answers": list(question.answers), "prompt_tokens": tokens, "batch": 1,
+                }  # fmt: skip
+                said = answered(
+                    peer, params, example.scorer, press=press,
+                    kept=budget if ratio is None else int(tokens * (1 - ratio)), context=context.tolist(),
+                    rest=rest.tolist(), compress="all" if mode == "aware" else "context",
+                    new_tokens=example.max_new_tokens, stop=list(params.config.stop_tokens), every=options.every,
+                )  # fmt: skip
+                records.append({**about, **said})
+                if said["answer"] is not None:
+                    records[-1]["score"] = score_of(example, question, said["answer"])
+            store.add(records)
     print(summary.text_table(summary.quality(store.records())))
+
+
+def answered(peer: Peer, params: Any, scorer: str, **request: Any) -> dict[str, Any]:
+    """kvpress' answer to a question, as far as it can change the score, and what it held then."""
+    from jaxkv.evaluation.runner import answer_of
+    from jaxkv.evaluation.scorers import settled
+
+    said, tokens = peer.ask(**request), []
+    while "error" not in said:
+        tokens += said["tokens"]
+        answer = answer_of(params, tokens)
+        if said["done"] or settled(scorer, answer):
+            held = {name: said[name] for name in ("kept", "cache_bytes")}
+            return {"answer": answer, **held, "tokens_per_second": None}
+        said = peer.ask(more=True)
+    return {"score": None, "answer": None, "skipped": said["error"]}
+
+
+def score_of(example: Any, question: Any, answer: str) -> float:
+    """The score of an answer to one of an example's questions."""
+    from jaxkv.evaluation.scorers import score
+
+    return score(example.scorer, answer, question.answers, question.classes)
 
 
 def started(python: str, model: str, threads: int | None = None) -> Peer:
@@ -167,10 +193,16 @@ def begin(model: Path, threads: int) -> tuple[dict[str, Any], Callable]:
             ).eval()
         return loaded[how]
 
+    torch.set_grad_enabled(False)
+    running: list[Iterator[dict[str, Any]]] = []
+
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         try:
-            with torch.inference_mode():
-                return _answer(model_for(request["press"]), request)
+            if "more" not in request:
+                while running:
+                    running.pop().close()  # type: ignore[attr-defined]
+                running.append(_answer(model_for(request["press"]), request))
+            return next(running[0])
         except AssertionError as error:  # a press that needs a longer prompt or a larger budget
             return {"error": f"{request['press']} at {request['kept']}: {error or 'refused'}"}
 
@@ -178,43 +210,65 @@ def begin(model: Path, threads: int) -> tuple[dict[str, Any], Callable]:
     return {**versions, "threads": torch.get_num_threads()}, answer
 
 
-def _answer(model: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Compress, then decode greedily."""
+def _press(name: str, kept: int, tokens: int, every: int) -> Any:
+    """The press that leaves so many of a prompt's tokens."""
+    import kvpress
+
+    first, _, second = name.partition(THEN)
+    if second:
+        decoding = kvpress.DecodingPress(
+            getattr(kvpress, second)(), compression_interval=every, target_size=kept, hidden_states_buffer_size=every
+        )
+        return kvpress.PrefillDecodingPress(_press(first, kept, tokens, every), decoding)
+    outer, _, inner = first.rstrip(")").partition("(")
+    # kvpress keeps int(T * (1 - ratio)): the half keeps rounding from taking one away
+    press = getattr(kvpress, inner or outer)(compression_ratio=1 - (kept + 0.5) / tokens)
+    return getattr(kvpress, outer)(press) if inner else press
+
+
+def _answer(model: Any, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Compress, then decode greedily, `PIECE` tokens at a time."""
     import contextlib
 
-    import kvpress
     import torch
     from transformers import DynamicCache
 
     context, rest = request["context"], request["rest"]
     first, second = (context + rest, []) if request["compress"] == "all" else (context, rest)
-    kept, pressed = request["kept"], contextlib.nullcontext()
+    kept, of_prompt, of_all = request["kept"], contextlib.nullcontext(), contextlib.nullcontext()
     if kept is not None and kept < len(first):
-        # kvpress keeps int(T * (1 - ratio)): the half keeps rounding from taking one away
-        outer, _, inner = request["press"].rstrip(")").partition("(")
-        press = getattr(kvpress, inner or outer)(compression_ratio=1 - (kept + 0.5) / len(first))
-        pressed = (getattr(kvpress, outer)(press) if inner else press)(model)
+        pressed = _press(request["press"], kept, len(first), request.get("every", 1))(model)
+        of_prompt, of_all = (of_prompt, pressed) if THEN in request["press"] else (pressed, of_all)
     cache = DynamicCache()
-    with pressed:
-        out = model(torch.tensor([first]), past_key_values=cache, logits_to_keep=1)
-    held = [layer.keys.shape[2] for layer in cache.layers]
-    place = len(first)
-    if second:
-        at = torch.arange(place, place + len(second))[None]
-        out = model(torch.tensor([second]), past_key_values=cache, position_ids=at, logits_to_keep=1)
-        place += len(second)
-    tokens: list[int] = []
-    while True:
-        token = int(out.logits[0, -1].argmax())
-        if token in request["stop"]:
-            break
-        tokens.append(token)
-        if len(tokens) == request["new_tokens"]:
-            break
-        out = model(torch.tensor([[token]]), past_key_values=cache, position_ids=torch.tensor([[place]]))
-        place += 1
+    with of_all:
+        with of_prompt:
+            out = model(torch.tensor([first]), past_key_values=cache, logits_to_keep=1)
+        held = [layer.keys.shape[2] for layer in cache.layers]
+        place = len(first)
+        if second:
+            at = torch.arange(place, place + len(second))[None]
+            out = model(torch.tensor([second]), past_key_values=cache, position_ids=at, logits_to_keep=1)
+            place += len(second)
+        piece: list[int] = []
+        for number in range(request["new_tokens"]):
+            token = int(out.logits[0, -1].argmax())
+            if token in request["stop"]:
+                break
+            piece.append(token)
+            if number + 1 == request["new_tokens"]:
+                break
+            if len(piece) == PIECE:
+                yield {"tokens": piece, "done": False, **_held(cache, held)}
+                piece = []
+            out = model(torch.tensor([[token]]), past_key_values=cache, position_ids=torch.tensor([[place]]))
+            place += 1
+        yield {"tokens": piece, "done": True, **_held(cache, held)}
+
+
+def _held(cache: Any, held: list[int]) -> dict[str, Any]:
+    """How many tokens a layer held behind the prompt, on average, and the bytes of the cache now."""
     bytes_held = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
-    return {"tokens": tokens, "kept": sum(held) / len(held), "cache_bytes": bytes_held}
+    return {"kept": sum(held) / len(held), "cache_bytes": bytes_held}
 
 
 if __name__ == "__main__":
