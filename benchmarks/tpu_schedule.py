@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -37,18 +38,29 @@ SLACK = 1.03  # by which a case may get worse before `--check` fails
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A chip's topology, cores that share its memory, bytes from memory and bfloat16 operations per core and cycle."""
+    """A chip's topology, cores that share its memory, bytes from memory and bfloat16 operations per second; its clock."""
 
     topology: str
     cores: int
-    bytes_per_cycle: float
-    flops_per_cycle: float
+    bandwidth: float
+    flops: float
+    hertz: float
+
+    @property
+    def bytes_per_cycle(self) -> float:
+        """Of a core."""
+        return self.bandwidth / self.cores / self.hertz
+
+    @property
+    def flops_per_cycle(self) -> float:
+        """Of a core."""
+        return self.flops / self.cores / self.hertz
 
 
 CHIPS = {
-    "v5e": Chip("v5e:2x2", 1, 819e9 / 1.5e9, 197e12 / 1.5e9),
-    "v6e": Chip("v6e:2x2", 1, 1640e9 / 1.75e9, 918e12 / 1.75e9),
-    "v5p": Chip("v5p:2x2x1", 2, 2765e9 / 2 / 1.75e9, 459e12 / 2 / 1.75e9),
+    "v5e": Chip("v5e:2x2", 1, 819e9, 197e12, 1.5e9),
+    "v6e": Chip("v6e:2x2", 1, 1640e9, 918e12, 1.75e9),
+    "v5p": Chip("v5p:2x2x1", 2, 2765e9, 459e12, 1.75e9),
 }
 WORK = ("attends", "scores", "chooses")  # no mass and the first empty slot; the mass too; and the lowest score
 SIZES = {128: (8, 8, 4, 4096, 128), 64: (8, 8, 4, 8192, 64)}  # B, Hk, G, C, D
@@ -78,6 +90,7 @@ CALLS = {
     ("prefill", "attends"): "prefill_attend", ("prefill", "weighs"): "prefill_attend_mass",
     **{("equal", work): "decode_attend_score" for work in WORK}, **{("ragged", work): "ragged_decode" for work in WORK},
 }  # fmt: skip
+KERNELS = {*CALLS.values(), "prefill_attend_lse"}
 
 
 # ---- in a process of its own
@@ -245,20 +258,33 @@ def regions(schedule: str) -> dict[str, int]:
 # ---- a case's row
 
 
-def measured(case: Case) -> dict[str, Any]:
-    """The case, compiled in a process of its own, and what its schedule says."""
+def dumped(module: str, *options: str) -> tuple[dict[str, Any], dict[str, list[tuple[int, dict[str, int]]]]]:
+    """What a benchmark run with these options prints last, as JSON; and by a kernel's name, of each that it compiled the
+    steps of its grid and its `regions`."""
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
         own = {"LIBTPU_INIT_ARGS": flags, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1"}
         own |= {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
-        command = [sys.executable, "-m", f"benchmarks.{NAME}", "--one", case.name]
+        command = [sys.executable, "-m", f"benchmarks.{module}", *options]
         done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise RuntimeError(f"{case.name}: {done.stderr[-2000:]}")
-        facts = json.loads(done.stdout.splitlines()[-1])
-        call = CALLS[case.kernel, case.work]
-        files = [path for path in Path(folder).glob(f"*-{call}*-final_bundles.txt") if "analysis" not in path.name]
-        found = regions(max(files, key=lambda path: path.stat().st_size).read_text())
+            raise RuntimeError(f"{options}: {done.stderr[-2000:]}")
+        found: dict[str, list[tuple[int, dict[str, int]]]] = {}
+        for path in Path(folder).glob("*-final_bundles.txt"):
+            kernel = re.match(r"(\d+-([a-z_]+)[.\d]*)-\d+-final_bundles", path.name)
+            if kernel is None or kernel[2] not in KERNELS:
+                continue
+            source = next(Path(folder).glob(f"{kernel[1]}-*-original.txt")).read_text()
+            grid = re.search(r"iteration_bounds: \(([\d, ]+)\)", source)
+            steps = math.prod(int(size) for size in grid[1].split(",") if size.strip()) if grid else 1
+            found.setdefault(kernel[2], []).append((steps, regions(path.read_text())))
+        return json.loads(done.stdout.splitlines()[-1]), found
+
+
+def measured(case: Case) -> dict[str, Any]:
+    """The case, compiled in a process of its own, and what its schedule says."""
+    facts, kernels = dumped(NAME, "--one", case.name)
+    found = max((each for _, each in kernels[CALLS[case.kernel, case.work]]), key=lambda each: sum(each.values()))
     return {"name": case.name, **facts, "regions": found} | bound(case, found)
 
 
