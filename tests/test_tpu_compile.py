@@ -236,7 +236,10 @@ def test_decode_kernels_move_each_block_once(shape, pooled, counts, rows):
     walk = tpu_blocks.Walk(width, False, block, blocks)
     order = walk.order(jnp.asarray(positions), jnp.asarray(now), None)
     zeros = jnp.zeros(batch, jnp.int32)
-    operands = fetches(call, (jnp.asarray(now), jnp.zeros((batch, kv_heads), jnp.int32), zeros, zeros, *order))
+    borders = [jnp.zeros((batch, kv_heads + 1), jnp.int32)] * pooled
+    operands = fetches(
+        call, (jnp.asarray(now), jnp.zeros((batch, kv_heads), jnp.int32), zeros, zeros, *borders, *order)
+    )
     filled = np.pad(positions >= 0, ((0, 0), (0, 0), (0, walk.width - width))).reshape(batch, sets, blocks, block)
     due = filled.any(axis=(1, 3)) & (now >= 0)[:, None]
     for moved, _ in operands[3:5]:
