@@ -27,7 +27,7 @@ from jax.experimental import topologies
 import jaxkv
 from benchmarks.report import RESULTS, into_page, table, write
 from jaxkv.configs import config_files
-from jaxkv.lowering import held_by_one, lower
+from jaxkv.lowering import Lowered, held_by_one, lower
 from jaxkv.models import ModelConfig
 from jaxkv.sharding import Layout
 from jaxkv.sharding.traffic import Collective, collectives
@@ -124,18 +124,23 @@ def traffic(found: list[Collective]) -> dict[str, Any]:
     }
 
 
-def measured(
-    case: Case, layers: int | None, phase: str, implementation: str | None = None, scan_layers: bool = False
-) -> dict[str, Any]:
-    """Compile one phase of a case, with all layers or so many; memory, collectives and seconds."""
+def lowered(case: Case, layers: int | None, implementation: str | None = None, scan_layers: bool = False) -> Lowered:
+    """Both programs of a case for its chips, with all layers or so many."""
     config = config_of(case.model, layers)
     chips = devices_of(case.topology)[: math.prod(size for _, size in case.mesh)]
     layout = Layout.of(jaxkv.mesh(**dict(case.mesh), devices=chips), config)
     policy = jaxkv.policy(case.policy, budget=case.budget, block=case.block)
-    programs = lower(
+    return lower(
         config, policy, batch=case.batch, tokens=case.tokens, steps=STEPS, dtype=jnp.bfloat16, layout=layout,
         implementation=implementation, scan_layers=scan_layers,
     )  # fmt: skip
+
+
+def measured(
+    case: Case, layers: int | None, phase: str, implementation: str | None = None, scan_layers: bool = False
+) -> dict[str, Any]:
+    """Compile one phase of a case, with all layers or so many; memory, collectives and seconds."""
+    programs = lowered(case, layers, implementation, scan_layers)
     began, held = time.perf_counter(), programs.cache.layers
     out = {
         **dataclasses.asdict(case),
@@ -148,7 +153,7 @@ def measured(
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return {**out, phase: {"layers": config.num_layers, "refused": str(error)[:300]}}
+        return {**out, phase: {"layers": len(held), "refused": str(error)[:300]}}
     found = collectives(compiled.as_text())
     keys = min(held_by_one(layer.keys) for layer in held)
     # sums may be over slots (of the heads' scores, where they evict as one), but nothing is gathered or sent on
@@ -157,7 +162,7 @@ def measured(
     return {
         **out,
         phase: {
-            "layers": config.num_layers,
+            "layers": len(held),
             "seconds": time.perf_counter() - began,
             "memory": memory(compiled),
             "traffic": traffic(found),

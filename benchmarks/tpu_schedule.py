@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -37,18 +38,29 @@ SLACK = 1.03  # by which a case may get worse before `--check` fails
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A chip's topology, cores that share its memory, bytes from memory and bfloat16 operations per core and cycle."""
+    """A chip's topology, cores that share its memory, bytes from memory and bfloat16 operations a second; its clock."""
 
     topology: str
     cores: int
-    bytes_per_cycle: float
-    flops_per_cycle: float
+    bandwidth: float
+    flops: float
+    hertz: float
+
+    @property
+    def bytes_per_cycle(self) -> float:
+        """Of a core."""
+        return self.bandwidth / self.cores / self.hertz
+
+    @property
+    def flops_per_cycle(self) -> float:
+        """Of a core."""
+        return self.flops / self.cores / self.hertz
 
 
 CHIPS = {
-    "v5e": Chip("v5e:2x2", 1, 819e9 / 1.5e9, 197e12 / 1.5e9),
-    "v6e": Chip("v6e:2x2", 1, 1640e9 / 1.75e9, 918e12 / 1.75e9),
-    "v5p": Chip("v5p:2x2x1", 2, 2765e9 / 2 / 1.75e9, 459e12 / 2 / 1.75e9),
+    "v5e": Chip("v5e:2x2", 1, 819e9, 197e12, 1.5e9),
+    "v6e": Chip("v6e:2x2", 1, 1640e9, 918e12, 1.75e9),
+    "v5p": Chip("v5p:2x2x1", 2, 2765e9, 459e12, 1.75e9),
 }
 WORK = ("attends", "scores", "chooses")  # no mass and the first empty slot; the mass too; and the lowest score
 SIZES = {128: (8, 8, 4, 4096, 128), 64: (8, 8, 4, 8192, 64)}  # B, Hk, G, C, D
@@ -78,6 +90,7 @@ CALLS = {
     ("prefill", "attends"): "prefill_attend", ("prefill", "weighs"): "prefill_attend_mass",
     **{("equal", work): "decode_attend_score" for work in WORK}, **{("ragged", work): "ragged_decode" for work in WORK},
 }  # fmt: skip
+KERNELS = {*CALLS.values(), "prefill_attend_lse"}
 
 
 # ---- in a process of its own
@@ -215,29 +228,38 @@ def parts_of(lines: Iterable[str]) -> list[Part]:
 def regions(schedule: str) -> dict[str, int]:
     """Bundles of a kernel's loop over the blocks, by what they do:
 
-    "attends" has the matrix products; "clears" is the work before them on values of blocks with empty slots; "looks
-    back" what comes behind them (mass, scores and choice, in a decode kernel of the row before); "ends" what only the
-    last block of a row runs; "writes" what only a new token's block runs; "steps" the loop itself and its copies.
+    "attends" has the matrix products; "clears" is the work before them on values of blocks with empty slots; "weighs"
+    and "looks back" are what comes behind them (mass; scores and choice; in a decode kernel of the row before); "ends"
+    what only the last block of a row runs; "writes" what only a new token's block runs; "steps" the loop itself and its
+    copies.
     """
     parts = parts_of(schedule.splitlines())
     first = next(number for number, part in enumerate(parts) if part.label == "LB")
     body = parts[first:]
     products = [number for number, part in enumerate(body) if part.has("vmatmul", "vmatprep", "vmatpush", "vmatres")]
-    found: Counter[str] = Counter()
+    kinds: list[str] = []
     for number, part in enumerate(body):
         stores, vectors = part.operations["vst"], sum(part.operations.values()) - part.operations["dma"]
         if number in products:
             kind = "attends"
-        elif number < products[0] and number == products[0] - 1 and stores > 16:
+        elif products[0] - 2 <= number < products[0] and stores > 16 and part.has("vpack", "vxpose"):
             kind = "clears"
         elif number < products[0] and part.has("dma", "vunpack", "vsel") and stores and part.bundles < 80:
             kind = "writes"
         elif part.has("vlog2", "vrcp") and number > products[-1]:
             kind = "ends"
         elif number > products[-1] and vectors > part.bundles // 2 and not part.has("dma"):
-            kind = "looks back"
+            kind = "weighs" if part.has("vexp2", "vpow2") else "looks back"
         else:
             kind = "steps"
+        kinds.append(kind)
+    if "writes" in kinds:  # all between the first and the last of them stands under one condition
+        first, last = kinds.index("writes"), len(kinds) - kinds[::-1].index("writes")
+        kinds[first:last] = ["writes"] * (last - first)
+        if kinds[last] == "steps" and sum(body[last].operations.values()) > body[last].bundles:
+            kinds[last] = "attends"  # who is seen
+    found: Counter[str] = Counter()
+    for kind, part in zip(kinds, body, strict=True):
         found[kind] += part.bundles
     return dict(found)
 
@@ -245,20 +267,33 @@ def regions(schedule: str) -> dict[str, int]:
 # ---- a case's row
 
 
-def measured(case: Case) -> dict[str, Any]:
-    """The case, compiled in a process of its own, and what its schedule says."""
+def dumped(module: str, *options: str) -> tuple[dict[str, Any], dict[str, list[tuple[int, dict[str, int]]]]]:
+    """What a benchmark run with these options prints last, as JSON; and by a kernel's name, of each compiled the
+    steps of its grid and its `regions`."""
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
         own = {"LIBTPU_INIT_ARGS": flags, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1"}
         own |= {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
-        command = [sys.executable, "-m", f"benchmarks.{NAME}", "--one", case.name]
+        command = [sys.executable, "-m", f"benchmarks.{module}", *options]
         done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise RuntimeError(f"{case.name}: {done.stderr[-2000:]}")
-        facts = json.loads(done.stdout.splitlines()[-1])
-        call = CALLS[case.kernel, case.work]
-        files = [path for path in Path(folder).glob(f"*-{call}*-final_bundles.txt") if "analysis" not in path.name]
-        found = regions(max(files, key=lambda path: path.stat().st_size).read_text())
+            raise RuntimeError(f"{options}: {done.stderr[-2000:]}")
+        found: dict[str, list[tuple[int, dict[str, int]]]] = {}
+        for path in Path(folder).glob("*-final_bundles.txt"):
+            kernel = re.match(r"(\d+-([a-z_]+)[.\d]*)-\d+-final_bundles", path.name)
+            if kernel is None or kernel[2] not in KERNELS:
+                continue
+            source = next(Path(folder).glob(f"{kernel[1]}-*-original.txt")).read_text()
+            grid = re.search(r"iteration_bounds: \(([\d, ]+)\)", source)
+            steps = math.prod(int(size) for size in grid[1].split(",") if size.strip()) if grid else 1
+            found.setdefault(kernel[2], []).append((steps, regions(path.read_text())))
+        return json.loads(done.stdout.splitlines()[-1]), found
+
+
+def measured(case: Case) -> dict[str, Any]:
+    """The case, compiled in a process of its own, and what its schedule says."""
+    facts, kernels = dumped(NAME, "--one", case.name)
+    found = max((each for _, each in kernels[CALLS[case.kernel, case.work]]), key=lambda each: sum(each.values()))
     return {"name": case.name, **facts, "regions": found} | bound(case, found)
 
 
@@ -272,10 +307,17 @@ def bound(case: Case, found: dict[str, int]) -> dict[str, Any]:
 
         products = 1 if case.work == "weighs" else 2
         cycles = 2 * products * ROWS * KEYS * case.dim / chip.flops_per_cycle
-        return {"block": found["attends"], "bound": round(cycles), "over": found["attends"] / cycles - 1}
-    from pallas_kernels.tpu_decode import BLOCK_BYTES
+        back = found.get("weighs", 0) + found.get("looks back", 0)
+        return {
+            "block": found["attends"],
+            "attends": found["attends"],
+            "back": back,
+            "bound": round(cycles),
+            "over": found["attends"] / cycles - 1,
+        }
+    from pallas_kernels.tpu_decode import BLOCK_BYTES, bands
 
-    batch, kv_heads, _group, slots, dim = SIZES[case.dim]
+    batch, kv_heads, group, slots, dim = SIZES[case.dim]
     sets, width = (kv_heads, slots) if case.kernel == "equal" else (1, kv_heads * slots)
     columns = tpu_blocks.slots_along_lanes(width, dim)
     wide = dim if columns else tpu_blocks.round_up(dim, tpu_blocks.LANES)
@@ -285,13 +327,18 @@ def bound(case: Case, found: dict[str, int]) -> dict[str, Any]:
     needed = held * (4 * dim + 4 + 4 * scores + 4 * chooses)  # K, V, positions, masses, weights
     moved = needed + 4 * held + 4 * held  # positions again: for the row before, and to see which blocks are due
     cycles = (needed + 4 * held) / chip.bytes_per_cycle
-    run = found["attends"] + found.get("looks back", 0) + found["steps"]
+    some = len(bands(kv_heads, group)) if case.kernel == "ragged" else 1
+    met = (1 + (some - 1) / blocks) / some  # of the heads' bands a block meets one, and one more at every border
+    attends, back = met * found["attends"], met * found.get("weighs", 0) + found.get("looks back", 0)
+    run = attends + back + found["steps"]
     rows = batch / chip.cores
     last = max(cycles, run + found.get("ends", 0) + found["writes"])  # a row's block with the new token, say the last
-    tail = blocks * (found.get("looks back", 0) + found["steps"])  # of the row behind which there is none
+    tail = blocks * (back + found["steps"])  # of the row behind which there is none
     whole = rows * ((blocks - 1) * max(cycles, run) + last) + tail
     return {
-        "block": run,
+        "block": round(run),
+        "attends": round(attends),
+        "back": round(back),
         "bound": round(needed / chip.bytes_per_cycle),
         "over": whole / (rows * blocks * needed / chip.bytes_per_cycle) - 1,
         "moved": moved / needed,
@@ -308,7 +355,7 @@ def row_of(found: dict[str, Any]) -> tuple[str, ...]:
     """A line of the table."""
     by = found["regions"]
     return (
-        found["name"], *(str(by.get(name, 0)) for name in ("attends", "looks back", "clears", "steps")),
+        found["name"], str(found["attends"]), str(found["back"]), str(by.get("clears", 0)), str(by["steps"]),
         str(found["block"]), str(found["bound"]), f"{100 * found['over']:.1f}",
         f"{found['moved']:.3f}" if "moved" in found else "-", str(found["beside"]), str(found["copies"]),
         f"{found['temporary'] / 2**20:.1f}",
@@ -325,7 +372,7 @@ def worse(found: dict[str, Any], before: dict[str, Any]) -> list[str]:
     """In what a case is worse than it was."""
     said = [
         f"{found['name']}, {name}: {found['regions'].get(name, 0)} bundles, not {before['regions'].get(name, 0)}"
-        for name in ("attends", "looks back", "clears", "steps")
+        for name in ("attends", "weighs", "looks back", "clears", "steps")
         if found["regions"].get(name, 0) > SLACK * before["regions"].get(name, 0) + 8
     ]
     if found["copies"] > before["copies"] or found["temporary"] > SLACK * before["temporary"] + 2**20:

@@ -14,12 +14,14 @@ XLA lays an array out in memory the way that pads least: [S, D] with D along the
 mostly with S along the lanes (`columns`) where it is not, such as 64. The kernel reads either as it lies. Where S is no
 multiple of 8 XLA may have the heads or the rows innermost, and copies the cache for the kernel.
 
-A pool is one set of slots that all query heads meet, each seeing its own segment: Hk times the arithmetic, in one
-matrix product that the memory hides. H are the sets of slots: Hk, or 1 for a pool; M the query heads of a set.
+A pool is one set of slots, in which each query head sees its own segment. Heads go through a block a few at a time, as
+many as fill the sublanes of a register, and those whose segments do not meet the block are left out. H are the sets of
+slots: Hk, or 1 for a pool; M the query heads of a set.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -38,6 +40,7 @@ from pallas_kernels.masking import MASKED, biased, soft_cap
 BLOCK_BYTES = 2**20  # of K, and of V, at a time: long enough to hide the start of a copy
 MOST_STEPS = 2**17  # of the grid: which block is there in each lies in scalar memory, 4 bytes each
 LAST = jnp.iinfo(jnp.int32).max
+RUNS = 4  # of comparisons side by side
 
 
 class Step(NamedTuple):
@@ -81,6 +84,16 @@ class _Plan(blocks_of.Walk):
         """Rows whose logits are on the chip at a time: the one that is read, and the one before."""
         return min(2, self.rows)
 
+    @property
+    def bands(self) -> list[tuple[int, int]]:
+        """The KV heads that go through a block together, first and last: all, or those of a pool in `bands`."""
+        return bands(self.kv_heads, self.members // self.kv_heads) if self.pooled else [(0, self.kv_heads - 1)]
+
+    def rows_of(self, band: tuple[int, int]) -> slice:
+        """A band's query heads among those of a set."""
+        group = self.members // self.kv_heads
+        return slice(band[0] * group, (band[1] + 1) * group) if self.pooled else slice(None)
+
     # The row that a step attends to, the one that it looks back at, and whether there is one: indices by part and row.
 
     def last(self, part):
@@ -96,6 +109,12 @@ class _Plan(blocks_of.Walk):
         """The row that is looked back at, or the nearest, and whether it is one."""
         own = part * self.rows + row - 1
         return jnp.clip(own, part * self.rows, self.last(part)), (row > 0) & (own <= self.last(part))
+
+
+def bands(kv_heads: int, group: int) -> list[tuple[int, int]]:
+    """A pool's KV heads, as few together as fill whole registers with their query heads: the first and the last."""
+    each = blocks_of.SUBLANES // math.gcd(blocks_of.SUBLANES, group)
+    return [(first, min(first + each, kv_heads) - 1) for first in range(0, kv_heads, each)]
 
 
 def step(
@@ -178,11 +197,6 @@ def step(
         keys, values = plan.whole(keys), plan.whole(values)
     line, now = pl.BlockSpec((1, sets, block), block_before), pl.BlockSpec((1, sets, block), place_block)
     some = (sets, plan.members)
-    borders, border_specs = (), []
-    if offsets is not None:
-        each = jnp.stack([offsets[:, :-1], offsets[:, 1:]], axis=-1)
-        borders = jnp.repeat(each, heads // kv_heads, axis=1), each
-        border_specs = [attended(heads, 2), looked(kv_heads, 2)]
     lanes = (kv_heads, blocks_of.LANES)
     tile = (dim, plan.tile) if columns else (plan.tile, dim)
     masses = [(jax.ShapeDtypeStruct((batch, sets, slots), jnp.float32), line)] if with_mass else []
@@ -210,7 +224,7 @@ def step(
             "logits": pltpu.VMEM((plan.buffers, *some, plan.width), jnp.float32),
             "normal": pltpu.VMEM((plan.buffers, *some, 1), jnp.float32),
         }
-    scalars = (position, slot, judge.limits, judge.recents, walk, rows)
+    scalars = (position, slot, judge.limits, judge.recents, *(() if offsets is None else (offsets,)), walk, rows)
     inputs = (
         (query.reshape(batch, *some, dim), attended(*some, dim)),
         (key, attended(*key.shape[1:])),
@@ -219,7 +233,6 @@ def step(
         (values, cache),
         (positions, now),
         (positions, line),
-        *zip(borders, border_specs, strict=True),
         *((factor, line) for factor in factors),
         *((added, now) for added in more),
     )
@@ -242,8 +255,7 @@ def step(
             transcendentals=(1 + with_mass) * batch * heads * slots,
             bytes_accessed=keys.nbytes + values.nbytes + 4 * (2 + with_mass + len(factors) + len(more)) * positions.size
             + 2 * batch * (heads + kv_heads) * dim * keys.dtype.itemsize
-            + 4 * batch * (heads + kv_heads) + 2 * batch * kv_heads * plan.tile * dim * keys.dtype.itemsize
-            + sum(x.nbytes for x in borders),
+            + 4 * batch * (heads + kv_heads) + 2 * batch * kv_heads * plan.tile * dim * keys.dtype.itemsize,
         ),
         name="ragged_decode" if plan.pooled else "decode_attend_score",
         interpret=interpret,
@@ -267,12 +279,12 @@ def _vmem_bytes(plan: _Plan, row_bytes: int, factors: int) -> int:
 
 
 def _kernel(
-    plan: _Plan, outs: int, names: tuple[str, ...], position_ref, slot_ref, limits_ref, recents_ref, walk_ref, _, *refs
+    plan: _Plan, outs: int, names: tuple[str, ...], position_ref, slot_ref, limits_ref, recents_ref, *refs
 ) -> None:  # fmt: skip
+    offsets, (walk_ref, _, *refs) = (refs[0], refs[1:]) if plan.pooled else (None, refs)
     query, new_key, new_value, keys, values, places, places_before, *refs = refs
     scratch, refs = dict(zip(names, refs[-len(names) :], strict=True)), refs[: -len(names)]
     outputs, inputs = refs[-outs:], list(refs[:-outs])
-    borders, borders_before = (inputs.pop(0), inputs.pop(0)) if plan.pooled else (None, None)
     weight = inputs.pop(0) if plan.weight is None else None
     bias = inputs.pop(0) if plan.bias is None else None
     added = inputs.pop(0) if plan.biased else None
@@ -305,6 +317,28 @@ def _kernel(
     @pl.when(there & (block == 0))
     def _():
         scratch["held"][buffer] = jnp.zeros((plan.sets, blocks_of.LANES), jnp.int32)
+
+    def each_band(row, act: Callable):
+        """act(band) for the KV heads that go through the block together, if a segment of theirs meets it."""
+        for band in plan.bands:
+            if offsets is None:
+                act(band)
+            else:
+                first, behind = offsets[row, band[0]], offsets[row, band[1] + 1]
+                meets = (first < (block + 1) * plan.block) & (behind > block * plan.block)
+                pl.when(meets)(functools.partial(act, band))
+
+    def owned(row, index, band, times: int = 1):
+        """Which slots, at these indices, are a head's own, [heads of the band x times, S]: those of its segment."""
+        if offsets is None:
+            return index < plan.slots
+        head = lax.broadcasted_iota(jnp.int32, ((band[1] - band[0] + 1) * times, 1), 0)
+        first = behind = jnp.zeros(head.shape, jnp.int32)
+        for each in range(band[0], band[1] + 1):
+            from_here = head >= (each - band[0]) * times
+            first = jnp.where(from_here, offsets[row, each], first)
+            behind = jnp.where(from_here, offsets[row, each + 1], behind)
+        return (index >= first) & (index < behind)
 
     # ---- the row's block: the new token, and attention
 
@@ -363,8 +397,9 @@ def _kernel(
         seen = (place >= 0) & (place <= position)
         if plan.window is not None:
             seen = seen & (position - place < plan.window)
-        alive = place >= 0 if plan.window is None else (place >= 0) & (place > position + 1 - plan.window)
-        scratch["held"][buffer] += _over_lanes(jnp.add, alive.astype(jnp.int32))
+        if not plan.pooled:
+            alive = place >= 0 if plan.window is None else (place >= 0) & (place > position + 1 - plan.window)
+            scratch["held"][buffer] += _over_lanes(jnp.add, alive.astype(jnp.int32))
 
         @pl.when(has_empty)
         def _():
@@ -372,19 +407,25 @@ def _kernel(
             for one in range(plan.sets):
                 values[0, one] = blocks_of.zero_empty(values[0, one], filled[one : one + 1], plan.columns)
 
-        some = _product(query[0], keys[0], contract=1 if plan.columns else 2) * plan.scale
-        seen = _owned(index[:, None], borders, seen[:, None])
-        some = biased(soft_cap(some, plan.softcap), None if added is None else added[0][:, None])
-        some = jnp.where(seen, some, MASKED)
-        if plan.with_mass:
-            scratch["logits"][buffer, :, :, at] = some
-        higher = jnp.maximum(top[...], jnp.max(some, axis=2, keepdims=True))
-        shrink = jnp.exp(top[...] - higher)
-        weights = jnp.where(seen, jnp.exp(some - higher), 0.0)
-        top[...] = higher
-        total[...] = total[...] * shrink + jnp.sum(weights, axis=2, keepdims=True)
-        new = _product(weights.astype(values.dtype), values[0], contract=2 if plan.columns else 1)
-        context[...] = context[...] * shrink + new
+        def through(band):
+            rows = plan.rows_of(band)
+            some = _product(query[0, :, rows], keys[0], contract=1 if plan.columns else 2) * plan.scale
+            sees = seen[:, None]
+            if plan.pooled:
+                sees = sees & owned(row, index, band, plan.members // plan.kv_heads)
+            some = biased(soft_cap(some, plan.softcap), None if added is None else added[0][:, None])
+            some = jnp.where(sees, some, MASKED)
+            if plan.with_mass:
+                scratch["logits"][buffer, :, rows, at] = some
+            higher = jnp.maximum(top[:, rows], jnp.max(some, axis=2, keepdims=True))
+            shrink = jnp.exp(top[:, rows] - higher)
+            weights = jnp.where(sees, jnp.exp(some - higher), 0.0)
+            top[:, rows] = higher
+            total[:, rows] = total[:, rows] * shrink + jnp.sum(weights, axis=2, keepdims=True)
+            new = _product(weights.astype(values.dtype), values[0], contract=2 if plan.columns else 1)
+            context[:, rows] = context[:, rows] * shrink + new
+
+        each_band(row, through)
 
     @pl.when(there & (block == plan.blocks - 1))
     def _finish():
@@ -402,11 +443,21 @@ def _kernel(
 
         @pl.when(looked)
         def _weigh():
-            weights = jnp.exp(scratch["logits"][buffer_before, :, :, at] - scratch["normal"][buffer_before])
-            # of a pool, the other heads' are 0
-            weights = (jnp.max if plan.reduce == "max" else jnp.sum)(weights, axis=1)
-            each = plan.members * plan.sets // plan.kv_heads
-            mass[0][0] = weights / each if plan.reduce == "mean" else weights
+            join = jnp.maximum if plan.reduce == "max" else jnp.add
+            each = plan.members * plan.sets // plan.kv_heads if plan.reduce == "mean" else 1
+            if plan.pooled:
+                mass[0][0] = jnp.zeros((plan.sets, plan.block), jnp.float32)
+
+            def of(band):
+                rows = plan.rows_of(band)
+                weights = jnp.exp(
+                    scratch["logits"][buffer_before, :, rows, at] - scratch["normal"][buffer_before, :, rows]
+                )
+                # of a pool, the other heads' are 0
+                weights = (jnp.max if plan.reduce == "max" else jnp.sum)(weights, axis=1) / each
+                mass[0][0] = join(mass[0][0], weights) if plan.pooled else weights
+
+            each_band(before, of)
 
         @pl.when(looks & ~looked)
         def _():
@@ -414,22 +465,29 @@ def _kernel(
 
     @pl.when(runs_before)
     def _choose():
-        place = jnp.where(index < plan.slots, places_before[0], -1)
-        score = None
-        if plan.rule is not None:
-            score = jnp.zeros(place.shape, jnp.float32) if not plan.with_mass or plan.weight == 0 else mass[0][0]
-            if plan.weight != 0:
-                score = score * ((plan.weight or 0.0) if weight is None else weight[0])
-            score = score + ((plan.bias or 0.0) if bias is None else bias[0])
-        held = jnp.sum(scratch["held"][buffer_before], axis=1, keepdims=True)
-        room = True if plan.pooled else held < limits_ref[before]
-        worth, age = _worth(plan, score, place, position_before + 1, room, recents_ref[before])
-        inside = _owned(index, borders_before, index < plan.slots)
-        found = tuple(
-            jnp.where(inside, x, last) for x, last in ((worth, jnp.inf), (age, LAST), (index, LAST))
-        )  # fmt: skip
-        for ref, lowest in zip(best, _lower(tuple(ref[...] for ref in best), _lowest_lanes(found)), strict=True):
-            ref[...] = lowest
+        room: Any = True
+        if not plan.pooled:
+            room = jnp.sum(scratch["held"][buffer_before], axis=1, keepdims=True) < limits_ref[before]
+
+        def of(start: int):
+            """A register's lanes of the block: worth, age and index in each."""
+            some = pl.ds(start, blocks_of.LANES)
+            index = block * plan.block + start + lax.broadcasted_iota(jnp.int32, (plan.sets, blocks_of.LANES), 1)
+            place = places_before[0, :, some]
+            score = None
+            if plan.rule is not None:
+                with_mass = plan.with_mass and plan.weight != 0
+                score = mass[0][0, :, some] if with_mass else jnp.zeros(place.shape, jnp.float32)
+                if plan.weight != 0:
+                    score = score * ((plan.weight or 0.0) if weight is None else weight[0, :, some])
+                score = score + ((plan.bias or 0.0) if bias is None else bias[0, :, some])
+            worth, age = _worth(plan, score, place, position_before + 1, room, recents_ref[before])
+            inside = owned(before, index, (0, plan.kv_heads - 1))
+            return jnp.where(inside, worth, jnp.nan), *(jnp.broadcast_to(x, inside.shape) for x in (age, index))
+
+        lowest = _in_runs(_lower, of, plan.block, tuple(ref[...] for ref in best))
+        for ref, one in zip(best, lowest, strict=True):
+            ref[...] = one
 
     @pl.when(looks & (block == plan.blocks - 1))
     def _():
@@ -438,14 +496,6 @@ def _kernel(
     @pl.when(any_due)
     def _():
         each_head(wait, once_per_tile=True)
-
-
-def _owned(index: jax.Array, borders: Any, among: jax.Array) -> jax.Array:
-    """Those of some slots that lie in a head's own segment, [rows, S] from indices [1, S] and borders [rows, 2]; of
-    heads with slots of their own, all."""
-    if borders is None:
-        return among
-    return among & (index >= borders[0, :, 0:1]) & (index < borders[0, :, 1:2])
 
 
 def _product(a: jax.Array, b: jax.Array, contract: int) -> jax.Array:
@@ -466,11 +516,6 @@ def _worth(plan: _Plan, score: jax.Array | None, place: jax.Array, now, room, re
     return jnp.where(live, score, jnp.where(room, -jnp.inf, jnp.inf)), place
 
 
-def _chunks(x: jax.Array) -> list[jax.Array]:
-    """The array in pieces of one register's lanes."""
-    return [x[:, start : start + blocks_of.LANES] for start in range(0, x.shape[1], blocks_of.LANES)]
-
-
 def _tree(act: Callable, parts: list) -> Any:
     """The parts joined in pairs, so that the pairs of a level need not wait for each other."""
     while len(parts) > 1:
@@ -480,12 +525,19 @@ def _tree(act: Callable, parts: list) -> Any:
 
 def _over_lanes(act: Callable, x: jax.Array) -> jax.Array:
     """[rows, S] to [rows, 128], lane by lane."""
-    return _tree(act, _chunks(x))
+    return _tree(act, [x[:, start : start + blocks_of.LANES] for start in range(0, x.shape[1], blocks_of.LANES)])
 
 
-def _lowest_lanes(found: tuple[jax.Array, ...]) -> tuple:
-    """The lowest triple of each lane."""
-    return _tree(_lower, list(zip(*map(_chunks, found), strict=True)))
+def _in_runs(act: Callable, of: Callable, width: int, begin: Any) -> Any:
+    """`of(start)` of every register's lanes of a width, each joined to what was found before it: a few runs side by
+    side, so that they do not wait for each other, and no more is alive than registers hold."""
+    starts = list(range(0, width, blocks_of.LANES))
+    each = -(-len(starts) // RUNS)
+    runs = [starts[first : first + each] for first in range(0, len(starts), each)]
+    found = [begin] * len(runs)
+    for turn in range(each):
+        found = [act(one, of(run[turn])) if turn < len(run) else one for one, run in zip(found, runs, strict=True)]
+    return _tree(act, found)
 
 
 def _lowest(worth: jax.Array, age: jax.Array, index: jax.Array) -> jax.Array:
@@ -496,7 +548,8 @@ def _lowest(worth: jax.Array, age: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _lower(a: tuple, b: tuple) -> tuple:
-    """The lower of two triples, in every place."""
-    (wa, aa, ia), (wb, ab, ib) = a, b
-    first = (wa < wb) | ((wa == wb) & ((aa < ab) | ((aa == ab) & (ia < ib))))
-    return jnp.where(first, wa, wb), jnp.where(first, aa, ab), jnp.where(first, ia, ib)
+    """The lower of two triples of worth, age and index, in every place; the indices of a are the lower ones. A worth
+    that is NaN in b says that there is none."""
+    (wa, aa, _), (wb, ab, _) = a, b
+    second = (wb < wa) | ((wb == wa) & (ab < aa))
+    return tuple(jnp.where(second, y, x) for x, y in zip(a, b, strict=True))

@@ -280,9 +280,10 @@ DECODES = {
     "mosaic_tpu": {} if ON_TPU else {"interpret": pltpu.InterpretParams(detect_races=True)},
 }
 VICTIM = Rule("each", 2)
-POOLS = {  # sizes of the segments per row, slots in all, dim: a row may leave slots that are nobody's
-    "one block": ([[9, 4, 7], [5, 6, 3]], 20, 8),
-    "two blocks": ([[700, 1, 399], [1020, 9, 60]], 1100, 256),  # a head in both, a head in one, a head of one slot
+POOLS = {  # sizes of the segments per row, slots in all, dim, G: a row may leave slots that are nobody's
+    "one block": ([[9, 4, 7], [5, 6, 3]], 20, 8, 2),
+    # a head in both, a head in one, a head of one slot; each head by itself through the blocks that it meets
+    "two blocks": ([[700, 1, 399], [1020, 9, 60]], 1100, 256, 8),
 }
 
 
@@ -302,8 +303,8 @@ TAKES = {"numba_cpu": ("float32",)}
 def test_ragged_decode_is_each_head_by_itself(how, shape, group, rule, counts, dtype):
     """Every head of a pool gets what decode_attend_score gives on its segment alone; the softcap and log n as well."""
     rng = np.random.default_rng(3)
-    sizes, total, dim = POOLS[shape]
-    heads, groups, sizes, many = 3, 2, np.array(sizes), total
+    sizes, total, dim, groups = POOLS[shape]
+    heads, sizes, many = 3, np.array(sizes), total
     offsets = np.concatenate([np.zeros((2, 1), int), np.cumsum(sizes, axis=1)], axis=1)
     positions = np.full((2, total), EMPTY)
     for row in range(2):

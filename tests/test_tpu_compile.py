@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
 import jaxkv
-from benchmarks import tpu_schedule
+from benchmarks import tpu_programs, tpu_schedule
 from jaxkv import run
 from jaxkv.configs import config_files
 from jaxkv.lowering import lower
@@ -236,7 +236,10 @@ def test_decode_kernels_move_each_block_once(shape, pooled, counts, rows):
     walk = tpu_blocks.Walk(width, False, block, blocks)
     order = walk.order(jnp.asarray(positions), jnp.asarray(now), None)
     zeros = jnp.zeros(batch, jnp.int32)
-    operands = fetches(call, (jnp.asarray(now), jnp.zeros((batch, kv_heads), jnp.int32), zeros, zeros, *order))
+    borders = [jnp.zeros((batch, kv_heads + 1), jnp.int32)] * pooled
+    operands = fetches(
+        call, (jnp.asarray(now), jnp.zeros((batch, kv_heads), jnp.int32), zeros, zeros, *borders, *order)
+    )
     filled = np.pad(positions >= 0, ((0, 0), (0, 0), (0, walk.width - width))).reshape(batch, sets, blocks, block)
     due = filled.any(axis=(1, 3)) & (now >= 0)[:, None]
     for moved, _ in operands[3:5]:
@@ -467,6 +470,31 @@ def test_llama_in_8_bits_on_one_chip_of_v5e(unchecked):
     smallest = config.hidden_size * config.head_dim * (config.num_heads + 2 * config.num_kv_heads) * 2
     assert decode.memory_analysis().temp_size_in_bytes < 2 * smallest
     assert codes_read(config, decode.as_text(), 8) == [1.0] * (4 * config.num_layers + 1)
+
+
+BOUNDED = [  # whole steps, with so many layers
+    ("smollm2-135m v5e:2x2 one chip", "decode", None),
+    *((f"llama-3-8b {chips}", "decode", 2) for chips in ("v5e:2x2 model=4", "v6e:2x2 one chip", "v5p:2x2x1 one chip")),
+    ("smollm2-135m v5e:2x2 one chip", "prefill", 2),
+    ("llama-3-8b v5e:2x2 model=4", "prefill", 1),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name, phase, layers", BOUNDED)
+def test_steps_move_their_weights_and_their_cache(name, phase, layers, unchecked):
+    """Beside the kernels a decode step reads each weight once, and next to nothing else; none is worse than stored."""
+    case = next(case for case in tpu_programs.CASES if case.name == name)
+    found = tpu_programs.bound_of(case, phase, layers)
+    before = tpu_programs.stored(tpu_programs.BOUNDS)[f"{name} {phase}"]
+    if found["layers"] == before["layers"]:
+        assert tpu_programs.worse(found, before) == []
+        assert tpu_programs.worse({**found, "beside": 2 * found["beside"]}, before), "what is worse is found"
+    if phase == "decode":
+        assert found["beside"] < 1.03 * found["weights"]
+        assert found["kernels"] / found["layers"] == pytest.approx(before["kernels"] / before["layers"], rel=0.01)
+    else:
+        assert found["beside"] > found["weights"]
 
 
 @pytest.mark.long
