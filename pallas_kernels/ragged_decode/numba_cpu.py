@@ -47,7 +47,7 @@ def ragged_decode(
     compiles.
     """
     query, key, value, position, *_ = token
-    if {query.dtype, held.keys.dtype} != {jnp.dtype(jnp.float32)}:
+    if {jnp.dtype(x.dtype) for x in (query, held.keys)} != {jnp.dtype(jnp.float32)}:
         raise NotImplementedError(f"{query.dtype} and {held.keys.dtype}: float32")
     batch, kv_heads, dim = key.shape
     target = jnp.where(position[:, None] < 0, -1, slot)
