@@ -54,7 +54,6 @@ class Walk:
     """How a kernel walks over the slots of a cache: `blocks` blocks of `block`, each [S, D], or [D, S] (`columns`)."""
 
     slots: int
-    columns: bool
     block: int
     blocks: int
 
@@ -63,21 +62,16 @@ class Walk:
         """Slots of whole blocks."""
         return self.block * self.blocks
 
-    @property
-    def tile(self) -> int:
+    def tile(self, dtype, columns: bool) -> int:
         """Slots written back at a time: what memory holds as one piece."""
-        return LANES if self.columns else SUBLANES
+        return LANES if columns else SUBLANES * (4 if jnp.dtype(dtype).itemsize == 1 else 1)
 
-    def around(self, slot) -> tuple:
-        """Indices of the tile that holds a slot."""
-        some = pl.ds(pl.multiple_of(lax.div(slot, self.tile) * self.tile, self.tile), self.tile)
-        return (slice(None), some) if self.columns else (some, slice(None))
-
-    def whole(self, x: jax.Array) -> jax.Array:
-        """A cache filled up to whole blocks with NaN, as the interpreter does, which gives an aliased one back so."""
-        axis = x.ndim - (1 if self.columns else 2)
+    def whole(self, x: jax.Array, columns: bool) -> jax.Array:
+        """A cache filled up to whole blocks with NaN, or with ones in all bits, as the interpreter does, which gives an
+        aliased one back so."""
+        axis = x.ndim - (1 if columns else 2)
         grow = [(0, (self.width - self.slots) * (at == axis)) for at in range(x.ndim)]
-        return jnp.pad(x, grow, constant_values=jnp.nan)
+        return jnp.pad(x, grow, constant_values=255 if x.dtype == jnp.uint8 else jnp.nan)
 
     def order(
         self, positions: Int[Array, "B H S"], position: Int[Array, "B"], window: int | None
@@ -104,6 +98,12 @@ class Walk:
         before = jnp.max(jnp.where(runs & (row <= row[:, None]), row, -1), axis=-1)
         after = jnp.min(jnp.where(runs, row, batch - 1))
         return walk, jnp.where(before < 0, after, before)
+
+
+def around(slot, tile: int, columns: bool) -> tuple:
+    """Indices of the tile that holds a slot."""
+    some = pl.ds(pl.multiple_of(lax.div(slot, tile) * tile, tile), tile)
+    return (slice(None), some) if columns else (some, slice(None))
 
 
 def zero_empty(block: jax.Array, filled: jax.Array, columns: bool) -> jax.Array:

@@ -14,6 +14,11 @@ XLA lays an array out in memory the way that pads least: [S, D] with D along the
 mostly with S along the lanes (`columns`) where it is not, such as 64. The kernel reads either as it lies. Where S is no
 multiple of 8 XLA may have the heads or the rows innermost, and copies the cache for the kernel.
 
+Of codes (`tpu_codes`) a block of numbers is made on the chip; a scale of keys multiplies the logits, one of values the
+weights. The token itself, which counts as exact as it comes, is what the softmax begins with, and its slot counts as
+empty. Scales and lows are float16, which the chip has not: XLA makes them wider as a block comes into the kernel
+(`allow_input_fusion`), so that they move as they lie.
+
 A pool is one set of slots, in which each query head sees its own segment. Heads go through a block a few at a time, as
 many as fill the sublanes of a register, and those whose segments do not meet the block are left out. H are the sets of
 slots: Hk, or 1 for a pool; M the query heads of a set.
@@ -30,12 +35,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float16, Int
 
 from pallas_kernels import tpu_blocks as blocks_of
 from pallas_kernels.arguments import Judge, Rule, Token
+from pallas_kernels.codes import Codes
 from pallas_kernels.decode_attend_score.victim import HEADS
 from pallas_kernels.masking import MASKED, biased, soft_cap
+from pallas_kernels.tpu_codes import Form
 
 BLOCK_BYTES = 2**20  # of K, and of V, at a time: long enough to hide the start of a copy
 MOST_STEPS = 2**17  # of the grid: which block is there in each lies in scalar memory, 4 bytes each
@@ -49,8 +56,8 @@ class Step(NamedTuple):
     output: Float[Array, "B H M D"]
     lse: Float[Array, "B H M"]
     mass: Float[Array, "B H S"] | None
-    keys: Float[Array, "B H S D"]
-    values: Float[Array, "B H S D"]
+    keys: Float[Array, "B H S D"] | Codes
+    values: Float[Array, "B H S D"] | Codes
     next_slot: Int[Array, "B Hk"]
 
 
@@ -73,6 +80,13 @@ class _Plan(blocks_of.Walk):
     bias: float | None
     biased: bool  # the logits, which is an input then
     with_mass: bool
+    keys: Form
+    values: Form
+
+    @property
+    def coded(self) -> bool:
+        """Whether the token itself is what the softmax begins with."""
+        return self.keys.coded or self.values.coded
 
     @property
     def rows(self) -> int:
@@ -119,8 +133,8 @@ def bands(kv_heads: int, group: int) -> list[tuple[int, int]]:
 
 def step(
     token: Token,
-    keys: Float[Array, "B H S D"],
-    values: Float[Array, "B H S D"],
+    keys: Float[Array, "B H S D"] | Codes,
+    values: Float[Array, "B H S D"] | Codes,
     positions: Int[Array, "B H S"],
     slot: Int[Array, "B Hk"],
     judge: Judge,
@@ -139,25 +153,31 @@ def step(
     slot, after a soft cap. `judge.weight` and `.bias` are numbers or `[B, H, S]`. Raises `NotImplementedError` for 4
     slots or fewer, and for what does not fit on the chip.
     """
-    query, key, value, position = token
+    query, key, value, position, *_ = token
     batch, sets, slots, dim = keys.shape
     heads, kv_heads = query.shape[1], key.shape[1]
     if slots <= blocks_of.SUBLANES // 2:
         raise NotImplementedError(f"{slots} slots lie in memory in smaller pieces than the kernel writes")
-    columns = blocks_of.slots_along_lanes(slots, dim)
-    wide = blocks_of.round_up(dim, blocks_of.SUBLANES if columns else blocks_of.LANES)
-    row_bytes = sets * wide * keys.dtype.itemsize
-    blocks, block = blocks_of.even_blocks(slots, BLOCK_BYTES // row_bytes)
+    lies = tuple(x.codes if isinstance(x, Codes) else x for x in (keys, values))
+    columns = tuple(blocks_of.slots_along_lanes(slots, x.shape[-1]) for x in lies)
+    forms = tuple(Form.of(x, along, str(query.dtype)) for x, along in zip((keys, values), columns, strict=True))
+    row_bytes = sets * max(
+        blocks_of.round_up(x.shape[-1], blocks_of.SUBLANES if along else blocks_of.LANES) * x.dtype.itemsize
+        for x, along in zip(lies, columns, strict=True)
+    )
+    wide = sets * sum(form.width * form.parts for form in forms) * query.dtype.itemsize  # bytes of a slot's numbers
+    wide = wide if any(form.coded for form in forms) else 0
+    blocks, block = blocks_of.even_blocks(slots, BLOCK_BYTES // max(row_bytes, wide // 8))
     both = (0.0, 0.0) if judge.rule is None else (judge.weight, judge.bias)
     factors = [factor for factor in both if not isinstance(factor, float)]
     weight, bias = (factor if isinstance(factor, float) else None for factor in both)
     plan = _Plan(
-        slots, columns, block, blocks, batch, min(blocks_of.cores(), batch), sets, heads // sets, kv_heads,
+        slots, block, blocks, batch, min(blocks_of.cores(), batch), sets, heads // sets, kv_heads,
         offsets is not None, scale, window, softcap, judge.group, judge.rule, weight, bias, logit_bias is not None,
-        with_mass,
+        with_mass, *forms,
     )  # fmt: skip
     more = [] if logit_bias is None else [logit_bias]
-    vmem = _vmem_bytes(plan, row_bytes, len(factors) + len(more))
+    vmem = _vmem_bytes(plan, row_bytes, len(factors) + len(more)) + 2 * block * wide
     if vmem > blocks_of.VMEM_BYTES:
         raise NotImplementedError(f"{slots} slots of {heads} query heads need {vmem} bytes of on-chip memory")
     if batch * blocks_of.round_up(blocks, blocks_of.LANES) > MOST_STEPS:
@@ -180,62 +200,95 @@ def step(
         row, own = plan.before(p, r)
         return row, 0, jnp.where(own, j, jnp.where(r > 0, blocks - 1, 0))  # where there is none, the one that is there
 
-    def cache_block(p, r, j, *scalars):
+    def cache_block(along, p, r, j, *scalars):
         row, at = there(p, r, j, *scalars[-2:])
-        return (row, 0, 0, at) if columns else (row, 0, at, 0)
+        return (row, 0, 0, at) if along else (row, 0, at, 0)
+
+    def scale_block(p, r, j, *scalars):
+        row, at = there(p, r, j, *scalars[-2:])
+        return row, 0, 0, at
 
     def place_block(p, r, j, *scalars):
         row, at = there(p, r, j, *scalars[-2:])
         return row, 0, at
 
-    if columns:
-        keys, values, key, value = (jnp.swapaxes(x, -1, -2) for x in (keys, values, key, value))
-    cache = pl.BlockSpec((1, sets, *((dim, block) if columns else (block, dim))), cache_block)
+    some = (sets, plan.members)
+    own = jnp.broadcast_to(jnp.arange(kv_heads)[:, None], (kv_heads, heads // kv_heads)).reshape(-1)
+    queries = forms[0].spread(query.reshape(batch, *some, dim), apart=True)  # [B, H, P, G M, W]
+    first: list[jax.Array] = []  # what the softmax begins with, and what a low of keys multiplies
+    if plan.coded:
+        wide_query = query.reshape(batch, heads, dim).astype(jnp.float32)
+        alone = jnp.sum(wide_query * key.astype(jnp.float32)[:, own], axis=-1) * scale
+        alone = soft_cap(alone, softcap)
+        if logit_bias is not None:
+            alone = alone + logit_bias[_in_slots(slot, sets)][:, own]
+        given = forms[1].spread(value.astype(jnp.float32)[:, own].reshape(batch, *some, dim), apart=False)
+        asked = jnp.sum(forms[0].spread(wide_query.reshape(batch, *some, dim), apart=True), axis=(2, 4))
+        first = [alone.reshape(batch, *some, 1), given, asked[..., None]]
+    new = tuple(_entry(x, along) for x, along in zip(token.entry, columns, strict=True))
+    lies = tuple(jnp.swapaxes(x, -1, -2) if along else x for x, along in zip(lies, columns, strict=True))
     untouched = pl.BlockSpec(memory_space=pltpu.HBM)
     walk, rows = plan.order(positions, position, window)
     if interpret:
-        keys, values = plan.whole(keys), plan.whole(values)
+        lies = tuple(plan.whole(x, along) for x, along in zip(lies, columns, strict=True))
+    coded = [_scales(x, code, position, slot) for x, code in ((keys, token.key_code), (values, token.value_code))]
+    scales = [x.astype(jnp.float32) for found in coded for x in found.values()]
     line, now = pl.BlockSpec((1, sets, block), block_before), pl.BlockSpec((1, sets, block), place_block)
-    some = (sets, plan.members)
     lanes = (kv_heads, blocks_of.LANES)
-    tile = (dim, plan.tile) if columns else (plan.tile, dim)
+    tiles = [
+        (width, plan.tile(lie.dtype, along)) if along else (plan.tile(lie.dtype, along), width)
+        for lie, along, width in (
+            (x, along, x.shape[-2 if along else -1]) for x, along in zip(lies, columns, strict=True)
+        )
+    ]
     masses = [(jax.ShapeDtypeStruct((batch, sets, slots), jnp.float32), line)] if with_mass else []
+    found = (forms[1].parts, forms[1].groups * plan.members, forms[1].width)
     outs = [
-        (jax.ShapeDtypeStruct((batch, *some, dim), query.dtype), attended(*some, dim)),
+        (jax.ShapeDtypeStruct((batch, sets, *found), query.dtype), attended(sets, *found)),
         (jax.ShapeDtypeStruct((batch, *some, 1), jnp.float32), attended(*some, 1)),
         (jax.ShapeDtypeStruct((batch, kv_heads, 1), jnp.int32), looked(kv_heads, 1)),
         *masses,
-        (pltpu.HBM(keys.shape, keys.dtype), untouched),  # else XLA takes a small cache on the chip first, and back
-        (pltpu.HBM(values.shape, values.dtype), untouched),
+        *((pltpu.HBM(x.shape, x.dtype), untouched) for x in lies),  # else XLA takes a small cache on the chip first
     ]
     scratch: dict[str, Any] = {
         "top": pltpu.VMEM((*some, 1), jnp.float32),
         "total": pltpu.VMEM((*some, 1), jnp.float32),
-        "context": pltpu.VMEM((*some, dim), jnp.float32),
+        "context": pltpu.VMEM((found[0], sets, *found[1:]), jnp.float32),
         "held": pltpu.VMEM((plan.buffers, sets, blocks_of.LANES), jnp.int32),
         "worth": pltpu.VMEM(lanes, jnp.float32),
         "age": pltpu.VMEM(lanes, jnp.int32),
         "index": pltpu.VMEM(lanes, jnp.int32),
-        "tiles": pltpu.VMEM((2, kv_heads, *tile), keys.dtype),
+        "key_tiles": pltpu.VMEM((kv_heads, *tiles[0]), lies[0].dtype),
+        "value_tiles": pltpu.VMEM((kv_heads, *tiles[1]), lies[1].dtype),
         "copied": pltpu.SemaphoreType.DMA,
     }
+    if forms[1].coded:
+        scratch["shift"] = pltpu.VMEM((sets, found[1], 1), jnp.float32)
     if with_mass:
         scratch |= {
             "logits": pltpu.VMEM((plan.buffers, *some, plan.width), jnp.float32),
             "normal": pltpu.VMEM((plan.buffers, *some, 1), jnp.float32),
         }
     scalars = (position, slot, judge.limits, judge.recents, *(() if offsets is None else (offsets,)), walk, rows)
+    caches = [
+        pl.BlockSpec(
+            (1, sets, *((x.shape[-2], block) if along else (block, x.shape[-1]))), functools.partial(cache_block, along)
+        )
+        for x, along in zip(lies, columns, strict=True)
+    ]
     inputs = (
-        (query.reshape(batch, *some, dim), attended(*some, dim)),
-        (key, attended(*key.shape[1:])),
-        (value, attended(*value.shape[1:])),
-        (keys, cache),
-        (values, cache),
+        (queries, attended(*queries.shape[1:])),
+        *((x, attended(*x.shape[1:])) for x in new),
+        *zip(lies, caches, strict=True),
         (positions, now),
         (positions, line),
+        *((x, attended(*x.shape[1:])) for x in first),
+        *((x, pl.BlockSpec((1, *x.shape[1:-1], block), scale_block if x.ndim == 4 else place_block)) for x in scales),
         *((factor, line) for factor in factors),
         *((added, now) for added in more),
     )
+    at_scales = len(scalars) + 7 + len(first)
+    fused = [at_scales <= at < at_scales + len(scales) for at in range(len(scalars) + len(inputs))]
     call = pl.pallas_call(
         functools.partial(_kernel, plan, len(outs), tuple(scratch)),
         out_shape=[shape for shape, _ in outs],
@@ -248,23 +301,30 @@ def step(
         ),
         input_output_aliases={len(scalars) + 3: len(outs) - 2, len(scalars) + 4: len(outs) - 1},  # the cache
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=blocks_of.VMEM_BYTES
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=blocks_of.VMEM_BYTES,
+            allow_input_fusion=fused if scales else None,
         ),
         cost_estimate=pl.CostEstimate(
             flops=4 * batch * heads * slots * dim,
             transcendentals=(1 + with_mass) * batch * heads * slots,
-            bytes_accessed=keys.nbytes + values.nbytes + 4 * (2 + with_mass + len(factors) + len(more)) * positions.size
-            + 2 * batch * (heads + kv_heads) * dim * keys.dtype.itemsize
-            + 4 * batch * (heads + kv_heads) + 2 * batch * kv_heads * plan.tile * dim * keys.dtype.itemsize,
+            bytes_accessed=sum(x.nbytes for x in lies) + 2 * sum(x.size for x in scales)
+            + 4 * (2 + with_mass + len(factors) + len(more)) * positions.size
+            + queries.nbytes + sum(x.nbytes for x in (*new, *first))
+            + math.prod(outs[0][0].shape) * query.dtype.itemsize
+            + 4 * batch * (heads + kv_heads)
+            + sum(batch * kv_heads * math.prod(tile) * x.dtype.itemsize for tile, x in zip(tiles, lies, strict=True)),
         ),
         name="ragged_decode" if plan.pooled else "decode_attend_score",
         interpret=interpret,
     )  # fmt: skip
-    output, lse, aim, *mass, keys, values = call(*scalars, *(x for x, _ in inputs))
-    if columns:
-        keys, values = (jnp.swapaxes(x, -1, -2) for x in (keys, values))
-    if interpret:
-        keys, values = keys[:, :, :slots], values[:, :, :slots]
+    output, lse, aim, *mass, lie_keys, lie_values = call(*scalars, *(x for x, _ in inputs))
+    after = []
+    for x, along, held, some in zip((lie_keys, lie_values), columns, (keys, values), coded, strict=True):
+        x = (jnp.swapaxes(x, -1, -2) if along else x)[:, :, :slots]
+        beside = {name: _by_slot(scale) for name, scale in some.items()}
+        after.append(dataclasses.replace(held, codes=x, **beside) if isinstance(held, Codes) else x)
+    output = forms[1].gathered(output)
+    keys, values = after
     chosen = jnp.where(position[:, None] < 0, slot, jnp.minimum(aim[..., 0], slots - 1))
     return Step(output, lse[..., 0], mass[0] if mass else None, keys, values, chosen)
 
@@ -285,11 +345,24 @@ def _kernel(
     query, new_key, new_value, keys, values, places, places_before, *refs = refs
     scratch, refs = dict(zip(names, refs[-len(names) :], strict=True)), refs[: -len(names)]
     outputs, inputs = refs[-outs:], list(refs[:-outs])
+    alone, given, asked = (inputs.pop(0) for _ in range(3)) if plan.coded else (None, None, None)
+    of_keys, of_values = (_Scales(form, inputs) for form in (plan.keys, plan.values))
     weight = inputs.pop(0) if plan.weight is None else None
     bias = inputs.pop(0) if plan.bias is None else None
     added = inputs.pop(0) if plan.biased else None
     output, lse, aim, *mass, keys_out, values_out = outputs
-    top, total, context, tiles, copied = (scratch[name] for name in ("top", "total", "context", "tiles", "copied"))
+    top, total, context, copied = (scratch[name] for name in ("top", "total", "context", "copied"))
+    shift = scratch.get("shift")
+    lies = tuple(
+        zip(
+            (keys, values),
+            (new_key, new_value),
+            (scratch["key_tiles"], scratch["value_tiles"]),
+            (plan.keys, plan.values),
+            (keys_out, values_out),
+            strict=True,
+        )
+    )
     best = tuple(scratch[name] for name in ("worth", "age", "index"))
     part, own, block = (pl.program_id(axis) for axis in range(3))
     row, there = plan.here(part, own)
@@ -308,9 +381,17 @@ def _kernel(
 
     @pl.when(block == 0)
     def _():
-        top[...] = jnp.full(top.shape, MASKED, jnp.float32)
-        total[...] = jnp.zeros(total.shape, jnp.float32)
-        context[...] = jnp.zeros(context.shape, jnp.float32)
+        if plan.coded:
+            top[...] = jnp.where(runs, alone[0], MASKED)
+            total[...] = jnp.where(runs, jnp.ones(total.shape, jnp.float32), 0.0)
+            for part in range(plan.values.parts):
+                context[part] = jnp.where(runs, given[0, :, part], 0.0)
+        else:
+            top[...] = jnp.full(top.shape, MASKED, jnp.float32)
+            total[...] = jnp.zeros(total.shape, jnp.float32)
+            context[...] = jnp.zeros(context.shape, jnp.float32)
+        if shift is not None:
+            shift[...] = jnp.zeros(shift.shape, jnp.float32)
         for each, last in zip(best, (jnp.inf, LAST, LAST), strict=True):
             each[...] = jnp.full(each.shape, last, each.dtype)
 
@@ -348,39 +429,37 @@ def _kernel(
     def each_head(act: Callable, once_per_tile: bool = False):
         """act(head, slot) for every KV head whose slot is in this block, if the row runs."""
         for head, (slot, here) in enumerate(zip(slots, due, strict=True)):
-            if once_per_tile and plan.pooled and head:  # segments lie in the heads' order, so neighbours are enough
-                here &= lax.div(slot, plan.tile) != lax.div(slots[head - 1], plan.tile)
-            pl.when(here)(functools.partial(act, head, slot))
+            for lie in lies:
+                there = here
+                if once_per_tile and plan.pooled and head:  # segments lie in the heads' order, so neighbours are enough
+                    tile = plan.tile(lie[0].dtype, lie[3].columns)
+                    there &= lax.div(slot, tile) != lax.div(slots[head - 1], tile)
+                pl.when(there)(functools.partial(act, head, slot, *lie))
 
     def set_of(head: int) -> int:
         return 0 if plan.pooled else head
 
-    def write(head: int, slot):
-        around = plan.around(lax.rem(slot, plan.block))
-        here = lax.broadcasted_iota(jnp.int32, tiles.shape[2:], int(plan.columns)) == lax.rem(slot, plan.tile)
-        for old, new in ((keys, new_key), (values, new_value)):
-            one = pl.ds(head, 1)
-            new = (new[0, :, one] if plan.columns else new[0, one, :]).astype(jnp.float32)
-            tile = jnp.where(here, new, old[0, set_of(head), *around].astype(jnp.float32)).astype(old.dtype)
-            old[0, set_of(head), *around] = tile
+    def write(head: int, slot, old, new, tiles, form, _):
+        tile = plan.tile(old.dtype, form.columns)
+        around = blocks_of.around(lax.rem(slot, plan.block), tile, form.columns)
+        here = lax.broadcasted_iota(jnp.int32, tiles.shape[1:], int(form.columns)) == lax.rem(slot, tile)
+        one, wide = pl.ds(head, 1), _wide(old.dtype)
+        new = (new[0, :, one] if form.columns else new[0, one, :]).astype(wide)
+        old[0, set_of(head), *around] = jnp.where(here, new, old[0, set_of(head), *around].astype(wide)).astype(
+            old.dtype
+        )
 
-    def copies(head: int, slot):
-        return [
-            pltpu.make_async_copy(
-                tiles.at[which, head], cache.at[row, set_of(head), *plan.around(slot)], copied
-            )
-            for which, cache in enumerate((keys_out, values_out))
-        ]  # fmt: skip
+    def copies(head: int, slot, old, tiles, form, cache):
+        around = blocks_of.around(slot, plan.tile(old.dtype, form.columns), form.columns)
+        return pltpu.make_async_copy(tiles.at[head], cache.at[row, set_of(head), *around], copied)
 
-    def send(head: int, slot):
-        for which, old in enumerate((keys, values)):
-            tiles[which, head] = old[0, set_of(head), *plan.around(lax.rem(slot, plan.block))]
-        for copy in copies(head, slot):
-            copy.start()
+    def send(head: int, slot, old, _, tiles, form, cache):
+        around = blocks_of.around(lax.rem(slot, plan.block), plan.tile(old.dtype, form.columns), form.columns)
+        tiles[head] = old[0, set_of(head), *around]
+        copies(head, slot, old, tiles, form, cache).start()
 
-    def wait(head: int, slot):
-        for copy in copies(head, slot):
-            copy.wait()
+    def wait(head: int, slot, old, _, tiles, form, cache):
+        copies(head, slot, old, tiles, form, cache).wait()
 
     any_due = functools.reduce(jnp.logical_or, due)
 
@@ -401,36 +480,52 @@ def _kernel(
             alive = place >= 0 if plan.window is None else (place >= 0) & (place > position + 1 - plan.window)
             scratch["held"][buffer] += _over_lanes(jnp.add, alive.astype(jnp.int32))
 
-        @pl.when(has_empty)
-        def _():
-            filled = (place >= 0).astype(jnp.float32)
-            for one in range(plan.sets):
-                values[0, one] = blocks_of.zero_empty(values[0, one], filled[one : one + 1], plan.columns)
+        if plan.coded:
+            own = place == position  # attended to already, as exact as it came
+            seen = seen & ~own
+
+        if plan.values.bits is None:  # integers are no NaN: an empty slot's scale of 0 is enough
+
+            @pl.when(has_empty)
+            def _():
+                filled = (place >= 0).astype(jnp.float32)
+                for one in range(plan.sets):
+                    values[0, one] = blocks_of.zero_empty(values[0, one], filled[one : one + 1], plan.values.columns)
 
         def through(band):
             rows = plan.rows_of(band)
-            some = _product(query[0, :, rows], keys[0], contract=1 if plan.columns else 2) * plan.scale
-            sees = seen[:, None]
-            if plan.pooled:
-                sees = sees & owned(row, index, band, plan.members // plan.kv_heads)
+            some = of_keys.logits(query, keys[0], asked, rows) * plan.scale
+            mine: Any = owned(row, index, band, plan.members // plan.kv_heads) if plan.pooled else True
+            sees = seen[:, None] & mine
             some = biased(soft_cap(some, plan.softcap), None if added is None else added[0][:, None])
             some = jnp.where(sees, some, MASKED)
             if plan.with_mass:
-                scratch["logits"][buffer, :, rows, at] = some
+                kept = some
+                if plan.coded:
+                    kept = jnp.where(own[:, None] & mine, alone[0, :, rows], some)
+                scratch["logits"][buffer, :, rows, at] = kept
             higher = jnp.maximum(top[:, rows], jnp.max(some, axis=2, keepdims=True))
             shrink = jnp.exp(top[:, rows] - higher)
             weights = jnp.where(sees, jnp.exp(some - higher), 0.0)
             top[:, rows] = higher
             total[:, rows] = total[:, rows] * shrink + jnp.sum(weights, axis=2, keepdims=True)
-            new = _product(weights.astype(values.dtype), values[0], contract=2 if plan.columns else 1)
-            context[:, rows] = context[:, rows] * shrink + new
+            new, more = of_values.read(weights, values[0], place >= 0)
+            for group in range(plan.values.groups):
+                to = _of_group(rows, group, plan.members)
+                of = _of_group(slice(None), group, weights.shape[1])
+                for part, one in enumerate(new):
+                    context[part, :, to] = context[part, :, to] * shrink + one[:, of]
+                if shift is not None:
+                    shift[:, to] = shift[:, to] * shrink + more[:, of]
 
         each_band(row, through)
 
     @pl.when(there & (block == plan.blocks - 1))
     def _finish():
         whole = jnp.where(total[...] > 0, total[...], 1.0)
-        output[0] = (context[...] / whole).astype(output.dtype)
+        for part in range(plan.values.parts):
+            found = context[part] if shift is None else context[part] + shift[...]
+            output[0, :, part] = (found / _for_groups(whole, plan.values.groups)).astype(output.dtype)
         lse[0] = jnp.where(total[...] > 0, top[...] + jnp.log(whole), -jnp.inf)
         if plan.with_mass:
             scratch["normal"][buffer] = jnp.where(total[...] > 0, top[...] + jnp.log(whole), jnp.inf)
@@ -496,6 +591,134 @@ def _kernel(
     @pl.when(any_due)
     def _():
         each_head(wait, once_per_tile=True)
+
+
+class _Scales:
+    """Scales and lows of a block of keys or values, each `[H, S]`, and what is multiplied with the codes themselves."""
+
+    def __init__(self, form: Form, inputs: list):
+        """Takes those that there are from the inputs."""
+        self.form = form
+        self.scale = inputs.pop(0) if form.scaled else None
+        self.low = inputs.pop(0) if form.lowered else None
+
+    def of(self, ref: Any, group: int) -> jax.Array:
+        """A group's."""
+        return ref[0] if self.form.groups == 1 else ref[0, :, group]
+
+    def logits(self, query: Any, block: jax.Array, asked: Any, rows: slice) -> jax.Array:
+        """q . k of some query heads and every slot of the block, float32: queries by parts and groups, and their
+        sums."""
+        form = self.form
+        members = query.shape[3] // form.groups
+        groups = [_of_group(rows, group, members) for group in range(form.groups)]
+
+        def of(part: int) -> jax.Array:
+            every = [query[0, :, part, mine] for mine in groups]
+            return every[0] if form.groups == 1 else jnp.concatenate(every, axis=1)
+
+        found = [_product(of(part), x, contract=1 if form.columns else 2) for part, x in enumerate(form.numbers(block))]
+        found = functools.reduce(jnp.add, found)
+        width = found.shape[1] // form.groups
+        every = []
+        for group, mine in enumerate(groups):
+            one, sums = found[:, group * width : (group + 1) * width], None if asked is None else asked[0, :, mine]
+            if form.added:
+                one = one - form.added * sums
+            if self.scale is not None:
+                one = one * self.of(self.scale, group)[:, None]
+            if self.low is not None:
+                one = one + self.of(self.low, group)[:, None] * sums
+            every.append(one)
+        return functools.reduce(jnp.add, every)
+
+    def read(self, weights: jax.Array, block: jax.Array, filled: jax.Array) -> tuple[list[jax.Array], Any]:
+        """The parts of the values by their weights `[H, M, S]`, for each group, and what is added to all channels of
+        the group: from the lows, and from where the numbers begin. The rounding of a weight counts from the middle of
+        the numbers, as if they were around 0.
+        """
+        form, dtype = self.form, block.dtype if not self.form.coded else jnp.dtype(self.form.dtype)
+        scaled, more = [], []
+        for group in range(form.groups):
+            one, low = weights, None
+            if self.scale is not None:
+                scale = jnp.where(filled, self.of(self.scale, group), 0.0)
+                one = weights * scale[:, None]
+            if self.low is not None:
+                low = weights * jnp.where(filled, self.of(self.low, group), 0.0)[:, None]
+            rounded = one.astype(dtype)
+            scaled.append(rounded)
+            if form.bits is not None:
+                back = (form.middle - form.added) * one - form.middle * rounded.astype(jnp.float32)
+                low = back if low is None else low + back
+            more.append(None if low is None else jnp.sum(low, axis=2, keepdims=True))
+        rows = scaled[0] if len(scaled) == 1 else jnp.concatenate(scaled, axis=1)
+        found = [_product(rows, x, contract=2 if form.columns else 1) for x in form.numbers(block)]
+        if more[0] is None:
+            return found, 0.0
+        return found, more[0] if len(more) == 1 else jnp.concatenate(more, axis=1)
+
+
+def _of_group(rows: slice, group: int, members: int) -> slice:
+    """Rows of a group of channels, of which each has so many: of all query heads, or of some."""
+    first, behind, _ = rows.indices(members)
+    return slice(group * members + first, group * members + behind)
+
+
+def _for_groups(x: jax.Array, groups: int) -> jax.Array:
+    """What is known of every query head, for each group of channels."""
+    return x if groups == 1 else jnp.concatenate([x] * groups, axis=1)
+
+
+def _wide(dtype: Any) -> Any:
+    """The dtype in which codes and numbers of a slot are chosen from."""
+    return jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32
+
+
+def _entry(x: jax.Array | Codes, columns: bool) -> jax.Array:
+    """A new key or value `[B, Hk, N]` as it is written, [B, N, Hk] where slots lie along the lanes."""
+    x = x.codes.astype(_wide(x.codes.dtype)) if isinstance(x, Codes) else x
+    return jnp.swapaxes(x, -1, -2) if columns else x
+
+
+def _in_slots(slot: Int[Array, "B Hk"], sets: int) -> tuple[jax.Array, ...]:
+    """Row, set and slot of every KV head."""
+    heads = jnp.arange(slot.shape[1]) if sets == slot.shape[1] else jnp.zeros(slot.shape[1], jnp.int32)
+    return jnp.arange(slot.shape[0])[:, None], heads[None], slot
+
+
+def _by_group(x: Float16[Array, "B H S G"]) -> Float16[Array, "B H *G S"]:
+    """Scales or lows as they lie in memory, without the dimension of the groups where there is one."""
+    return x[..., 0] if x.shape[-1] == 1 else jnp.swapaxes(x, -1, -2)
+
+
+def _by_slot(x: Float16[Array, "B H *G S"]) -> Float16[Array, "B H S G"]:
+    """The inverse."""
+    return x[..., None] if x.ndim == 3 else jnp.swapaxes(x, -1, -2)
+
+
+def _scales(
+    held: jax.Array | Codes, new: Codes | None, position: Int[Array, "B"], slot: Int[Array, "B Hk"]
+) -> dict[str, jax.Array]:
+    """The scales and lows that there are, `_by_group`, with the token's."""
+    if not isinstance(held, Codes) or new is None:
+        return {}
+    sets, slots = held.codes.shape[1:3]
+    row, of, at = _in_slots(jnp.where(position[:, None] < 0, slots, slot), sets)
+
+    def written(x: jax.Array, one: Float16[Array, "B Hk G"]) -> jax.Array:
+        x = _by_group(x)
+        if x.ndim == 3:
+            return x.at[row, of, at].set(one[..., 0], mode="drop")
+        here = jnp.arange(slots) == at[..., None]  # masks: for an index XLA would lay the groups out anew, and back
+        if sets == slot.shape[1]:
+            return jnp.where(here[:, :, None], one[..., None], x)
+        for head in range(slot.shape[1]):
+            x = jnp.where(here[:, head, None, None], one[:, head, None, :, None], x)
+        return x
+
+    both = {"scale": (held.scale, new.scale), "low": (held.low, new.low)}
+    return {name: written(x, one) for name, (x, one) in both.items() if x is not None and one is not None}
 
 
 def _product(a: jax.Array, b: jax.Array, contract: int) -> jax.Array:

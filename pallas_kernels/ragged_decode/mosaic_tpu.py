@@ -33,7 +33,7 @@ def ragged_decode(
     weight, bias = (x[:, None] if isinstance(x, jax.Array) else x for x in (judge.weight, judge.bias))
     added = None if held.bias is None else held.bias[:, None]
     out = tpu_decode.step(
-        token, held.keys[:, None], held.values[:, None], positions[:, None], slot,
+        token, *jax.tree.map(lambda x: x[:, None], (held.keys, held.values)), positions[:, None], slot,
         judge._replace(weight=weight, bias=bias), held.offsets, added, scale=scale, window=None, softcap=softcap,
         with_mass=with_mass, interpret=interpret,
     )  # fmt: skip
@@ -41,8 +41,8 @@ def ragged_decode(
         output=out.output.reshape(token.query.shape),
         lse=out.lse.reshape(token.query.shape[:2]),
         mass=None if out.mass is None else out.mass[:, 0],
-        keys=out.keys[:, 0],
-        values=out.values[:, 0],
+        keys=jax.tree.map(lambda x: x[:, 0], out.keys),
+        values=jax.tree.map(lambda x: x[:, 0], out.values),
         positions=positions,
         next_slot=out.next_slot,
     )

@@ -1,0 +1,208 @@
+"""Attention over codes: every implementation against the reference, and the reference against decoded entries in NumPy.
+
+Empty slots are poisoned: codes of all bits (NaN of a float), scales and lows that are NaN.
+"""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.store.codec import Plain
+from jaxkv.store.floats import Fp8
+from jaxkv.store.integers import Int
+from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
+from pallas_kernels.codes import Codes
+from pallas_kernels.decode_attend_score import api as decode_api
+from pallas_kernels.ragged_decode import api as ragged_api
+from tests.test_kernels import HOW, softmax_weights
+
+CODECS = {
+    "int8": Int(8),
+    "int8 symmetric": Int(8, symmetric=True),
+    "int4": Int(4),
+    "int4 groups": Int(4, channels=32),
+    "int2 groups": Int(2, channels=16),
+    "e4m3": Fp8(),
+    "e5m2 unscaled": Fp8("e5m2", scaled=False),
+    "plain": Plain(),
+}
+PAIRS = [(name, name) for name in CODECS if name != "plain"] + [("int8", "int4"), ("plain", "int4"), ("e4m3", "plain")]
+LIMIT = {"float32": 3e-5, "bfloat16": 5e-2}
+
+
+def poisoned(x, positions):
+    """Codes, or floats, with nonsense in empty slots."""
+    empty = (positions < 0)[..., None]
+
+    def put(x):
+        if x.dtype == jnp.uint8:
+            return jnp.where(empty, jnp.uint8(255), x)
+        return jnp.where(empty, jnp.asarray(np.nan, x.dtype), x)
+
+    return jax.tree.map(put, x)
+
+
+def entries(rng, codec, shape, dtype):
+    """Numbers, and what lies of them."""
+    x = jnp.asarray(rng.normal(size=shape) * (1 + np.arange(shape[-1]) % 5), dtype)
+    return x, codec.as_codes(codec.encode(x))
+
+
+def as_floats(x):
+    return np.asarray(x.numbers if isinstance(x, Codes) else x, np.float64)
+
+
+def case(rng, names, dtype, dim, slots, batch=3, kv_heads=2, group=3, pooled=False):
+    """A step's arguments: the second row has finished, the last is empty; and as it lies, the token's key and value."""
+    of = [CODECS[name] for name in names]
+    shape = (batch, kv_heads * slots) if pooled else (batch, kv_heads, slots)
+    positions = np.stack([rng.permutation(shape[-1] * 2)[: shape[-1]] for _ in range(int(np.prod(shape[:-1])))])
+    positions = positions.reshape(shape)
+    positions = np.where(rng.random(shape) < 0.3, -1, positions)
+    positions[-1] = -1
+    positions[0, ..., -slots // 2 :] = -1  # blocks that nobody is in
+    lies = [poisoned(entries(rng, codec, (*shape, dim), dtype)[1], jnp.asarray(positions)) for codec in of]
+    news = [entries(rng, codec, (batch, kv_heads, dim), dtype) for codec in of]
+    query = jnp.asarray(rng.normal(size=(batch, kv_heads * group, dim)), dtype)
+    at = jnp.asarray([shape[-1] * 2, -1, 5], jnp.int32)[:batch]
+    codes = (code if isinstance(code, Codes) else None for _, code in news)
+    token = Token(query, news[0][0], news[1][0], at, *codes)
+    return token, lies, jnp.asarray(positions, jnp.int32)
+
+
+def same(got, expected, tolerance):
+    """Whether two results agree: what lies in the slots to the bit, the rest within rounding."""
+    for name in ("keys", "values", "positions"):
+        for a, b in zip(*(jax.tree.leaves(getattr(x, name)) for x in (got, expected)), strict=True):
+            assert np.array_equal(np.asarray(a), np.asarray(b), equal_nan=a.dtype != jnp.uint8), name
+    for name, limit in (("output", tolerance), ("lse", max(tolerance, 1e-4)), ("mass", max(tolerance, 1e-4))):
+        a, b = (np.asarray(getattr(x, name), np.float64) for x in (got, expected))
+        np.testing.assert_allclose(a, b, atol=limit, rtol=limit, err_msg=name)
+
+
+def decoded(got_token, lies, positions, slot, scale, bias=None):
+    """Output, log-sum-exp and mass of slots [B, Hk, C] in NumPy, the token exact in its own."""
+    query, key, value, at = (np.asarray(x, np.float64) for x in got_token[:4])
+    batch, kv_heads, _ = positions.shape
+    output, mass = np.zeros(query.shape), np.zeros(positions.shape)
+    for b, h in np.ndindex(batch, kv_heads):
+        if at[b] < 0:
+            continue
+        k, v, p = (as_floats(lies[0])[b, h].copy(), as_floats(lies[1])[b, h].copy(), np.array(positions[b, h]))
+        k[slot[b, h]], v[slot[b, h]], p[slot[b, h]] = key[b, h], value[b, h], at[b]
+        group = query.shape[1] // kv_heads
+        mine = slice(h * group, (h + 1) * group)
+        weights, _ = softmax_weights(query[b, mine], k, np.full(group, at[b]), p, scale, None, None)
+        output[b, mine] = weights @ np.where(p[:, None] >= 0, v, 0.0)
+        mass[b, h] = weights.sum(axis=0)
+    return output, mass
+
+
+@pytest.mark.parametrize("names", PAIRS, ids=lambda names: "-".join(names))
+def test_the_reference_reads_codes_as_what_they_stand_for(names):
+    rng = np.random.default_rng(len(names[0]))
+    token, lies, positions = case(rng, names, "float32", 64, 40)
+    slot = jnp.asarray(rng.integers(0, 40, (3, 2)), jnp.int32)
+    got = decode_api.decode_attend_score(
+        token, Held(*lies, positions), slot, Judge(*jnp.full((2, 3), 40, jnp.int32)), scale=0.1,
+        implementation="reference",
+    )  # fmt: skip
+    output, mass = decoded(token, lies, np.asarray(positions), np.asarray(slot), 0.1)
+    np.testing.assert_allclose(np.asarray(got.output), output, atol=2e-5)
+    np.testing.assert_allclose(np.asarray(got.mass), mass, atol=1e-5)
+    for after, before, new in zip((got.keys, got.values), lies, token.entry, strict=True):
+        for a, b, one in zip(*map(jax.tree.leaves, (after, before, new)), strict=True):
+            a, b, one = map(np.array, (a, b, one))
+            for row, head in ((0, 0), (0, 1), (2, 0), (2, 1)):
+                b[row, head, slot[row, head]] = one[row, head]
+            assert np.array_equal(a, b, equal_nan=a.dtype != np.uint8)
+
+
+def equal_heads(how, names, dtype, dim, slots, cap=None, window=None, counts=False, **more):
+    rng = np.random.default_rng(dim + slots)
+    token, lies, positions = case(rng, names, dtype, dim, slots, **more)
+    batch, kv_heads, _ = positions.shape
+    slot = jnp.asarray(rng.integers(0, slots, (batch, kv_heads)), jnp.int32)
+    bias = jnp.asarray(np.log(rng.integers(1, 9, positions.shape)), jnp.float32) if counts else None
+    judge = Judge(*jnp.full((2, batch), slots, jnp.int32), rule=Rule("sum"))
+    arguments = token, Held(*lies, positions, bias), slot, judge
+    options = dict(scale=dim**-0.5, softcap=cap, window=window)
+    got, expected = (
+        jax.jit(lambda *x, how=how: decode_api.decode_attend_score(*x, **options, **how))(*arguments)
+        for how in (how, {"implementation": "reference"})
+    )
+    same(got, expected, LIMIT[dtype])
+    running = np.asarray(token.position) >= 0
+    assert np.array_equal(np.asarray(got.next_slot)[~running], np.asarray(slot)[~running])
+    if dtype == "float32":
+        assert np.array_equal(np.asarray(got.next_slot), np.asarray(expected.next_slot))
+
+
+KERNEL = HOW["mosaic_tpu"] | {"implementation": "mosaic_tpu"}
+
+
+@pytest.mark.some(4)
+@pytest.mark.parametrize(
+    "names, dtype, dim, slots",
+    [(pair, dtype, dim, slots) for pair, (dtype, dim, slots) in zip(
+        PAIRS, itertools.cycle([("bfloat16", 128, 144), ("float32", 64, 40), ("bfloat16", 64, 264)]), strict=False
+    )],
+    ids=str,
+)  # fmt: skip
+def test_equal_heads_on_tpu(names, dtype, dim, slots):
+    equal_heads(KERNEL, names, dtype, dim, slots, counts=slots == 40, cap=20.0 if dim == 128 else None)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("slots", [7, 40, 264])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dtype", list(LIMIT))
+@pytest.mark.parametrize("names", PAIRS, ids=lambda names: "-".join(names))
+def test_equal_heads_on_tpu_of_every_kind(names, dtype, dim, slots):
+    equal_heads(KERNEL, names, dtype, dim, slots, window=90 if slots == 264 else None, counts=dim == 64)
+
+
+def ragged(how, names, dtype, dim, slots):
+    rng = np.random.default_rng(dim + slots)
+    token, lies, positions = case(rng, names, dtype, dim, slots, pooled=True)
+    cut = np.array([slots // 3, slots, slots + 5])
+    offsets = np.stack([np.zeros(3, int), cut, np.full(3, 2 * slots)], axis=1)
+    slot = jnp.asarray(np.stack([rng.integers(0, cut), cut + rng.integers(0, slots // 2, 3)], axis=1), jnp.int32)
+    judge = Judge(*jnp.full((2, 3), slots, jnp.int32), rule=Rule("each"))
+    arguments = token, Segments(*lies, positions, jnp.asarray(offsets, jnp.int32)), slot, judge
+    got, expected = (
+        jax.jit(lambda *x, how=how: ragged_api.ragged_decode(*x, scale=dim**-0.5, **how))(*arguments)
+        for how in (how, {"implementation": "reference"})
+    )
+    same(got, expected, LIMIT[dtype])
+    if dtype == "float32":
+        assert np.array_equal(np.asarray(got.next_slot), np.asarray(expected.next_slot))
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("names", [PAIRS[2], PAIRS[3], PAIRS[5]], ids=lambda names: "-".join(names))
+@pytest.mark.parametrize("dtype, dim", [("float32", 64), ("bfloat16", 128)])
+def test_a_pool_on_tpu(names, dtype, dim):
+    ragged(KERNEL, names, dtype, dim, 72)
+
+
+@pytest.mark.parametrize("names", [PAIRS[0], PAIRS[4]], ids=lambda names: "-".join(names))
+def test_a_pool_on_cpu(names):
+    ragged({"implementation": "numba_cpu"}, names, "float32", 64, 40)
+
+
+def test_three_bits_are_read_by_the_reference():
+    codec = dataclasses.replace(CODECS["int4"], bits=3)
+    code = codec.as_codes(codec.encode(jnp.ones((1, 2, 16, 64), jnp.bfloat16)))
+    new = codec.as_codes(codec.encode(jnp.ones((1, 2, 64), jnp.bfloat16)))
+    one = jnp.ones((1, 2, 64), jnp.bfloat16)
+    token = Token(one, one, one, jnp.zeros(1, jnp.int32), new, new)
+    held = Held(code, code, jnp.zeros((1, 2, 16), jnp.int32))
+    with pytest.raises(NotImplementedError, match="3 bits"):
+        decode_api.decode_attend_score(
+            token, held, jnp.zeros((1, 2), jnp.int32), Judge(*jnp.ones((2, 1), jnp.int32)), scale=1.0, **KERNEL
+        )
