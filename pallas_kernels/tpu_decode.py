@@ -515,7 +515,7 @@ def _kernel(
                 of = _of_group(slice(None), group, weights.shape[1])
                 for part, one in enumerate(new):
                     context[part, :, to] = context[part, :, to] * shrink + one[:, of]
-                if shift is not None:
+                if shift is not None and more is not None:
                     shift[:, to] = shift[:, to] * shrink + more[:, of]
 
         each_band(row, through)
@@ -655,7 +655,7 @@ class _Scales:
         rows = scaled[0] if len(scaled) == 1 else jnp.concatenate(scaled, axis=1)
         found = [_product(rows, x, contract=2 if form.columns else 1) for x in form.numbers(block)]
         if more[0] is None:
-            return found, 0.0
+            return found, None
         return found, more[0] if len(more) == 1 else jnp.concatenate(more, axis=1)
 
 
