@@ -8,27 +8,24 @@ and V that somebody owns is read once, P slots at most, whatever the split; behi
 rows that have finished. Borders only cost work on the chip, up to Hk - 1 blocks more per row.
 
 Along a row's line either the head or the run goes up, so the sum of the two names a part: Hk - 1 more than there are
-runs. XLA joins a head's parts, and turns logits into mass; the victims are found by the reference. Products, softmax,
-and how K and V pass through shared memory are decode_attend_score's.
+runs. `gpu_finish` joins a head's parts, turns logits into mass, and chooses. Products, softmax, and how K and V pass
+through shared memory are decode_attend_score's.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from pallas_kernels import gpu_blocks as blocks_of
 from pallas_kernels.arguments import Judge, Segments, Token
-from pallas_kernels.decode_attend_score.reference import GROUP, Attended
+from pallas_kernels.decode_attend_score.reference import Attended
 from pallas_kernels.gpu_blocks import per_key
-from pallas_kernels.masking import MASKED
-from pallas_kernels.ragged_decode.reference import aim
-from pallas_kernels.ragged_decode.segments import segments
+from pallas_kernels.gpu_finish import finish
 
 
 def ragged_decode(
@@ -58,14 +55,6 @@ def ragged_decode(
     )
     width, count = plan.blocks * plan.block, plan.splits + kv_heads - 1
 
-    finished = position[:, None] < 0
-    at = (jnp.arange(batch)[:, None], jnp.where(finished, slots, slot))
-    positions = positions.at[at].set(jnp.broadcast_to(position[:, None], slot.shape), mode="drop")
-    owner = segments(offsets, slots)
-    owned = jnp.where(owner < kv_heads, positions, -1)
-    # From slot 0 on, so that every block before the last border is some head's; none is where the row has finished.
-    borders = jnp.where(finished, 0, jnp.pad(offsets[:, 1:], ((0, 0), (1, 0))))
-
     queries = query.reshape(batch, kv_heads, heads, dim)
     cache = [jax.new_ref(x) for x in (keys, values)]
     kept = [jax.ShapeDtypeStruct((batch, width, plan.stored), jnp.float32)] if with_mass else []
@@ -82,52 +71,38 @@ def ragged_decode(
         interpret=interpret or None,
         kernel_name="ragged_decode",
     )(
-        jnp.pad(queries, ((0, 0), (0, 0), (0, plan.columns - heads), (0, 0))).astype(keys.dtype),
+        queries.astype(keys.dtype),
         key.astype(keys.dtype),
         value.astype(values.dtype),
         position,
         slot,
-        borders,
-        jnp.pad(owned, ((0, 0), (0, width - slots)), constant_values=-1),
+        offsets,
+        positions,
         *cache,
-        *(() if bias is None else (jnp.pad(bias, ((0, 0), (0, width - slots))),)),
+        *(() if bias is None else (bias,)),
     )
-    output, lse = _joined(plan, parts[:, :, :dim, :heads], sums[..., :heads], borders)
-    mass = None
-    if with_mass:
-        own = jnp.take_along_axis(lse, jnp.minimum(owner, kv_heads - 1)[..., None], axis=1)  # [B, P, G]
-        seen = ((owned >= 0) & (owned <= position[:, None]))[..., None]
-        mass = GROUP[judge.group](jnp.where(seen, jnp.exp(logits[0][:, :slots, :heads] - own), 0.0), axis=-1)
+    factors = {
+        name: jnp.broadcast_to(x, positions.shape)
+        for name, x in (("weight", judge.weight), ("bias", judge.bias))
+        if isinstance(x, jax.Array)
+    }
+    output, lse, mass, positions, chosen = finish(
+        plan, parts, sums, logits[0] if with_mass else None, positions, position, slot,
+        judge._replace(**factors), offsets, heads=heads, dim=dim, dtype=query.dtype, interpret=interpret,
+    )  # fmt: skip
     return Attended(
-        output=output.reshape(query.shape).astype(query.dtype),
-        lse=lse.reshape(query.shape[:2]),
+        output=output,
+        lse=lse,
         mass=mass,
         keys=jax.freeze(cache[0]),
         values=jax.freeze(cache[1]),
         positions=positions,
-        next_slot=aim(mass, positions, offsets, position, slot, judge),
+        next_slot=chosen,
     )
 
 
-def _joined(
-    plan: blocks_of.Decode,
-    parts: Float[Array, "B parts D G"],
-    sums: Float[Array, "B parts 2 G"],
-    borders: Int[Array, "B Hk_1"],
-) -> tuple[Float[Array, "B Hk G D"], Float[Array, "B Hk G"]]:
-    """Output and log-sum-exp of every head, from the parts of the runs that its segment meets."""
-    run = plan.each * plan.block
-    begin = (np.arange(parts.shape[1]) - np.arange(borders.shape[1] - 1)[:, None]) * run  # [Hk, parts]
-    met = (borders[:, 1:, None] > begin) & (borders[:, :-1, None] < begin + run)
-    top, total = sums[:, None, :, 0], sums[:, None, :, 1]
-    met, written = met[..., None], jnp.any(met, axis=1)[..., None, None]
-    lse, share = blocks_of.join(jnp.where(met, top, MASKED), jnp.where(met, total, 0.0))
-    share, parts = jnp.where(met, share, 0.0), jnp.where(written, parts, 0.0)
-    return jnp.einsum("bndg,bhng->bhgd", parts, share, precision="highest"), lse
-
-
 def _attend_run(
-    plan: blocks_of.Decode, query, key, value, position, slot, borders, positions, keys, values, *refs,
+    plan: blocks_of.Decode, query, key, value, position, slot, offsets, positions, keys, values, *refs,
     q_mem, k_mem, v_mem, w_mem, p_mem, key_mem, value_mem, logit_mem, out_mem, sum_mem, once, k_here, v_here,
     b_mem=None,
 ) -> None:  # fmt: skip
@@ -137,9 +112,15 @@ def _attend_run(
     kv_heads = key.shape[1]
     now, first = position[row], split * plan.each
     begin, end = first * plan.block, (first + plan.each) * plan.block
-    count = jnp.maximum(jnp.minimum(plan.each, pl.cdiv(borders[row, kv_heads], plan.block) - first), 0)
-    head_from = sum((borders[row, head + 1] <= begin).astype(jnp.int32) for head in range(kv_heads))
-    head_to = sum((borders[row, head] < end).astype(jnp.int32) for head in range(kv_heads))
+
+    def border(head):
+        """Where a head begins; from slot 0 on, so that every block before the last border is some head's; none is where
+        the row has finished."""
+        return jnp.where((now < 0) | (head == 0), 0, offsets[row, head])
+
+    count = jnp.maximum(jnp.minimum(plan.each, pl.cdiv(border(kv_heads), plan.block) - first), 0)
+    head_from = sum((border(head + 1) <= begin).astype(jnp.int32) for head in range(kv_heads))
+    head_to = sum((border(head) < end).astype(jnp.int32) for head in range(kv_heads))
     # From a traced 0, so that the slice may reach past the array: the copy engine reads zeros there and writes nothing.
     zero = row * 0
     all_dims, all_heads = pl.ds(zero, plan.dim), pl.ds(zero, plan.columns)
@@ -167,9 +148,15 @@ def _attend_run(
     for index in range(plan.stages):
         pl.when(index < count)(functools.partial(fetch, jnp.int32(index)))
 
+    def place_new(held, place):
+        """Positions, with those of the new tokens."""
+        for head in range(kv_heads):
+            held = jnp.where(place == slot[row, head], now, held)
+        return held
+
     def attend(head, _):
-        low, high = borders[row, head], borders[row, head + 1]
-        plgpu.copy_gmem_to_smem(query.at[row, head, :, all_dims], q_mem, once)
+        low, high = border(head), border(head + 1)
+        plgpu.copy_gmem_to_smem(query.at[row, head, all_heads, all_dims], q_mem, once)
         plgpu.barrier_wait(once)
 
         def step(index, carry):
@@ -177,14 +164,19 @@ def _attend_run(
             stage, start = lax.rem(index, plan.stages), (first + index) * plan.block
             fresh = low <= start  # else a head before has a part of this block too
 
+            place = plgpu.layout_cast(lax.iota(jnp.int32, plan.block), blocks_of.KEYS) + start
+
             @pl.when(fresh)
             def _arrive():
                 plgpu.barrier_wait(k_here.at[stage])
                 plgpu.barrier_wait(v_here.at[stage])
-                blocks_of.clear_empty(v_mem.at[stage], plgpu.layout_cast(p_mem[stage], blocks_of.KEYS))
+                held = place_new(plgpu.layout_cast(p_mem[stage], blocks_of.KEYS), place)
+                held = jnp.where((place >= offsets[row, 0]) & (place < offsets[row, kv_heads]), held, -1)
+                p_mem.at[stage][...] = held
+                plgpu.commit_smem()
+                blocks_of.clear_empty(v_mem.at[stage], held)
 
             held = plgpu.layout_cast(p_mem[stage], blocks_of.KEYS)
-            place = plgpu.layout_cast(lax.iota(jnp.int32, plan.block), blocks_of.KEYS) + start
             own = (place >= low) & (place < high)
             added = None if b_mem is None else plgpu.layout_cast(b_mem[stage], blocks_of.KEYS)
             scores, visible = plan.scores(k_mem.at[stage], q_mem, own & (held >= 0) & (held <= now), added)
