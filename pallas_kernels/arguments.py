@@ -9,23 +9,43 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.codes import Codes
+
 
 class Token(NamedTuple):
     """One token per row in one layer: its query heads, key and value (turned by RoPE if the cache holds them so), and
-    its position, -1 for a row that has finished."""
+    its position, -1 for a row that has finished.
+
+    Where the slots hold keys or values as codes, what is written there are `key_code` and `value_code`; in this step
+    the token is attended to by its exact key and value.
+    """
 
     query: Float[Array, "B Hq D"]
     key: Float[Array, "B Hk D"]
     value: Float[Array, "B Hk D"]
     position: Int[Array, "B"]
+    key_code: Codes | None = None
+    value_code: Codes | None = None
+
+    @property
+    def coded(self) -> bool:
+        """Whether the slots hold keys or values as codes."""
+        return self.key_code is not None or self.value_code is not None
+
+    @property
+    def entry(self) -> tuple[jax.Array | Codes, jax.Array | Codes]:
+        """Key and value as they lie in a slot."""
+        coded = ((self.key, self.key_code), (self.value, self.value_code))
+        key, value = (exact if code is None else code for exact, code in coded)
+        return key, value
 
 
 class Held(NamedTuple):
     """The slots of a layer where every KV head has C; a position of -1 is an empty slot. `bias` is added to the logits
     of each slot, after a soft cap."""
 
-    keys: Float[Array, "B Hk C D"]
-    values: Float[Array, "B Hk C D"]
+    keys: Float[Array, "B Hk C D"] | Codes
+    values: Float[Array, "B Hk C D"] | Codes
     positions: Int[Array, "B Hk C"]
     bias: Float[Array, "B Hk C"] | None = None
 
@@ -45,8 +65,8 @@ class Segments(NamedTuple):
     each slot, after a soft cap.
     """
 
-    keys: Float[Array, "B P D"]
-    values: Float[Array, "B P D"]
+    keys: Float[Array, "B P D"] | Codes
+    values: Float[Array, "B P D"] | Codes
     positions: Int[Array, "B P"]
     offsets: Int[Array, "B Hk_1"]
     line: Line | None = None

@@ -32,6 +32,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import tpu_blocks as blocks_of
 from pallas_kernels.arguments import Judge, Rule, Token
+from pallas_kernels.codes import Codes, refuse_codes
 from pallas_kernels.decode_attend_score.victim import HEADS
 from pallas_kernels.masking import MASKED, biased, soft_cap
 
@@ -100,8 +101,8 @@ class _Plan(blocks_of.Walk):
 
 def step(
     token: Token,
-    keys: Float[Array, "B H S D"],
-    values: Float[Array, "B H S D"],
+    keys: Float[Array, "B H S D"] | Codes,
+    values: Float[Array, "B H S D"] | Codes,
     positions: Int[Array, "B H S"],
     slot: Int[Array, "B Hk"],
     judge: Judge,
@@ -120,7 +121,8 @@ def step(
     slot, after a soft cap. `judge.weight` and `.bias` are numbers or `[B, H, S]`. Raises `NotImplementedError` for 4
     slots or fewer, and for what does not fit on the chip.
     """
-    query, key, value, position = token
+    refuse_codes(keys, values)
+    query, key, value, position, *_ = token
     batch, sets, slots, dim = keys.shape
     heads, kv_heads = query.shape[1], key.shape[1]
     if slots <= blocks_of.SUBLANES // 2:

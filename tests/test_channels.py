@@ -20,8 +20,8 @@ from jaxkv.lowering import lower
 from jaxkv.policies import Channels, Codecs, LowRank, Squat
 from jaxkv.serving import Engine
 from jaxkv.store.fit import FIT
-from jaxkv.store.integers import unpacked
 from jaxkv.store.looks import LOOKS
+from pallas_kernels.codes import unpacked
 
 FAMILY = "llama3"
 STORE = {"keys": {"kind": "channels", "window": 6}, "values": {"kind": "int", "bits": 4}, "residual": 4}

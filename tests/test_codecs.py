@@ -17,8 +17,9 @@ from jaxkv.errors import BadValue
 from jaxkv.policies import Codecs, Fp8, Int, IntByChannel, Merge, Sparse
 from jaxkv.store import slots, window
 from jaxkv.store.entries import PIECE, Entries
-from jaxkv.store.integers import hadamard_matrix, packed, unpacked
+from jaxkv.store.integers import hadamard_matrix, packed
 from jaxkv.store.window import WINDOW
+from pallas_kernels.codes import unpacked
 
 FAMILY = "llama3"
 INTEGERS = [

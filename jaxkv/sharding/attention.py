@@ -21,7 +21,7 @@ from pallas_kernels import prefill_attend_mass as mass_kernel
 from pallas_kernels import ragged_decode as ragged_kernel
 from pallas_kernels.arguments import Held, Judge, Segments, Token
 from pallas_kernels.decode_attend_score.reference import GROUP as REDUCE
-from pallas_kernels.decode_attend_score.reference import Attended, written
+from pallas_kernels.decode_attend_score.reference import Attended, exact, written
 from pallas_kernels.decode_attend_score.victim import aim
 from pallas_kernels.masking import biased, filled, masked_softmax, soft_cap, visible
 from pallas_kernels.partial import Partial, portion
@@ -171,7 +171,8 @@ def decode_attend_score(
             mass=ACROSS[judge.group](out.mass, GROUP) if shared else out.mass,
         )
 
-    new = Token._make((q, _and_whole(heads), _and_whole(heads), rows))
+    each = _and_whole(heads)
+    new = Token(q, each, each, rows, *(None if code is None else each for code in (token.key_code, token.value_code)))
     lies = Held._make((kv, kv, flat, None if held.bias is None else flat))
     ins = (new, lies, heads, _judge_specs(judge, rows, flat))
     outs = Attended._make((q, _but_last(q), flat if with_mass else None, kv, kv, flat, heads))
@@ -199,7 +200,8 @@ def _attend_part(
     The query is grouped, `[b, h, g, D]`. Without a `group` nobody asks for the mass.
     """
     query, slots = token.query, held.keys.shape[2]
-    keys, values, positions, bias = written(token, held, _here(slot, slots, SLOTS))
+    at = _here(slot, slots, SLOTS)
+    lies, (keys, values, positions, bias) = written(token, held, at), exact(token, held, at)
     read = keys
     if rotate is not None:
         places = rotate.places(lax.all_gather(positions, SLOTS, axis=2, tiled=True))
@@ -218,8 +220,8 @@ def _attend_part(
         output=lax.psum(output * share[..., None], SLOTS).astype(query.dtype),
         lse=everyone,
         mass=ACROSS[group](mass, GROUP) if group is not None and layout.size(GROUP) > 1 else mass,
-        keys=keys,
-        values=values,
+        keys=lies.keys,
+        values=lies.values,
         positions=positions,
         next_slot=slot,
     )
@@ -255,7 +257,8 @@ def ragged_decode(
         return kernel(token, held, slot, judge, with_mass=with_mass)
 
     held = held._replace(line=None)  # keys and values cut out of it are read
-    new = Token._make((tokens, tokens, tokens, rows))
+    codes = (None if code is None else tokens for code in (token.key_code, token.value_code))
+    new = Token(tokens, tokens, tokens, rows, *codes)
     lies = Segments._make((kv, kv, flat, few, None, None if held.bias is None else flat))
     ins = (new, lies, few, _judge_specs(judge, rows, flat))
     outs = Attended._make((tokens, few, flat if with_mass else None, kv, kv, flat, few))
@@ -281,7 +284,8 @@ def _ragged_part(
     """
     query, slots = token.query, held.keys.shape[1]
     mine = jnp.clip(held.offsets - lax.axis_index(over) * slots, 0, slots)
-    held = ragged.written(held, token.key, token.value, token.position, _here(slot, slots, over))
+    at = _here(slot, slots, over)
+    lies, held = ragged.written(held, *token.entry, token.position, at), ragged.exact(token, held, at)
     weights, lse, owner = ragged.weights(token, held._replace(offsets=mine), scale=scale, softcap=softcap)
     everyone, share = _merged(lse, over)
     output = lax.psum(ragged.read(weights, held.values, held.positions) * share[..., None], over)
@@ -289,8 +293,8 @@ def _ragged_part(
         output=output.astype(query.dtype).reshape(query.shape),
         lse=everyone.reshape(query.shape[:2]),
         mass=None if group is None else over_slots(REDUCE[group](weights * share[..., None], axis=2), owner),
-        keys=held.keys,
-        values=held.values,
+        keys=lies.keys,
+        values=lies.values,
         positions=held.positions,
         next_slot=slot,
     )

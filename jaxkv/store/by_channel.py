@@ -9,7 +9,8 @@ from jaxtyping import Array, Bool, Float, Float16, UInt8
 
 from jaxkv.errors import BadValue
 from jaxkv.store.blocks import Blocks
-from jaxkv.store.integers import BITS, check_packing, numbered, packed, ranged, unpacked
+from jaxkv.store.integers import BITS, check_packing, numbered, packed, ranged
+from pallas_kernels.codes import unpacked
 
 
 @jax.tree_util.register_dataclass

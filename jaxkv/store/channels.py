@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from jaxkv.errors import BadValue, unknown
 from jaxkv.store.codec import Codec, Fitting
-from jaxkv.store.integers import packed, unpacked
+from jaxkv.store.integers import packed
+from pallas_kernels.codes import unpacked
 
 BY = ("queries", "calibration")
 CALIBRATED = "key_channels"

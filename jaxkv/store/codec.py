@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.checks import Checked
+from pallas_kernels.codes import Codes
 
 FEW = float(jnp.finfo(jnp.float16).max)
 
@@ -25,6 +26,7 @@ class Codec(Checked):
     apart: ClassVar[bool] = True  # every slot's code is its own
     fits: ClassVar[bool] = False  # something of each KV head is fitted to the text or to the model
     pairs: ClassVar[bool] = False  # two layers share what it holds
+    readable: ClassVar[bool] = False  # `as_codes` gives what the attention's operations read as it lies
     pooled: ClassVar[bool] = True  # heads may share slots: what it fits of a head, each slot could hold
 
     def encode(self, x: Float[Array, "*slots D"]) -> Any:
@@ -38,6 +40,23 @@ class Codec(Checked):
     def encode_all(self, x: Float[Array, "*slots D"], positions: Int[Array, "*slots"]) -> Any:
         """The code of all slots of a store; position -1 marks an empty one, which may hold anything."""
         return self.encode(x)
+
+    def as_codes(self, code: Any) -> Float[Array, "*slots D"] | Codes:
+        """The code as the attention's operations read it, if `readable`: floats, or codes with their scales, of what
+        `turn` makes of the numbers."""
+        raise NotImplementedError(f"{self.kind!r} is decoded before it is read")
+
+    def of_codes(self, codes: Any) -> Any:
+        """The inverse of `as_codes`."""
+        raise NotImplementedError(f"{self.kind!r} is decoded before it is read")
+
+    def turn(self, x: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
+        """Numbers in the space of what `as_codes` gives: of keys the queries go there too, for their products stay."""
+        return x
+
+    def unturn(self, x: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
+        """The inverse of `turn`."""
+        return x
 
     @property
     def looks(self) -> int:
@@ -123,12 +142,19 @@ class Plain(Codec):
 
     kind: ClassVar[str] = "plain"
     plain: ClassVar[bool] = True
+    readable: ClassVar[bool] = True
 
     def encode(self, x: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
         return x
 
     def decode(self, code: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
         return code
+
+    def as_codes(self, code: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
+        return code
+
+    def of_codes(self, codes: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
+        return codes
 
 
 def small(x: Float[Array, "*n"]) -> Float[Array, "*n"]:

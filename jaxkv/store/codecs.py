@@ -63,6 +63,11 @@ class Codecs(Checked):
         return self.keys.apart and self.values.apart
 
     @property
+    def readable(self) -> bool:
+        """Whether the attention's operations read both as they lie."""
+        return self.keys.readable and self.values.readable
+
+    @property
     def fits(self) -> bool:
         """Whether one of them fits something to the text or to the model."""
         return self.keys.fits or self.values.fits

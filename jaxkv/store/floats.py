@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Float16, Shaped
 from jaxkv.errors import BadValue
 from jaxkv.store.codec import Codec
 from jaxkv.store.integers import outwards
+from pallas_kernels.codes import Codes
 
 FORMS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
@@ -36,6 +37,7 @@ class Fp8(Codec):
     form: str = "e4m3"
     scaled: bool = True
     kind: ClassVar[str] = "fp8"
+    readable: ClassVar[bool] = True
 
     def __post_init__(self):
         if self.form not in FORMS:
@@ -54,5 +56,10 @@ class Fp8(Codec):
         return FloatCode(jnp.clip(wide, -self.most, self.most).astype(FORMS[self.form]), scale, str(x.dtype))
 
     def decode(self, code: FloatCode) -> Float[Array, "*slots D"]:
-        x = code.codes.astype(jnp.float32)
-        return (x if code.scale is None else x * code.scale.astype(jnp.float32)[..., None]).astype(code.dtype)
+        return self.as_codes(code).numbers
+
+    def as_codes(self, code: FloatCode) -> Codes:
+        return Codes(code.codes, None if code.scale is None else code.scale[..., None], dtype=code.dtype)
+
+    def of_codes(self, codes: Codes) -> FloatCode:
+        return FloatCode(codes.codes, None if codes.scale is None else codes.scale[..., 0], codes.dtype)

@@ -12,9 +12,9 @@ from jaxtyping import Array, Float, Float16, Shaped, UInt8
 
 from jaxkv.errors import BadValue
 from jaxkv.store.codec import Codec, small
+from pallas_kernels.codes import UNITS, Codes, split
 
 BITS = (8, 4, 3, 2)
-UNITS = {8: (1, 1), 4: (2, 1), 3: (8, 3), 2: (4, 1), 1: (8, 1)}  # so many integers lie in so many bytes
 
 
 @jax.tree_util.register_dataclass
@@ -50,6 +50,7 @@ class Int(Codec):
     hadamard: bool = False
     clip: float = 1.0
     kind: ClassVar[str] = "int"
+    readable: ClassVar[bool] = True
 
     def __post_init__(self):
         if self.bits not in BITS or self.channels < 0:
@@ -89,15 +90,23 @@ class Int(Codec):
         return IntCode(packed(codes.reshape(wide.shape), self.bits), scale, low, str(x.dtype))
 
     def decode(self, code: IntCode) -> Float[Array, "*slots D"]:
-        codes = unpacked(code.codes, self.bits).astype(jnp.float32)
-        groups = split(codes, self.grouped(codes.shape[-1]))
-        scale = code.scale.astype(jnp.float32)[..., None]
-        if code.low is None:
-            x = scale * (groups - (2 ** (self.bits - 1) - 1))
-        else:
-            x = code.low.astype(jnp.float32)[..., None] + scale * groups
-        x = x.reshape(codes.shape)
-        return (turned(x, back=True) if self.hadamard else x).astype(code.dtype)
+        if not self.hadamard:
+            return self.as_codes(code).numbers
+        wide = dataclasses.replace(self.as_codes(code), dtype="float32").numbers
+        return turned(wide, back=True).astype(code.dtype)
+
+    def as_codes(self, code: IntCode) -> Codes:
+        offset = 2 ** (self.bits - 1) - 1 if self.symmetric else 0
+        return Codes(code.codes, code.scale, code.low, self.bits, offset, code.dtype)
+
+    def of_codes(self, codes: Codes) -> IntCode:
+        return IntCode(codes.codes, codes.scale, codes.low, codes.dtype)
+
+    def turn(self, x: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
+        return turned(x.astype(jnp.float32)).astype(x.dtype) if self.hadamard else x
+
+    def unturn(self, x: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
+        return turned(x.astype(jnp.float32), back=True).astype(x.dtype) if self.hadamard else x
 
 
 def check_packing(bits: int, head_dim: int) -> None:
@@ -145,20 +154,6 @@ def packed(codes: UInt8[Array, "*n D"], bits: int) -> UInt8[Array, "*n N"]:
     words = jnp.sum(words, axis=-1, dtype=jnp.uint32, keepdims=True)
     out = (words >> (8 * jnp.arange(width, dtype=jnp.uint32))) & 255
     return out.astype(jnp.uint8).reshape(*codes.shape[:-1], codes.shape[-1] // many * width)
-
-
-def unpacked(codes: UInt8[Array, "*n N"], bits: int) -> UInt8[Array, "*n D"]:
-    """The inverse of `packed`."""
-    many, width = UNITS[bits]
-    words = split(codes, width).astype(jnp.uint32) << (8 * jnp.arange(width, dtype=jnp.uint32))
-    words = jnp.sum(words, axis=-1, dtype=jnp.uint32, keepdims=True)
-    out = (words >> (bits * jnp.arange(many, dtype=jnp.uint32))) & (2**bits - 1)
-    return out.astype(jnp.uint8).reshape(*codes.shape[:-1], codes.shape[-1] // width * many)
-
-
-def split(x: Shaped[Array, "*n D"], width: int) -> Shaped[Array, "*n _ _"]:
-    """The last dimension in pieces of so many."""
-    return x.reshape(*x.shape[:-1], x.shape[-1] // width, width)
 
 
 def turned(x: Shaped[Array, "*n D"], back: bool = False) -> Float[Array, "*n D"]:

@@ -45,9 +45,8 @@ class View(Pool):
     ) -> tuple[Partial, "View"]:
         """As a pool's; K and V of all layers are divided over no devices, and are written when the step ends."""
         assert rotate is None, "heads that share a pool have no places in common"
-        result = self._ragged(layout, token, judge, whole=True, line=self.lies, **softmax)
-        after = dataclasses.replace(self.attended(result, token), lies=None, new=Written(token.key, token.value))
-        return Partial(result.output, result.lse, None if result.mass is None else self.scored(result.mass)), after
+        part, after = self._ragged(layout, token, judge, whole=True, line=self.lies, **softmax)
+        return part, dataclasses.replace(after, lies=None, new=Written(token.key, token.value))
 
 
 @jax.tree_util.register_dataclass

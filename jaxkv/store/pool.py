@@ -171,9 +171,7 @@ class Pool(Store):
     ) -> tuple[Partial, "Pool"]:
         """Write the token into every head's next slot, attend over the heads' segments, choose the slots after it."""
         assert rotate is None, "heads that share a pool have no places in common"
-        result = self._ragged(layout, token, judge, **softmax)
-        mass = None if result.mass is None else self.scored(result.mass)
-        return Partial(result.output, result.lse, mass), self.attended(result, token)
+        return self._ragged(layout, token, judge, **softmax)
 
     def _ragged(
         self,
@@ -185,13 +183,19 @@ class Pool(Store):
         whole: bool = False,
         window: int | None,
         **softmax: Any,
-    ) -> Any:
+    ) -> tuple[Partial, Any]:
+        """The step, on a `line` where keys and values lie in one."""
         assert window is None, "layers with a sliding window have slots"
         weight, bias = (self.unscored(x) if isinstance(x, jax.Array) else x for x in (judge.weight, judge.bias))
         each = judge.rule and dataclasses.replace(judge.rule, heads="each")
         judge = judge._replace(weight=weight, bias=bias, rule=each)
-        held = Segments(self.keys, self.values, self.positions, self.offsets, line, self.entries.bias)
-        return ragged_decode(layout, token, held, self.next_slot, judge, whole=whole, **softmax)
+        how = self.reading()
+        held = Segments(*how.lent(self), self.positions, self.offsets, line, self.entries.bias)
+        asked = how.asked(self.codecs, token)
+        result = ragged_decode(layout, asked, held, self.next_slot, judge, whole=whole, **softmax)
+        mass = None if result.mass is None else self.scored(result.mass)
+        output = how.answered(self.codecs, result.output)
+        return Partial(output, result.lse, mass), self.attended(how, result, token)
 
     def laid(self, layout: Layout) -> "Pool":
         """The store after a step, which left it where it was."""

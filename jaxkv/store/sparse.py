@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, UInt8
 
 from jaxkv.errors import BadValue
 from jaxkv.store.codec import Codec
-from jaxkv.store.integers import packed, unpacked
+from jaxkv.store.integers import packed
+from pallas_kernels.codes import unpacked
 
 
 @jax.tree_util.register_dataclass

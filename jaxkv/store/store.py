@@ -17,6 +17,7 @@ from jaxkv.store.codecs import Codecs
 from jaxkv.store.entries import Change, Entries, owners, picked, placed_at
 from jaxkv.store.fit import FIT, Fit
 from jaxkv.store.looks import LOOKS
+from jaxkv.store.reading import Decoded, reading
 from jaxkv.store.window import WINDOWS
 from pallas_kernels.arguments import Token
 
@@ -192,16 +193,17 @@ class Store:
         new, beside = absorb(self.beside, plain, chosen)
         return (entries, beside) if new is plain else (self.loosened(new), self.renewed(beside, new, chosen))
 
-    def attended(self, result: Any, token: Token) -> Any:
-        """The store after an attention pass that wrote the token into plain keys and values."""
-        keys, values = (
-            getattr(result, name) if getattr(self.codecs, name).plain else self._written(name, new, token.position, x)
-            for name, new, x in (("keys", token.key, result.keys), ("values", token.value, result.values))
-        )
+    def reading(self, rotates: bool = False) -> Decoded:
+        """How an attention pass reads the keys and values; `rotates`: keys are turned as they are read."""
+        return reading(self.codecs, bool(self._windows), rotates)
+
+    def attended(self, how: Decoded, result: Any, token: Token) -> Any:
+        """The store after an attention pass that read it so and wrote the token."""
+        keys, values = how.returned(self, result, token)
         entries = dataclasses.replace(self.entries, keys=keys, values=values, positions=result.positions)
         return self.replaced(entries=entries, next_slot=result.next_slot, beside=self._seen(token))
 
-    def _written(self, name: str, new: Float[Array, "B Hk D"], position: Int[Array, "B"], x: Any) -> Any:
+    def written(self, name: str, new: Float[Array, "B Hk D"], position: Int[Array, "B"], x: Any) -> Any:
         """The code of keys or values with `new` in every head's next slot; `x` are all of them, decoded."""
         codec, code, active = self.codec(name), getattr(self.entries, name), position >= 0
         if codec.apart:
@@ -225,7 +227,7 @@ class Store:
     def with_token(self, token: Token) -> Any:
         """The store with the token in every head's next slot, without attending; rows that have finished stay."""
         keys, values = (
-            self._written(name, new, token.position, None if getattr(self.codecs, name).apart else getattr(self, name))
+            self.written(name, new, token.position, None if getattr(self.codecs, name).apart else getattr(self, name))
             for name, new in (("keys", token.key), ("values", token.value))
         )
         at = jnp.broadcast_to(token.position[:, None], self.next_slot.shape)

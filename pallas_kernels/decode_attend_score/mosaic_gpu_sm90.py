@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import gpu_blocks as blocks_of
 from pallas_kernels.arguments import Held, Judge, Token
+from pallas_kernels.codes import refuse_codes
 from pallas_kernels.decode_attend_score.reference import Attended, placed
 from pallas_kernels.gpu_finish import finish
 
@@ -59,7 +60,8 @@ def decode_attend_score(
     """
     if rotate is not None:
         raise NotImplementedError("the GPU kernel reads keys as they lie in the cache: rotate= needs the reference")
-    query, key, value, position = token
+    refuse_codes(held.keys, held.values)
+    query, key, value, position, *_ = token
     keys, values, positions, bias = held
     batch, kv_heads, slots, dim = keys.shape
     rows, heads = batch * kv_heads, query.shape[1] // kv_heads

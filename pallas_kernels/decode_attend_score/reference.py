@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import Held, Judge, Token
+from pallas_kernels.codes import Codes, numbers, put
 from pallas_kernels.decode_attend_score.victim import aim
 from pallas_kernels.masking import biased, filled, masked_softmax, soft_cap, visible
 
@@ -19,8 +20,8 @@ class Attended(NamedTuple):
     output: Float[Array, "B Hq D"]
     lse: Float[Array, "B Hq"]
     mass: Float[Array, "B Hk C"] | None
-    keys: Float[Array, "B Hk C D"]
-    values: Float[Array, "B Hk C D"]
+    keys: Float[Array, "B Hk C D"] | Codes
+    values: Float[Array, "B Hk C D"] | Codes
     positions: Int[Array, "B Hk C"]
     next_slot: Int[Array, "B Hk"]
 
@@ -39,6 +40,8 @@ def decode_attend_score(
 ) -> Attended:
     """Write the token into `slot`, then softmax(scale * q . k) over the filled slots.
 
+    Keys and values that are codes count as the numbers that they stand for, the token's own as they are; its codes are
+    what is written.
     What `held.bias` has is added to the logits. `mass` is each slot's softmax weight, reduced over the G query heads of
     its KV head by the judge's `group`, float32; None without `with_mass`, where the judge weighs none.
     `next_slot` is the slot for the token after this one: an empty or expired slot while the row holds fewer than its
@@ -47,7 +50,8 @@ def decode_attend_score(
     that hold keys before RoPE.
     """
     query, position = token.query, token.position
-    keys, values, positions, bias = written(token, held, slot)
+    keys, values, positions, bias = attended = exact(token, held, slot)
+    lies = written(token, held, slot) if token.coded else attended
     batch, kv_heads, _, dim = keys.shape
     heads = query.shape[1]
 
@@ -65,8 +69,8 @@ def decode_attend_score(
         output=output.astype(query.dtype).reshape(batch, heads, dim),
         lse=lse.reshape(batch, heads),
         mass=mass,
-        keys=keys,
-        values=values,
+        keys=lies.keys,
+        values=lies.values,
         positions=positions,
         next_slot=aim(mass, positions, position, slot, judge, window=window),
     )
@@ -75,12 +79,14 @@ def decode_attend_score(
 def written(token: Token, held: Held, slot: Int[Array, "B Hk"]) -> Held:
     """The slots with the token in its own; a position of -1 or a slot of C writes nothing."""
     at = _at(held.positions, token.position, slot)
-    return Held(
-        held.keys.at[at].set(token.key, mode="drop"),
-        held.values.at[at].set(token.value, mode="drop"),
-        placed(held.positions, token.position, slot),
-        held.bias,
-    )
+    keys, values = (put(old, at, new) for old, new in zip((held.keys, held.values), token.entry, strict=True))
+    return Held(keys, values, placed(held.positions, token.position, slot), held.bias)
+
+
+def exact(token: Token, held: Held, slot: Int[Array, "B Hk"]) -> Held:
+    """What is attended to: the slots as numbers, the token's own as exact as they come."""
+    plain = held._replace(keys=numbers(held.keys), values=numbers(held.values))
+    return written(token._replace(key_code=None, value_code=None), plain, slot)
 
 
 def placed(

@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import gpu_blocks as blocks_of
+from pallas_kernels.codes import Codes, refuse_codes
 from pallas_kernels.gpu_blocks import per_query
 from pallas_kernels.masking import MASKED
 
@@ -39,8 +40,8 @@ class _Plan:
 
 def prefill_attend(
     queries: Float[Array, "B Hq T D"],
-    keys: Float[Array, "B Hk S D"],
-    values: Float[Array, "B Hk S D"],
+    keys: Float[Array, "B Hk S D"] | Codes,
+    values: Float[Array, "B Hk S D"] | Codes,
     query_positions: Int[Array, "B T"],
     key_positions: Int[Array, "B Hk S"],
     *,
@@ -61,6 +62,7 @@ def prefill_attend(
         raise NotImplementedError("keys whose logits have a bias need the reference")
     if with_lse:
         raise NotImplementedError("prefill_attend for GPUs gives no log-sum-exp")
+    refuse_codes(keys, values)
     batch, heads, length, dim = queries.shape
     kv_heads, slots = keys.shape[1:3]
     blocks_of.check(dim, keys.dtype)

@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import tpu_blocks as blocks_of
+from pallas_kernels.codes import Codes, refuse_codes
 from pallas_kernels.masking import MASKED, soft_cap
 
 ROWS = 512  # queries times query heads of a group, at a time
@@ -23,8 +24,8 @@ KEYS = 512  # keys at a time
 
 def prefill_attend(
     queries: Float[Array, "B Hq T D"],
-    keys: Float[Array, "B Hk S D"],
-    values: Float[Array, "B Hk S D"],
+    keys: Float[Array, "B Hk S D"] | Codes,
+    values: Float[Array, "B Hk S D"] | Codes,
     query_positions: Int[Array, "B T"],
     key_positions: Int[Array, "B Hk S"],
     *,
@@ -39,6 +40,7 @@ def prefill_attend(
     """`reference.prefill_attend`, without a queries x keys array. Blocks that no query sees are not computed, and with
     `own_keys_last` those behind a block of queries are not even fetched.
     """
+    refuse_codes(keys, values)
     batch, heads, length, dim = queries.shape
     kv_heads, slots = keys.shape[1:3]
     group = heads // kv_heads

@@ -3,14 +3,15 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.codes import Codes, numbers
 from pallas_kernels.masking import filled
 from pallas_kernels.prefill_attend.tiles import tiles
 
 
 def prefill_attend(
     queries: Float[Array, "B Hq T D"],
-    keys: Float[Array, "B Hk S D"],
-    values: Float[Array, "B Hk S D"],
+    keys: Float[Array, "B Hk S D"] | Codes,
+    values: Float[Array, "B Hk S D"] | Codes,
     query_positions: Int[Array, "B T"],
     key_positions: Int[Array, "B Hk S"],
     *,
@@ -25,12 +26,12 @@ def prefill_attend(
 
     `own_keys_last` says that the last T keys are the queries' own, in order, so that none need look further. `with_lse`
     gives the log-sum-exp of each query's logits too, for a merge with attention to other keys. `bias` is added to the
-    logits of each key, after the soft cap.
+    logits of each key, after the soft cap. Keys and values that are codes count as the numbers that they stand for.
     """
     batch, heads, length, dim = queries.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
-    values = filled(values, key_positions)
+    keys, values = numbers(keys), filled(numbers(values), key_positions)
     softmax = {"scale": scale, "window": window, "softcap": softcap, "own_keys_last": own_keys_last}
     softmax |= {} if bias is None else {"bias": bias}
     outs, lses = [], []

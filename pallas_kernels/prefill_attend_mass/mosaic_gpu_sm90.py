@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import gpu_blocks as blocks_of
+from pallas_kernels.codes import Codes, refuse_codes
 from pallas_kernels.gpu_blocks import per_query
 from pallas_kernels.masking import MASKED
 
@@ -44,7 +45,7 @@ class _Plan:
 
 def prefill_attend_mass(
     queries: Float[Array, "B Hq T D"],
-    keys: Float[Array, "B Hk S D"],
+    keys: Float[Array, "B Hk S D"] | Codes,
     query_positions: Int[Array, "B T"],
     key_positions: Int[Array, "B Hk S"],
     *,
@@ -65,6 +66,7 @@ def prefill_attend_mass(
     if bias is not None:
         raise NotImplementedError("keys whose logits have a bias need the reference")
     del own_keys_last  # a hint, which the blocks here do not need: they look at positions
+    refuse_codes(keys)
     batch, heads, length, dim = queries.shape
     kv_heads, slots = keys.shape[1:3]
     blocks_of.check(dim, keys.dtype)

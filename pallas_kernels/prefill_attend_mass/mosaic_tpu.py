@@ -11,6 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import tpu_blocks as blocks_of
+from pallas_kernels.codes import Codes, refuse_codes
 from pallas_kernels.masking import MASKED, soft_cap
 
 ROWS = 512  # queries times query heads of a group, at a time
@@ -19,7 +20,7 @@ KEYS = 512  # keys at a time
 
 def prefill_attend_mass(
     queries: Float[Array, "B Hq T D"],
-    keys: Float[Array, "B Hk S D"],
+    keys: Float[Array, "B Hk S D"] | Codes,
     query_positions: Int[Array, "B T"],
     key_positions: Int[Array, "B Hk S"],
     *,
@@ -34,6 +35,7 @@ def prefill_attend_mass(
 ) -> Float[Array, "B Hq S"]:
     """`reference.prefill_attend_mass`, without a queries x keys array."""
     del own_keys_last  # a hint, which the blocks here do not need: they look at positions
+    refuse_codes(keys)
     batch, heads, length, dim = queries.shape
     kv_heads, slots = keys.shape[1:3]
     group = heads // kv_heads

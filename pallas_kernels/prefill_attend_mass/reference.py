@@ -3,12 +3,13 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.codes import Codes, numbers
 from pallas_kernels.prefill_attend.tiles import tiles
 
 
 def prefill_attend_mass(
     queries: Float[Array, "B Hq T D"],
-    keys: Float[Array, "B Hk S D"],
+    keys: Float[Array, "B Hk S D"] | Codes,
     query_positions: Int[Array, "B T"],
     key_positions: Int[Array, "B Hk S"],
     *,
@@ -24,9 +25,11 @@ def prefill_attend_mass(
 
     Queries at position -1 are padding: they give nothing and the mean does not count them. `own_keys_last` says that
     the last T keys are the queries' own, in order, so that none need look further. `weights` (positive) multiply what
-    each query gives, before the sum or the maximum. `bias` is added to the logits of each key, after the soft cap.
+    each query gives, before the sum or the maximum. `bias` is added to the logits of each key, after the soft cap. Keys
+    that are codes count as the numbers that they stand for.
     """
     batch, heads, slots = queries.shape[0], queries.shape[1], keys.shape[2]
+    keys = numbers(keys)
     combine = jnp.maximum if reduce == "max" else jnp.add
     softmax = {"scale": scale, "window": window, "softcap": softcap, "own_keys_last": own_keys_last}
     softmax |= {} if bias is None else {"bias": bias}

@@ -23,6 +23,7 @@ from jaxtyping import Array, Int
 
 from pallas_kernels import gpu_blocks as blocks_of
 from pallas_kernels.arguments import Judge, Segments, Token
+from pallas_kernels.codes import refuse_codes
 from pallas_kernels.decode_attend_score.reference import Attended
 from pallas_kernels.gpu_blocks import per_key
 from pallas_kernels.gpu_finish import finish
@@ -44,7 +45,8 @@ def ragged_decode(
     Raises `NotImplementedError` on GPUs other than Hopper, for dtypes other than bfloat16 and float16,
     for D that is no multiple of 16 or above 256, for G above 16, and for P that is no multiple of 8.
     """
-    query, key, value, position = token
+    refuse_codes(held.keys, held.values)
+    query, key, value, position, *_ = token
     keys, values, positions, offsets, _, bias = held
     batch, slots, dim = keys.shape
     kv_heads, heads = key.shape[1], query.shape[1] // key.shape[1]

@@ -17,7 +17,7 @@ from jaxtyping import Array, Int
 from pallas_kernels.arguments import Judge, Line, Segments, Token
 from pallas_kernels.cpu_call import compiled, floats, integers, registered, size, supported, word
 from pallas_kernels.decode_attend_score.reference import GROUP, Attended
-from pallas_kernels.ragged_decode.reference import LAST, written
+from pallas_kernels.ragged_decode.reference import LAST, exact, written
 
 REDUCE = {name: code for code, name in enumerate(GROUP)}
 SUM, MAX = REDUCE["sum"], REDUCE["max"]
@@ -41,17 +41,18 @@ def ragged_decode(
     with_mass: bool = True,
 ) -> Attended:
     """`reference.ragged_decode`, K and V read once and only where they are filled; of a layer that shares a line, where
-    they lie in it.
+    they lie in it. Codes are decoded before.
 
     Raises `NotImplementedError` for dtypes other than float32, and where XLA cannot call what numba
     compiles.
     """
-    query, key, value, position = token
+    query, key, value, position, *_ = token
     if {query.dtype, held.keys.dtype} != {jnp.dtype(jnp.float32)}:
         raise NotImplementedError(f"{query.dtype} and {held.keys.dtype}: float32")
     batch, kv_heads, dim = key.shape
     target = jnp.where(position[:, None] < 0, -1, slot)
-    keys, values, positions, offsets, line, added = written(held, key, value, position, slot)
+    lies = written(held, *token.entry, position, slot)
+    keys, values, positions, offsets, line, added = exact(token, held, slot) if token.coded else lies
     line = line or Line(keys, values, jnp.zeros_like(position))
     queries = query.reshape(batch, kv_heads, -1, dim)
     floating = queries.shape, queries.shape[:3], positions.shape
@@ -68,8 +69,8 @@ def ragged_decode(
         output=output.reshape(query.shape),
         lse=lse.reshape(query.shape[:2]),
         mass=mass if with_mass else None,
-        keys=keys,
-        values=values,
+        keys=lies.keys,
+        values=lies.values,
         positions=positions,
         next_slot=jnp.where(position[:, None] < 0, slot, aimed),
     )

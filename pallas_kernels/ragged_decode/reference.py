@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.arguments import Judge, Segments, Token
+from pallas_kernels.codes import Codes, numbers, put
 from pallas_kernels.decode_attend_score.reference import GROUP, Attended
 from pallas_kernels.decode_attend_score.victim import linear, protected
 from pallas_kernels.masking import biased, filled, masked_softmax, soft_cap
@@ -30,6 +31,8 @@ def ragged_decode(
 ) -> Attended:
     """Write the token into every head's `slot`, then softmax(scale * q . k) over the head's segment.
 
+    Keys and values that are codes count as the numbers that they stand for, the token's own as they are; its codes are
+    what is written.
     `mass [B, P]` is each slot's softmax weight, reduced over the G query heads of its own KV head by the judge's
     `group`, float32; None without `with_mass`, where the judge weighs none. `next_slot` is each head's first empty
     slot, else the lowest weight * mass + bias of its segment under the rule; ties go to the older token. With no rule,
@@ -37,15 +40,16 @@ def ragged_decode(
     nothing. Every segment has at least one slot.
     """
     query = token.query
-    held = written(held, token.key, token.value, token.position, slot)
+    lies = written(held, *token.entry, token.position, slot)
+    held = exact(token, held, slot) if token.coded else lies
     given, lse, owner = weights(token, held, scale=scale, softcap=softcap)
     mass = over_slots(GROUP[judge.group](given, axis=2), owner) if with_mass else None
     return Attended(
         output=read(given, held.values, held.positions).astype(query.dtype).reshape(query.shape),
         lse=lse.reshape(query.shape[:2]),
         mass=mass,
-        keys=held.keys,
-        values=held.values,
+        keys=lies.keys,
+        values=lies.values,
         positions=held.positions,
         next_slot=aim(mass, held.positions, held.offsets, token.position, slot, judge),
     )
@@ -76,18 +80,24 @@ def read(
 
 def written(
     held: Segments,
-    key: Float[Array, "B Hk D"],
-    value: Float[Array, "B Hk D"],
+    key: Float[Array, "B Hk D"] | Codes,
+    value: Float[Array, "B Hk D"] | Codes,
     position: Int[Array, "B"],
     slot: Int[Array, "B Hk"],
 ) -> Segments:
     """The pool with key, value and position in every head's slot; a position of -1 writes nothing."""
     at = _at(held.positions, position, slot)
     return held._replace(
-        keys=held.keys.at[at].set(key, mode="drop"),
-        values=held.values.at[at].set(value, mode="drop"),
+        keys=put(held.keys, at, key),
+        values=put(held.values, at, value),
         positions=placed(held.positions, position, slot),
     )
+
+
+def exact(token: Token, held: Segments, slot: Int[Array, "B Hk"]) -> Segments:
+    """What is attended to: the slots as numbers, the token's own as exact as they come."""
+    plain = held._replace(keys=numbers(held.keys), values=numbers(held.values))
+    return written(plain, token.key, token.value, token.position, slot)
 
 
 def placed(positions: Int[Array, "B P"], position: Int[Array, "B"], slot: Int[Array, "B Hk"]) -> Int[Array, "B P"]:

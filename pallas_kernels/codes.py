@@ -1,0 +1,89 @@
+"""Keys or values as codes: what an operation takes in place of floats, and reads without writing the floats out.
+
+A slot's numbers are `low + scale * (code - offset)`, with a scale and perhaps a low for each run of D / G adjacent
+channels. So a scale of keys multiplies the logit of its run, and low adds low * (the sum of the query over the run); of
+values it multiplies the weight, and the output gets the sum of weight * low.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float16, Int, Shaped, UInt8
+
+UNITS = {8: (1, 1), 4: (2, 1), 3: (8, 3), 2: (4, 1), 1: (8, 1)}  # so many integers lie in so many bytes
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Codes:
+    """Keys or values as codes of `bits`: low + scale * (code - offset), by slot and by run of D / G channels.
+
+    Integers lie in bytes, the first channel in the lowest bits: in 4 bits byte n has channel 2n low and 2n + 1 high.
+    `codes` of a float of 8 bits are themselves numbers. No scale is 1, no low 0. `dtype` is that of what was encoded.
+    """
+
+    codes: Shaped[Array, "*slots N"]
+    scale: Float16[Array, "*slots G"] | None
+    low: Float16[Array, "*slots G"] | None = None
+    bits: int = dataclasses.field(default=8, metadata={"static": True})
+    offset: int = dataclasses.field(default=0, metadata={"static": True})
+    dtype: str = dataclasses.field(default="float32", metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the numbers, `[*slots, D]`."""
+        *slots, width = self.codes.shape
+        return (*slots, width * 8 // self.bits)
+
+    @property
+    def groups(self) -> int:
+        """G, the runs of channels that have a scale."""
+        return 1 if self.scale is None else self.scale.shape[-1]
+
+    @property
+    def numbers(self) -> Float[Array, "*slots D"]:
+        """The floats that the codes stand for."""
+        integers = self.codes.dtype == jnp.uint8
+        x = split(
+            (unpacked(self.codes, self.bits) if integers else self.codes).astype(jnp.float32),
+            self.shape[-1] // self.groups,
+        )
+        if self.offset:
+            x = x - self.offset
+        if self.scale is not None:
+            x = self.scale.astype(jnp.float32)[..., None] * x
+        if self.low is not None:
+            x = self.low.astype(jnp.float32)[..., None] + x
+        return x.reshape(self.shape).astype(self.dtype)
+
+
+def numbers(x: Float[Array, "*slots D"] | Codes) -> Float[Array, "*slots D"]:
+    """Keys or values as floats."""
+    return x.numbers if isinstance(x, Codes) else x
+
+
+def refuse_codes(*arrays: jax.Array | Codes) -> None:
+    """Raises `NotImplementedError` where one is codes: what an implementation calls that reads none."""
+    if any(isinstance(x, Codes) for x in arrays):
+        raise NotImplementedError("it reads no codes")
+
+
+def unpacked(codes: UInt8[Array, "*n N"], bits: int) -> UInt8[Array, "*n D"]:
+    """The integers of so many bits that lie side by side in bytes, the first in the lowest bits: 3 bits lie 8 in 3
+    bytes."""
+    many, width = UNITS[bits]
+    words = split(codes, width).astype(jnp.uint32) << (8 * jnp.arange(width, dtype=jnp.uint32))
+    words = jnp.sum(words, axis=-1, dtype=jnp.uint32, keepdims=True)
+    out = (words >> (bits * jnp.arange(many, dtype=jnp.uint32))) & (2**bits - 1)
+    return out.astype(jnp.uint8).reshape(*codes.shape[:-1], codes.shape[-1] // width * many)
+
+
+def split(x: Shaped[Array, "*n D"], width: int) -> Shaped[Array, "*n _ _"]:
+    """The last dimension in pieces of so many."""
+    return x.reshape(*x.shape[:-1], x.shape[-1] // width, width)
+
+
+def put(held: jax.Array | Codes, at: tuple[Int[Array, "..."], ...], new: jax.Array | Codes) -> jax.Array | Codes:
+    """What is held, with the token's at these indices of the slots; those out of range are dropped."""
+    return jax.tree.map(lambda x, y: x.at[at].set(y, mode="drop"), held, new)
