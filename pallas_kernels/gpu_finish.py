@@ -4,8 +4,8 @@ The programs of an attention kernel leave their parts of the output, the maxima 
 one program per head joins them to the output and its log-sum-exp; another walks over the head's logits, turns them into
 mass and score, and keeps the lowest in registers, lane by lane, so that there is one reduction at the end. Where all
 heads of a row go by one score, one program per row does that for all of them, and reads the sum of scores a second time
-for each head. In a pool, where slots of two heads meet anywhere, the mass is written by programs that have a run of
-slots each; the others read logits only.
+for each head. In a pool, where slots of two heads meet anywhere, mass and positions are written by programs that have a
+run of slots each, and the positions not in place.
 
 A line is one row of logits and positions: a KV head of a row of the batch, or a row's pool. Numbers have the
 names of `gpu_blocks.Decode`; N slots are looked at at a time.
@@ -65,8 +65,8 @@ class Finish:
 
     @property
     def programs(self) -> tuple[int, int, int]:
-        """That join, that choose, and that write the mass of a pool, for each row of the batch."""
-        return self.kv_heads, 1 if self.shared else self.kv_heads, self.chunks if self.pooled and self.massive else 0
+        """That join, that choose, and that write mass and positions of a pool, for each row of the batch."""
+        return self.kv_heads, 1 if self.shared else self.kv_heads, self.chunks if self.pooled else 0
 
     @property
     def factors(self) -> list[str]:
@@ -117,7 +117,9 @@ def finish(
     inputs |= {"limits": judge.limits, "recents": judge.recents}
     inputs |= {name: x for name, x in (("logits", logits), ("offsets", offsets)) if x is not None}
     inputs |= {name: getattr(judge, name) for name in how.factors}
-    inputs["positions"] = jax.new_ref(positions)
+    inputs["positions"] = positions if pooled else jax.new_ref(positions)
+    if pooled:  # in place, its heads would write where others read
+        outputs["placed"] = jax.ShapeDtypeStruct(positions.shape, jnp.int32)
     columns = plan.columns
     line = functools.partial(plgpu.SMEM, (STAGES, SLOTS))
     tile = blocks_of.tile_width(dim) * 2 // jnp.dtype(dtype).itemsize
@@ -128,6 +130,7 @@ def finish(
         "out_mem": blocks_of.operand(tile, dtype)(columns, plan.dim),
         "p_mem": line(jnp.int32),
         "l_mem": plgpu.SMEM((STAGES, SLOTS, columns), jnp.float32),
+        "placed_mem": plgpu.SMEM((SLOTS,), jnp.int32),
         "mass_mem": plgpu.SMEM((SLOTS,), jnp.float32),
         "shared_mem": plgpu.SMEM((SLOTS,), jnp.float32),
         "weight_mem": line(jnp.float32),
@@ -156,7 +159,7 @@ def finish(
         given["output"].reshape(batch, kv_heads * heads, dim),
         given["lse"].reshape(batch, kv_heads * heads),
         given.get("mass"),
-        jax.freeze(inputs["positions"]),
+        given["placed"] if pooled else jax.freeze(inputs["positions"]),
         given["chosen"].reshape(slot.shape),
     )
 
@@ -361,9 +364,11 @@ def _aim(how: Finish, ref, row, head, best) -> None:
     target = ref["slot"][index]
     ref["chosen"][index] = jnp.where(now < 0, target, jnp.where(first, dead_at, at))
 
-    @pl.when(now >= 0)
-    def _place():
-        ref["positions"][_line(how, row, head), target] = now
+    if not how.pooled:
+
+        @pl.when(now >= 0)
+        def _place():
+            ref["positions"][_line(how, row, head), target] = now
 
 
 def _score(how: Finish, mem, stage, mass):
@@ -454,13 +459,15 @@ def _choose(how: Finish, ref, mem, row, head) -> None:
 
 
 def _weigh(how: Finish, ref, mem, row, chunk) -> None:
-    """Write the mass of N slots of a pool, under all heads that have some of them."""
-    start, now = chunk * SLOTS, ref["position"][row]
-    names = {"positions": "p_mem", "logits": "l_mem"}
-    for name, memory in names.items():
-        _fetch(how, ref, mem, row, start, 0, mem["again"], {name: memory})
-    _sums(how, ref, mem, row, 0)
-    plgpu.barrier_wait(mem["again"].at[0])
+    """Write the positions of N slots of a pool, and their mass under all heads that have some of them."""
+    start, now, some = chunk * SLOTS, ref["position"][row], pl.ds(chunk * SLOTS, SLOTS)
+    if how.massive:
+        _fetch(how, ref, mem, row, start, 0, mem["again"], {"positions": "p_mem", "logits": "l_mem"})
+        _sums(how, ref, mem, row, 0)
+        plgpu.barrier_wait(mem["again"].at[0])
+    else:
+        plgpu.copy_gmem_to_smem(ref["positions"].at[row, some], mem["p_mem"].at[0], mem["once"])
+        plgpu.barrier_wait(mem["once"])
 
     def add(head, total):
         low, high = _segment(how, ref, row, head)
@@ -472,8 +479,16 @@ def _weigh(how: Finish, ref, mem, row, chunk) -> None:
 
         return lax.cond((low < start + SLOTS) & (high > start), own, lambda total: total, total)
 
-    nothing = plgpu.layout_cast(jnp.zeros((SLOTS,), jnp.float32), KEYS)
-    mem["mass_mem"][...] = lax.fori_loop(0, how.kv_heads, add, nothing)
+    def place_new(head, held):
+        place = plgpu.layout_cast(lax.iota(jnp.int32, SLOTS), KEYS) + start
+        return jnp.where((place == ref["slot"][row * how.kv_heads + head]) & (now >= 0), now, held)
+
+    if how.massive:
+        nothing = plgpu.layout_cast(jnp.zeros((SLOTS,), jnp.float32), KEYS)
+        mem["mass_mem"][...] = lax.fori_loop(0, how.kv_heads, add, nothing)
+    mem["placed_mem"][...] = lax.fori_loop(0, how.kv_heads, place_new, plgpu.layout_cast(mem["p_mem"][0], KEYS))
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(mem["mass_mem"], ref["mass"].at[row, pl.ds(start, SLOTS)])
+    if how.massive:
+        plgpu.copy_smem_to_gmem(mem["mass_mem"], ref["mass"].at[row, some])
+    plgpu.copy_smem_to_gmem(mem["placed_mem"], ref["placed"].at[row, some])
     plgpu.wait_smem_to_gmem(0)

@@ -355,10 +355,9 @@ def test_ragged_lowers_for_cuda(dim, group, kv_heads, counts):
 
     traced = jax.jit(apart, donate_argnums=0).trace(held[:3], held.offsets, token, *others)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    attends, finishes = (line for line in text.splitlines() if "@mosaic_gpu" in line)
+    attends, _ = (line for line in text.splitlines() if "@mosaic_gpu" in line)
     for output, operand in ((3, 7), (4, 8)):
         assert f"output_tuple_indices = [{output}], operand_index = {operand}" in attends
-    assert finishes.count("output_tuple_indices") == 1
     assert operations(text) == {"custom_call"}
 
 
