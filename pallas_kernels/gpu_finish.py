@@ -4,8 +4,8 @@ The programs of an attention kernel leave their parts of the output, the maxima 
 one program per head joins them to the output and its log-sum-exp; another walks over the head's logits, turns them into
 mass and score, and keeps the lowest in registers, lane by lane, so that there is one reduction at the end. Where all
 heads of a row go by one score, one program per row does that for all of them, and reads the sum of scores a second time
-for each head. In a pool, where slots of two heads meet anywhere, mass and positions are written by programs that have a
-run of slots each, and the positions not in place.
+for each head. In a pool, where slots of two heads meet anywhere, the mass is written by programs that have a run of
+slots each, and the positions are there already.
 
 A line is one row of logits and positions: a KV head of a row of the batch, or a row's pool. Numbers have the
 names of `gpu_blocks.Decode`; N slots are looked at at a time.
@@ -65,8 +65,8 @@ class Finish:
 
     @property
     def programs(self) -> tuple[int, int, int]:
-        """That join, that choose, and that write mass and positions of a pool, for each row of the batch."""
-        return self.kv_heads, 1 if self.shared else self.kv_heads, self.chunks if self.pooled else 0
+        """That join, that choose, and that write the mass of a pool, for each row of the batch."""
+        return self.kv_heads, 1 if self.shared else self.kv_heads, self.chunks if self.pooled and self.massive else 0
 
     @property
     def factors(self) -> list[str]:
@@ -94,7 +94,8 @@ def finish(
 ) -> tuple:
     """Output `[B, Hk G, D]`, lse, mass `[L, W]` (None without logits), positions with the tokens', and the next slots.
 
-    The judge's arrays are lines like the positions. With `offsets` lines are pools. Slots are counted along the line.
+    The judge's arrays are lines like the positions. With `offsets` lines are pools, and hold the new tokens' positions.
+    Slots are counted along the line.
     """
     batch, kv_heads = slot.shape
     pooled, width = offsets is not None, positions.shape[1]
@@ -118,8 +119,6 @@ def finish(
     inputs |= {name: x for name, x in (("logits", logits), ("offsets", offsets)) if x is not None}
     inputs |= {name: getattr(judge, name) for name in how.factors}
     inputs["positions"] = positions if pooled else jax.new_ref(positions)
-    if pooled:  # in place, its heads would write where others read
-        outputs["placed"] = jax.ShapeDtypeStruct(positions.shape, jnp.int32)
     columns = plan.columns
     line = functools.partial(plgpu.SMEM, (STAGES, SLOTS))
     tile = blocks_of.tile_width(dim) * 2 // jnp.dtype(dtype).itemsize
@@ -130,7 +129,6 @@ def finish(
         "out_mem": blocks_of.operand(tile, dtype)(columns, plan.dim),
         "p_mem": line(jnp.int32),
         "l_mem": plgpu.SMEM((STAGES, SLOTS, columns), jnp.float32),
-        "placed_mem": plgpu.SMEM((SLOTS,), jnp.int32),
         "mass_mem": plgpu.SMEM((SLOTS,), jnp.float32),
         "shared_mem": plgpu.SMEM((SLOTS,), jnp.float32),
         "weight_mem": line(jnp.float32),
@@ -159,7 +157,7 @@ def finish(
         given["output"].reshape(batch, kv_heads * heads, dim),
         given["lse"].reshape(batch, kv_heads * heads),
         given.get("mass"),
-        given["placed"] if pooled else jax.freeze(inputs["positions"]),
+        positions if pooled else jax.freeze(inputs["positions"]),
         given["chosen"].reshape(slot.shape),
     )
 
@@ -459,15 +457,14 @@ def _choose(how: Finish, ref, mem, row, head) -> None:
 
 
 def _weigh(how: Finish, ref, mem, row, chunk) -> None:
-    """Write the positions of N slots of a pool, and their mass under all heads that have some of them."""
-    start, now, some = chunk * SLOTS, ref["position"][row], pl.ds(chunk * SLOTS, SLOTS)
-    if how.massive:
-        _fetch(how, ref, mem, row, start, 0, mem["again"], {"positions": "p_mem", "logits": "l_mem"})
-        _sums(how, ref, mem, row, 0)
-        plgpu.barrier_wait(mem["again"].at[0])
-    else:
-        plgpu.copy_gmem_to_smem(ref["positions"].at[row, some], mem["p_mem"].at[0], mem["once"])
-        plgpu.barrier_wait(mem["once"])
+    """Write the mass of N slots of a pool, under all heads that have some of them."""
+    start, now = chunk * SLOTS, ref["position"][row]
+    plgpu.copy_gmem_to_smem(ref["positions"].at[row, pl.ds(start, SLOTS)], mem["p_mem"].at[0], mem["once"])
+    plgpu.barrier_wait(mem["once"])
+    there = ref["logits"].at[row, pl.ds(start, SLOTS), pl.ds(row * 0, how.decode.columns)]
+    plgpu.copy_gmem_to_smem(there, mem["l_mem"].at[0], mem["once"])
+    plgpu.barrier_wait(mem["once"])
+    _sums(how, ref, mem, row, 0)
 
     def add(head, total):
         low, high = _segment(how, ref, row, head)
@@ -479,16 +476,8 @@ def _weigh(how: Finish, ref, mem, row, chunk) -> None:
 
         return lax.cond((low < start + SLOTS) & (high > start), own, lambda total: total, total)
 
-    def place_new(head, held):
-        place = plgpu.layout_cast(lax.iota(jnp.int32, SLOTS), KEYS) + start
-        return jnp.where((place == ref["slot"][row * how.kv_heads + head]) & (now >= 0), now, held)
-
-    if how.massive:
-        nothing = plgpu.layout_cast(jnp.zeros((SLOTS,), jnp.float32), KEYS)
-        mem["mass_mem"][...] = lax.fori_loop(0, how.kv_heads, add, nothing)
-    mem["placed_mem"][...] = lax.fori_loop(0, how.kv_heads, place_new, plgpu.layout_cast(mem["p_mem"][0], KEYS))
+    nothing = plgpu.layout_cast(jnp.zeros((SLOTS,), jnp.float32), KEYS)
+    mem["mass_mem"][...] = lax.fori_loop(0, how.kv_heads, add, nothing)
     plgpu.commit_smem()
-    if how.massive:
-        plgpu.copy_smem_to_gmem(mem["mass_mem"], ref["mass"].at[row, some])
-    plgpu.copy_smem_to_gmem(mem["placed_mem"], ref["placed"].at[row, some])
+    plgpu.copy_smem_to_gmem(mem["mass_mem"], ref["mass"].at[row, pl.ds(start, SLOTS)])
     plgpu.wait_smem_to_gmem(0)

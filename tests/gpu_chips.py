@@ -1,4 +1,4 @@
-"""GPUs for XLA's own compiler, on a machine without one: what the plugin holds compiles for a description of the device.
+"""GPUs for XLA's own compiler, on a machine without one: the plugin compiles for a description of the device.
 
 Needs `jax-cuda13-plugin` and `jax-cuda13-pjrt` (`pip install --no-deps`, of jax's version), and nothing else of CUDA.
 """
@@ -11,7 +11,9 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-pytest.importorskip("jax_plugins.xla_cuda13", reason="the CUDA plugin, which holds XLA's GPU compiler, is not installed")
+pytest.importorskip(
+    "jax_plugins.xla_cuda13", reason="the CUDA plugin, which holds XLA's GPU compiler, is not installed"
+)
 
 CHIPS = {  # name: compute capability, multiprocessors, KiB of shared memory of a program, GiB, GB per second, MiB of L2
     "Tesla T4": ((7, 5), 40, 64, 16, 320, 4),

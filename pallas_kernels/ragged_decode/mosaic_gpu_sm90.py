@@ -58,7 +58,7 @@ def ragged_decode(
     width, count = plan.blocks * plan.block, plan.splits + kv_heads - 1
 
     queries = query.reshape(batch, kv_heads, heads, dim)
-    cache = [jax.new_ref(x) for x in (keys, values)]
+    cache = [jax.new_ref(x) for x in (positions, keys, values)]
     kept = [jax.ShapeDtypeStruct((batch, width, plan.stored), jnp.float32)] if with_mass else []
     parts, sums, *logits = plgpu.kernel(
         functools.partial(_attend_run, plan),
@@ -79,16 +79,16 @@ def ragged_decode(
         position,
         slot,
         offsets,
-        positions,
         *cache,
         *(() if bias is None else (bias,)),
     )
+    positions, keys, values = (jax.freeze(x) for x in cache)
     factors = {
         name: jnp.broadcast_to(x, positions.shape)
         for name, x in (("weight", judge.weight), ("bias", judge.bias))
         if isinstance(x, jax.Array)
     }
-    output, lse, mass, positions, chosen = finish(
+    output, lse, mass, _, chosen = finish(
         plan, parts, sums, logits[0] if with_mass else None, positions, position, slot,
         judge._replace(**factors), offsets, heads=heads, dim=dim, dtype=query.dtype, interpret=interpret,
     )  # fmt: skip
@@ -96,8 +96,8 @@ def ragged_decode(
         output=output,
         lse=lse,
         mass=mass,
-        keys=jax.freeze(cache[0]),
-        values=jax.freeze(cache[1]),
+        keys=keys,
+        values=values,
         positions=positions,
         next_slot=chosen,
     )
@@ -209,3 +209,12 @@ def _attend_run(
 
     lax.fori_loop(head_from, head_to, attend, None)
     plgpu.wait_smem_to_gmem(0)
+
+    def place(head, _):
+        target = slot[row, head]
+
+        @pl.when((target >= begin) & (target < end))
+        def _place():
+            positions[row, target] = now
+
+    lax.fori_loop(head_from, head_to, place, None)  # other programs read no positions of this run
