@@ -131,6 +131,8 @@ class Decode:
     scale: float
     softcap: float | None
     biased: bool = dataclasses.field(default=False, kw_only=True)  # the logits, by a number for each slot
+    keys: Any = dataclasses.field(default=None, kw_only=True)  # `gpu_codes.Side`s, where they are codes
+    values: Any = dataclasses.field(default=None, kw_only=True)
 
     @classmethod
     def of(cls, rows: int, slots: int, beside: int, dim: int, heads: int, dtype, **more: Any):
@@ -164,22 +166,28 @@ class Decode:
 
     def scratch(self, dim: int, dtype) -> dict[str, Any]:
         """Shared memory and barriers of a program."""
-        tiled = operand(tile_width(dim), dtype)
+        sides = {name: side for name, side in (("keys", self.keys), ("values", self.values)) if side is not None}
+        packed = any(side.bits == 4 for side in sides.values())  # then operands are written by halves
+        tiled = operand(tile_width(dim // 2 if packed else dim), dtype)
+        coded = [side.scratch(name, self.stages, self.block, self.dim, dim) for name, side in sides.items()]
+        blocks = {name: self.stages if side is None else 1 for name, side in (("k", self.keys), ("v", self.values))}
+        parts = {name: 1 if side is None else len(side.parts) for name, side in (("k", self.keys), ("v", self.values))}
         return {
             "q_mem": tiled(self.columns, self.dim),
-            "k_mem": tiled(self.stages, self.block, self.dim),
-            "v_mem": tiled(self.stages, self.block, self.dim),
+            "k_mem": tiled(blocks["k"], self.block, self.dim),
+            "v_mem": tiled(blocks["v"], self.block, self.dim),
             "w_mem": tiled(self.columns, self.block),
             "p_mem": plgpu.SMEM((self.stages, self.block), jnp.int32),
-            "key_mem": plgpu.SMEM((dim,), dtype),
-            "value_mem": plgpu.SMEM((dim,), dtype),
+            "key_mem": plgpu.SMEM((dim if self.keys is None else self.dim,), dtype),
+            "value_mem": plgpu.SMEM((dim if self.values is None else self.dim,), dtype),
             "logit_mem": plgpu.SMEM((self.block, self.columns), jnp.float32),
             "out_mem": plgpu.SMEM((self.dim, self.columns), jnp.float32),
             "sum_mem": plgpu.SMEM((2, self.columns), jnp.float32),
             "once": plgpu.Barrier(),
-            "k_here": plgpu.Barrier(num_arrivals=2 + self.biased, num_barriers=self.stages),
-            "v_here": plgpu.Barrier(num_barriers=self.stages),
+            "k_here": plgpu.Barrier(num_arrivals=1 + parts["k"] + self.biased, num_barriers=self.stages),
+            "v_here": plgpu.Barrier(num_arrivals=parts["v"], num_barriers=self.stages),
             **({"b_mem": plgpu.SMEM((self.stages, self.block), jnp.float32)} if self.biased else {}),
+            **{name: memory for side in coded for name, memory in side.items()},
         }
 
     def start(self):
@@ -228,10 +236,16 @@ class Decode:
         first = lax.div(jnp.min(least), self.block)
         return first, jnp.maximum(lax.div(jnp.max(most) + self.block, self.block) - first, 0)
 
-    def scores(self, keys, queries, seen, bias=None):
+    def scores(self, keys, queries, seen, bias=None, gain=None, low=None):
         """Scores [S, N] with the `bias [S]` of each key, `masking.MASKED` for keys that are not `seen [S]`, and `seen`
-        over the queries."""
-        scores = product(keys, queries.transpose((1, 0))) * self.scale
+        over the queries. Keys are taken times `gain [S]`, and `low [S]` is added to them."""
+        scores = product(keys, queries.transpose((1, 0)))
+        if gain is not None:
+            scores = scores * per_key(gain, scores.shape)
+        if low is not None:
+            whole = jnp.sum(plgpu.layout_cast(queries.transpose((1, 0))[...], SQUARE).astype(jnp.float32), axis=0)
+            scores = scores + per_key(low, scores.shape) * per_query(whole, scores.shape)
+        scores = scores * self.scale
         if self.softcap is not None:
             scores = self.softcap * jnp.tanh(scores / self.softcap)
         if bias is not None:
@@ -240,11 +254,13 @@ class Decode:
         return jnp.where(visible, scores, MASKED), visible
 
 
-def weigh(top, scores, visible, memory):
-    """The maximum with these scores, their weights under it (also to `memory`), and the factor of what was before."""
+def weigh(top, scores, visible, memory, gain=None):
+    """The maximum with these scores, their weights under it, and the factor of what was before; to `memory` go the
+    weights, times the `gain [S]` of the values."""
     higher = jnp.maximum(top, jnp.max(scores, axis=0))
     weights = jnp.where(visible, jnp.exp(scores - per_query(higher, scores.shape)), 0.0)
-    memory.transpose((1, 0))[...] = weights.astype(memory.dtype)
+    given = weights if gain is None else weights * per_key(gain, scores.shape)
+    memory.transpose((1, 0))[...] = given.astype(memory.dtype)
     return higher, weights, jnp.exp(top - higher)
 
 

@@ -23,7 +23,11 @@ from jaxkv.sampling import Sampler
 from jaxkv.store import KVCache
 from jaxkv.store import empty as empty_store
 from jaxkv.store import slots as stores
+from jaxkv.store.codec import Plain
+from jaxkv.store.floats import Fp8
+from jaxkv.store.integers import Int
 from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
+from pallas_kernels.codes import Codes
 from pallas_kernels.decode_attend_score import reference
 from pallas_kernels.prefill_attend import reference as attend_reference
 from pallas_kernels.prefill_attend_mass import reference as mass_reference
@@ -181,7 +185,7 @@ def test_lowers_for_cuda(dim, group, slots, counts):
     traced = jax.jit(step, donate_argnums=1).trace(*bundles)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     attends, finishes = (line for line in text.splitlines() if "@mosaic_gpu" in line)
-    for output, operand in ((3, 6), (4, 7)):  # K and V go in and out as the same buffers
+    for output, operand in ((3, 4), (4, 5)):  # K and V go in and out as the same buffers
         assert f"output_tuple_indices = [{output}], operand_index = {operand}" in attends
     assert finishes.count("output_tuple_indices") == 1  # and so do the positions
     assert slots % 8 or operations(text) == {"custom_call"}
@@ -201,6 +205,87 @@ def test_every_block_is_read_once(rows, slots):
     assert sum(counts) == plan.blocks == -(-slots // plan.block)
     assert min(counts) > 0
     assert rows * plan.splits >= min(2 * gpu.blocks_of.multiprocessors() * 0.85, rows * max(1, plan.blocks // 8))
+
+
+CODED = {  # keys, values, slots, D, dtype, rule
+    "int8": (Int(8), Int(8), 72, 80, "float16", "longflow, each head"),
+    "symmetric int8, floats of 8 bits": (Int(8, symmetric=True), Fp8(), 72, 64, "bfloat16", "longflow"),
+    "int4": (Int(4), Int(4), 72, 64, "bfloat16", "h2o"),
+    "floats of 8 bits without a scale, int4": (Fp8("e5m2", scaled=False), Int(4), 264, 128, "bfloat16", "h2o"),
+    "keys as they are": (Plain(), Int(8), 72, 64, "bfloat16", "tova, room left"),
+    "values as they are": (Int(4, symmetric=True), Plain(), 72, 128, "float16", "adds"),
+}
+
+
+def coded(codecs, bundles):
+    """The same, with keys and values as codes; scales of empty slots are NaN, and codes of all bits."""
+    token, held, slot, judge = bundles
+    hollow = (held.positions < 0)[..., None]
+
+    def lies(codec, x):
+        return codec.as_codes(codec.encode(jnp.where(jnp.isnan(x), 0, x)))
+
+    def poisoned(x):
+        return jnp.where(hollow, jnp.uint8(255) if x.dtype == jnp.uint8 else jnp.asarray(jnp.nan, x.dtype), x)
+
+    cache = (jax.tree.map(poisoned, lies(codec, x)) for codec, x in zip(codecs, held[:2], strict=True))
+    news = (lies(codec, x) for codec, x in zip(codecs, token[1:3], strict=True))
+    codes = (code if isinstance(code, Codes) else None for code in news)
+    return Token(*token[:4], *codes), Held(*cache, *held[2:]), slot, judge
+
+
+def exactly(bundles):
+    """The same numbers in float32, so that the reference rounds none of those that are codes."""
+    token, held, *others = bundles
+
+    def wide(x):
+        if isinstance(x, Codes):
+            return dataclasses.replace(x, dtype="float32")
+        return None if x is None else x.astype(jnp.float32)
+
+    return (token._replace(**{name: wide(getattr(token, name)) for name in token._fields if name != "position"}),
+            held._replace(keys=wide(held.keys), values=wide(held.values)), *others)  # fmt: skip
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("name", CODED)
+def test_codes_count_as_what_they_stand_for(name):
+    keys, values, slots, dim, dtype, rule = CODED[name]
+    bundles, scale = inputs(2, 2, 4, slots, dim, dtype, rule)
+    bundles = coded((keys, values), bundles)
+    got = run(gpu, bundles, scale=scale)
+    want = run(reference, exactly(bundles), scale=scale)
+    for name, tolerance in {"output": 8e-3, "lse": 1e-4, "mass": 1e-4}.items():
+        ours, theirs = (np.asarray(getattr(x, name), np.float32) for x in (got, want))
+        np.testing.assert_allclose(ours, theirs, atol=tolerance, rtol=tolerance, err_msg=name)
+    for name in ("positions", "next_slot", "keys", "values"):
+        for ours, theirs in zip(*(jax.tree.leaves(getattr(x, name)) for x in (got, want)), strict=True):
+            ours, theirs = (np.asarray(x.astype(jnp.float32)) for x in (ours, theirs))
+            np.testing.assert_array_equal(ours, theirs, err_msg=name)
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("group", [1, 16])
+def test_codes_lower_for_cuda(name, group):
+    """Beside the two kernels there is only the order of channels of codes of 4 bits."""
+    keys, values, slots, dim, dtype, rule = CODED[name]
+    bundles, scale = inputs(2, 2, group, slots, dim, dtype, rule)
+    bundles = coded((keys, values), bundles)
+    traced = jax.jit(functools.partial(gpu.decode_attend_score, scale=scale), donate_argnums=1).trace(*bundles)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert len([line for line in text.splitlines() if "@mosaic_gpu" in line]) == 2
+    assert "int4" in name or "symmetric=True" in str(keys) or operations(text) == {"custom_call"}
+
+
+@pytest.mark.parametrize(
+    ("said", "codec", "slots"),
+    [("2 bits", Int(2), 64), ("2 scales", Int(8, channels=32), 64), ("codes of 76 slots", Int(8), 76)],
+)
+def test_refuses_codes_that_it_does_not_read(said, codec, slots):
+    bundles, scale = inputs(2, 2, 2, slots, 64)
+    with pytest.raises(NotImplementedError, match=said):
+        run(gpu, coded((codec, codec), bundles), scale=scale)
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,13 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from pallas_kernels import gpu_blocks as blocks_of
 from pallas_kernels.arguments import Held, Judge, Token
-from pallas_kernels.codes import refuse_codes
+from pallas_kernels.codes import Codes
 from pallas_kernels.decode_attend_score.reference import Attended, placed
+from pallas_kernels.gpu_codes import Side, factor, lines, ordered, spread, write
 from pallas_kernels.gpu_finish import finish
 
 
@@ -60,29 +61,29 @@ def decode_attend_score(
     """
     if rotate is not None:
         raise NotImplementedError("the GPU kernel reads keys as they lie in the cache: rotate= needs the reference")
-    refuse_codes(held.keys, held.values)
-    query, key, value, position, *_ = token
+    query, position = token.query, token.position
     keys, values, positions, bias = held
     batch, kv_heads, slots, dim = keys.shape
     rows, heads = batch * kv_heads, query.shape[1] // kv_heads
-    plan = _plan(rows, slots, dim, heads, keys.dtype, scale, window, softcap, with_mass, bias is not None)
+    sides = {"keys": Side.of(keys, dim, slots), "values": Side.of(values, dim, slots)}
+    dtype = next((x.dtype for x in (keys, values) if not isinstance(x, Codes)), query.dtype)
+    plan = _plan(rows, slots, dim, heads, dtype, scale, window, softcap, with_mass, bias is not None, **sides)
 
     shift = np.arange(rows).reshape(batch, kv_heads) * slots % 8  # where a head begins within its eight slots
-    begun = positions.reshape(rows, slots)
-    lines = _lines(plan, rows)
+    line = _lines(plan, rows)
     target = slot + shift if slots % 8 else slot
-    parts, sums, *logits, keys, values = attend(
-        plan, query.reshape(rows, heads, dim), key.reshape(rows, dim), value.reshape(rows, dim), position, target,
-        lines(positions, -1), keys.reshape(rows, slots, dim), values.reshape(rows, slots, dim),
-        None if bias is None else lines(bias, 0.0), interpret=interpret,
-    )  # fmt: skip
+    named = _named(plan, token, held, rows)
+    named |= {"slot": target.reshape(rows), "positions": line(positions, -1)}
+    named |= {} if bias is None else {"bias": line(bias, 0.0)}
+    parts, sums, *logits = attend(plan, named, interpret)
+    keys, values = (_after(x, named, name) for name, x in (("keys", keys), ("values", values)))
     factors = {
-        name: lines(jnp.broadcast_to(x, positions.shape), 0.0)
+        name: line(jnp.broadcast_to(x, positions.shape), 0.0)
         for name, x in (("weight", judge.weight), ("bias", judge.bias))
         if isinstance(x, jax.Array)
     }
     output, lse, mass, begun, chosen = finish(
-        plan, parts, sums, logits[0] if with_mass else None, lines(positions, -1), position, target,
+        plan, parts, sums, logits[0] if with_mass else None, line(positions, -1), position, target,
         judge._replace(**factors), heads=heads, dim=dim, dtype=query.dtype, window=window, interpret=interpret,
     )  # fmt: skip
     if slots % 8:
@@ -90,11 +91,11 @@ def decode_attend_score(
         place = (np.arange(slots) + shift.reshape(rows, 1)).astype(np.int32)
         mass = None if mass is None else jnp.take_along_axis(mass, place, axis=1)
     return Attended(
-        output=output,
+        output=ordered(output, plan.values, back=True),
         lse=lse,
         mass=None if mass is None else mass.reshape(positions.shape),
-        keys=keys.reshape(batch, kv_heads, slots, dim),
-        values=values.reshape(batch, kv_heads, slots, dim),
+        keys=keys,
+        values=values,
         positions=begun.reshape(positions.shape),
         next_slot=chosen,
     )
@@ -121,62 +122,72 @@ def _lines(plan: _Plan, rows: int) -> Callable:
     return line
 
 
-def attend(
-    plan: _Plan,
-    query: Float[Array, "H G D"],
-    key: Float[Array, "H D"],
-    value: Float[Array, "H D"],
-    position: Int[Array, "B"],
-    slot: Int[Array, "B Hk"],
-    positions: Int[Array, "H W"],
-    keys: Float[Array, "H C D"],
-    values: Float[Array, "H C D"],
-    bias: Float[Array, "H W"] | None = None,
-    *,
-    interpret: bool | plgpu.InterpretGPUParams = False,
-) -> tuple:
-    """The attention kernel: parts of the output, their maxima and sums, the logits [H, blocks * S, G] if they are kept,
-    and K and V with the new token. Logits of slots that are not seen say nothing.
+def _named(plan: _Plan, token: Token, held: Held, rows: int) -> dict[str, Any]:
+    """What the kernel takes of the token and the slots, keys and values to be written in place."""
+    dim = held.keys.shape[-1]
+    dtype = plan.scratch(dim, token.query.dtype)["q_mem"].dtype
+    given: dict[str, Any] = {
+        "query": ordered(token.query.reshape(rows, -1, dim), plan.keys),
+        "key": ordered(token.key.reshape(rows, dim), plan.keys),
+        "value": ordered(token.value.reshape(rows, dim), plan.values),
+        "position": token.position,
+    }
+    sides = (("keys", held.keys, token.key_code), ("values", held.values, token.value_code))
+    for name, x, new in sides:
+        if isinstance(x, Codes):
+            assert new is not None, f"{name} are codes, and the token has none"
+            given |= {f"{name}_{part}": jax.new_ref(y) for part, y in lines(x, rows).items()}
+            given |= {f"{name}_{part}_new": y for part, y in lines(new, rows).items()}
+        else:
+            dtype, whole = x.dtype, (1, -1, dim) if plan.slots % 8 else (rows, -1, dim)
+            given[name] = jax.new_ref(x.reshape(whole))
+    return given | {name: given[name].astype(dtype) for name in ("query", "key", "value")}
+
+
+def _after(x: Array | Codes, named: dict[str, Any], name: str) -> Array | Codes:
+    """Keys or values with the new token."""
+    if not isinstance(x, Codes):
+        return jax.freeze(named[name]).reshape(x.shape)
+    parts = {part: named.get(f"{name}_{part}") for part in ("codes", "scale", "low")}
+    parts = {part: jax.freeze(ref).reshape(getattr(x, part).shape) for part, ref in parts.items() if ref is not None}
+    return dataclasses.replace(x, **parts)
+
+
+def attend(plan: _Plan, named: dict[str, Any], interpret: bool | plgpu.InterpretGPUParams = False) -> list:
+    """The attention kernel: parts of the output, their maxima and sums, and the logits [H, blocks * S, G] if they are
+    kept. Logits of slots that are not seen say nothing. Keys and values get the new token.
     """
-    rows, slots, dim = keys.shape
-    outputs = [
-        jax.ShapeDtypeStruct((rows, plan.splits, plan.dim, plan.columns), jnp.float32),
-        jax.ShapeDtypeStruct((rows, plan.splits, 2, plan.columns), jnp.float32),
-    ]
+    rows, _, dim = named["query"].shape
+    outputs = {
+        "parts": jax.ShapeDtypeStruct((rows, plan.splits, plan.dim, plan.columns), jnp.float32),
+        "sums": jax.ShapeDtypeStruct((rows, plan.splits, 2, plan.columns), jnp.float32),
+    }
     if plan.keeps_logits:
-        outputs.append(jax.ShapeDtypeStruct((rows, plan.blocks * plan.block, plan.stored), jnp.float32))
-    whole = (1, rows * slots, dim) if slots % 8 else (rows, slots, dim)
-    cache = [jax.new_ref(x.reshape(whole)) for x in (keys, values)]
-    results = plgpu.kernel(
-        functools.partial(_attend_block, plan),
-        out_type=outputs,
-        scratch_types=plan.scratch(dim, keys.dtype) | plan.scan(),
+        outputs["logits"] = jax.ShapeDtypeStruct((rows, plan.blocks * plan.block, plan.stored), jnp.float32)
+    names = (*named, *outputs)
+
+    def body(*refs: Any, **memory: Any) -> None:
+        _attend_block(plan, dict(zip(names, refs, strict=True)), memory, **memory)
+
+    return plgpu.kernel(
+        body,
+        out_type=list(outputs.values()),
+        scratch_types=plan.scratch(dim, named["query"].dtype) | plan.scan(),
         grid=(rows, plan.splits),
         grid_names=("row", "split"),
         interpret=interpret or None,
         kernel_name="decode_attend_score",
-    )(
-        query.astype(keys.dtype),
-        key.astype(keys.dtype),
-        value.astype(values.dtype),
-        position,
-        slot.reshape(rows),
-        positions,
-        *cache,
-        *(() if bias is None else (bias,)),
-    )
-    return *results, *(jax.freeze(x) for x in cache)
+    )(*named.values())
 
 
 def _attend_block(
-    plan: _Plan, query, key, value, position, slot, positions, keys, values, *refs,
-    q_mem, k_mem, v_mem, w_mem, p_mem, key_mem, value_mem, logit_mem, out_mem, sum_mem, once, k_here, v_here,
-    scan_mem, scanned, b_mem=None,
+    plan: _Plan, ref, mem, *, q_mem, k_mem, v_mem, w_mem, p_mem, key_mem, value_mem, logit_mem, out_mem, sum_mem, once,
+    k_here, v_here, scan_mem, scanned, b_mem=None, **_,
 ) -> None:  # fmt: skip
     """One program: a run of blocks of slots of one KV head of one row, from the first in which it sees something to the
     last."""
-    bias, (parts, sums, *logits) = (refs[0], refs[1:]) if plan.biased else (None, refs)
     row, split = lax.axis_index("row"), lax.axis_index("split")
+    position, slot, positions, logits = ref["position"], ref["slot"], ref["positions"], ref.get("logits")
     now, target = position[lax.div(row, slot.shape[0] // position.shape[0])], slot[row]
     head, begin, shift = row, 0, 0
     if plan.slots % 8:
@@ -184,15 +195,26 @@ def _attend_block(
         # they are not seen, so it does not matter either that their programs may be writing there.
         head, begin = 0, row * plan.slots
         shift = lax.rem(begin, 8)
+    sides = (
+        ("keys", plan.keys, ref["key"], key_mem, k_mem, k_here),
+        ("values", plan.values, ref["value"], value_mem, v_mem, v_here),
+    )
+    writes = (now >= 0) & (lax.div(target, plan.block * plan.each) == split)
     # From a traced 0, so that the slice may reach past the array: the copy engine reads zeros there and writes nothing.
     zero = row * 0
     all_dims, all_heads = pl.ds(zero, plan.dim), pl.ds(zero, plan.columns)
 
-    @pl.when((now >= 0) & (lax.div(target, plan.block * plan.each) == split))
-    def _write_new_token():
-        for new, memory, cache in ((key, key_mem, keys), (value, value_mem, values)):
-            blocks_of.put(new.at[row], memory, cache.at[head, begin - shift + target], once)
-        plgpu.wait_smem_to_gmem(0)  # in memory before the block around it is read
+    for name, side, new, memory, _, _ in sides:
+        if side is None:
+
+            @pl.when(writes)
+            def _write_new_token(name=name, new=new, memory=memory):
+                blocks_of.put(new.at[row], memory, ref[name].at[head, begin - shift + target], once)
+                plgpu.wait_smem_to_gmem(0)  # in memory before the block around it is read
+
+        else:
+            plgpu.copy_gmem_to_smem(new.at[row, all_dims], memory, once)
+            plgpu.barrier_wait(once)
 
     def seen(held, start):
         """Positions of slots from `start` on, with the new token's, and which of them it sees."""
@@ -207,14 +229,28 @@ def _attend_block(
         stage, start = lax.rem(index, plan.stages), (first + index) * plan.block
         some = pl.ds(pl.multiple_of(begin - shift + start, 8), plan.block)
         plgpu.copy_gmem_to_smem(positions.at[row, pl.ds(start, plan.block)], p_mem.at[stage], k_here.at[stage])
-        if bias is not None and b_mem is not None:
-            plgpu.copy_gmem_to_smem(bias.at[row, pl.ds(start, plan.block)], b_mem.at[stage], k_here.at[stage])
-        plgpu.copy_gmem_to_smem(keys.at[head, some, all_dims], k_mem.at[stage], k_here.at[stage])
-        plgpu.copy_gmem_to_smem(values.at[head, some, all_dims], v_mem.at[stage], v_here.at[stage])
+        if b_mem is not None:
+            plgpu.copy_gmem_to_smem(ref["bias"].at[row, pl.ds(start, plan.block)], b_mem.at[stage], k_here.at[stage])
+        for name, side, _, _, memory, here in sides:
+            if side is None:
+                plgpu.copy_gmem_to_smem(ref[name].at[head, some, all_dims], memory.at[stage], here.at[stage])
+                continue
+            for part in side.parts:
+                names = (some, pl.ds(zero, mem[f"{name}_codes"].shape[-1])) if part == "codes" else (some,)
+                there = ref[f"{name}_{part}"].at[(row, *names)]
+                plgpu.copy_gmem_to_smem(there, mem[f"{name}_{part}"].at[stage], here.at[stage])
+
+    def factors(name, side, stage, own, full=None):
+        """Scales and lows of a block; 0 where it is not `full`, and none of either where there are none."""
+        found = {"scale": None, "low": None}
+        for part in () if side is None else side.parts[1:]:
+            x = factor(mem[f"{name}_{part}"].at[stage], own, 1.0 if part == "scale" else 0.0)
+            found[part] = x if full is None else jnp.where(full, x, 0.0)
+        return found["scale"], found["low"]
 
     for index in range(plan.stages):
         pl.when(index < count)(functools.partial(fetch, jnp.int32(index)))
-    plgpu.copy_gmem_to_smem(query.at[row, all_heads, all_dims], q_mem, once)
+    plgpu.copy_gmem_to_smem(ref["query"].at[row, all_heads, all_dims], q_mem, once)
     plgpu.barrier_wait(once)
 
     def step(index, carry):
@@ -222,35 +258,54 @@ def _attend_block(
         stage = lax.rem(index, plan.stages)
         plgpu.barrier_wait(k_here.at[stage])
         held = plgpu.layout_cast(p_mem[stage], blocks_of.KEYS)
-        _, held, there = seen(held, (first + index) * plan.block)
+        place, held, there = seen(held, (first + index) * plan.block)
+        own = (place == target) & (now >= 0)
+        gain, low = factors("keys", plan.keys, stage, own)
+        keys = k_mem.at[0 if plan.keys is not None else stage]
+        if plan.keys is not None:
+            spread(plan.keys, mem["keys_codes"].at[stage], keys, key_mem, own)
+            plgpu.commit_smem()
         added = None if b_mem is None else plgpu.layout_cast(b_mem[stage], blocks_of.KEYS)
-        scores, visible = plan.scores(k_mem.at[stage], q_mem, there, added)
-        top, weights, shrink = blocks_of.weigh(top, scores, visible, w_mem)
-        if logits:
+        scores, visible = plan.scores(keys, q_mem, there, added, gain, low)
+        if plan.values is not None:
+            plgpu.barrier_wait(v_here.at[stage])
+        gain, low = factors("values", plan.values, stage, own, held >= 0)
+        top, weights, shrink = blocks_of.weigh(top, scores, visible, w_mem, gain)
+        if logits is not None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             logit_mem[...] = scores
 
-        plgpu.barrier_wait(v_here.at[stage])
-        blocks_of.clear_empty(v_mem.at[stage], held)
+        values = v_mem.at[0 if plan.values is not None else stage]
+        if plan.values is not None:  # everyone has done with the operand: the maximum over the keys waited for all
+            spread(plan.values, mem["values_codes"].at[stage], values, value_mem, own, held >= 0)
+        else:
+            plgpu.barrier_wait(v_here.at[stage])
+            blocks_of.clear_empty(values, held)
         plgpu.commit_smem()  # and everyone has done with the stage of the step before
-        if logits:
+        if logits is not None:
             some = pl.ds((first + index) * plan.block, plan.block)
-            plgpu.copy_smem_to_gmem(logit_mem, logits[0].at[row, some, all_heads])
+            plgpu.copy_smem_to_gmem(logit_mem, logits.at[row, some, all_heads])
         coming = index - 1 + plan.stages
         pl.when((index > 0) & (coming < count))(functools.partial(fetch, coming))
-        added = blocks_of.product(v_mem.at[stage].transpose((1, 0)), w_mem.transpose((1, 0)))
-        return top, blocks_of.add(total, shrink, weights), blocks_of.add(output, shrink, added)
+        output = blocks_of.add(output, shrink, blocks_of.product(values.transpose((1, 0)), w_mem.transpose((1, 0))))
+        if low is not None:
+            lifted = jnp.sum(weights * blocks_of.per_key(low, weights.shape), axis=0)
+            output = output + blocks_of.per_query(lifted, output.shape)
+        return top, blocks_of.add(total, shrink, weights), output
 
     carry = lax.fori_loop(0, count, step, plan.start())
-    blocks_of.send(carry, out_mem, sum_mem, parts.at[row, split], sums.at[row, split])
+    blocks_of.send(carry, out_mem, sum_mem, ref["parts"].at[row, split], ref["sums"].at[row, split])
     plgpu.wait_smem_to_gmem(0)
+    for name, side, *_ in sides:
+        if side is not None:  # when the program has read all: it knows the token's own as it is
+            pl.when(writes)(functools.partial(write, side, name, ref, mem, row, target, once))
 
 
-def _plan(rows, slots, dim, heads, dtype, scale, window, softcap, keeps_logits, biased=False) -> _Plan:
+def _plan(rows, slots, dim, heads, dtype, scale, window, softcap, keeps_logits, biased=False, **sides) -> _Plan:
     """The kernel's numbers; raises `NotImplementedError` for what it does not take."""
     if rows * slots % 8:
         raise NotImplementedError(f"{rows} x {slots} slots: a multiple of 8 in all, as they are read by eights")
     return _Plan.of(
         rows, slots, 7 if slots % 8 else 0, dim, heads, dtype, scale=scale, softcap=softcap, biased=biased,
-        window=window, keeps_logits=keeps_logits,
+        window=window, keeps_logits=keeps_logits, **sides,
     )  # fmt: skip
