@@ -18,8 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.arguments import Held, Segments, Token
 from pallas_kernels.codes import Codes
-from pallas_kernels.gpu_blocks import KEYS, QUERIES, SQUARE, per_key, per_query
+from pallas_kernels.gpu_blocks import KEYS, QUERIES, SQUARE, Decode, per_key, per_query
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +55,59 @@ class Side:
         return codes | lines | {f"{name}_new": plgpu.SMEM((dim * self.bits // 8,), self.dtype)}
 
 
-def lines(codes: Codes, rows: int) -> dict[str, jax.Array]:
-    """Codes, scales and lows of slots, one line for each of the rows; of one slot each, without it."""
+def lines(codes: Codes, shape: tuple[int, ...]) -> dict[str, jax.Array]:
+    """Codes, scales and lows, with slots of this shape."""
     whole = {name: getattr(codes, name) for name in ("codes", "scale", "low") if getattr(codes, name) is not None}
-    slots = codes.codes.size // codes.codes.shape[-1] // rows
-    shape = (rows, slots) if slots > 1 else (rows,)
     return {name: x.reshape(*shape, -1) if name == "codes" else x.reshape(shape) for name, x in whole.items()}
+
+
+def named(
+    plan: Decode, token: Token, held: Held | Segments, slots: tuple[int, ...], heads: tuple[int, ...]
+) -> dict[str, Any]:
+    """What a kernel takes of the token and the slots, by name: keys and values to be written in place.
+
+    Slots and KV heads have these shapes. Of codes there is each part by itself, and with `_new` the token's.
+    """
+    dim = held.keys.shape[-1]
+    dtype = next((x.dtype for x in (held.keys, held.values) if not isinstance(x, Codes)), token.query.dtype)
+    given: dict[str, Any] = {
+        "query": ordered(token.query.reshape(*heads, -1, dim), plan.keys),
+        "key": ordered(token.key.reshape(*heads, dim), plan.keys),
+        "value": ordered(token.value.reshape(*heads, dim), plan.values),
+    }
+    given = {name: x.astype(dtype) for name, x in given.items()} | {"position": token.position}
+    for name, x, new in (("keys", held.keys, token.key_code), ("values", held.values, token.value_code)):
+        if isinstance(x, Codes):
+            assert new is not None, f"{name} are codes, and the token has none"
+            given |= {f"{name}_{part}": jax.new_ref(y) for part, y in lines(x, slots).items()}
+            given |= {f"{name}_{part}_new": y for part, y in lines(new, heads).items()}
+        else:
+            given[name] = jax.new_ref(x.reshape(*slots, dim))
+    return given
+
+
+def after(x: Array | Codes, given: dict[str, Any], name: str) -> Array | Codes:
+    """Keys or values with the new token."""
+    if not isinstance(x, Codes):
+        return jax.freeze(given[name]).reshape(x.shape)
+    parts = {part: given.get(f"{name}_{part}") for part in ("codes", "scale", "low")}
+    parts = {part: jax.freeze(ref).reshape(getattr(x, part).shape) for part, ref in parts.items() if ref is not None}
+    return dataclasses.replace(x, **parts)
+
+
+def fetch(
+    side: Side | None, name: str, ref: dict[str, Any], mem: dict[str, Any], at: tuple, memory, stage, here
+) -> None:
+    """Copy a block of keys or values, at these indices: floats to `memory`, codes and what belongs to them to their
+    own."""
+    *slots, dims = at
+    if side is None:
+        plgpu.copy_gmem_to_smem(ref[name].at[(*slots, dims)], memory.at[stage], here.at[stage])
+        return
+    for part in side.parts:
+        there = mem[f"{name}_{part}"]
+        where = (*slots, pl.ds(dims.start, there.shape[-1])) if part == "codes" else tuple(slots)
+        plgpu.copy_gmem_to_smem(ref[f"{name}_{part}"].at[where], there.at[stage], here.at[stage])
 
 
 def ordered(x: Float[Array, "*n D"], side: Side | None, back: bool = False) -> Float[Array, "*n D"]:
@@ -70,9 +118,8 @@ def ordered(x: Float[Array, "*n D"], side: Side | None, back: bool = False) -> F
     return jnp.swapaxes(pairs, -1, -2).reshape(x.shape)
 
 
-def spread(side: Side, codes, memory, exact, own, held=None) -> None:
-    """A block of codes as an operand in shared memory, without scales; what is the token's `own` slot as it is, in
-    `exact`, and what is not `held` as 0."""
+def spread(side: Side, codes, memory, held=None) -> None:
+    """A block of codes as an operand in shared memory, without scales, and what is not `held` as 0."""
     x = plgpu.layout_cast(codes[...], SQUARE)
     width = x.shape[1]
     if side.dtype == "uint8":
@@ -82,25 +129,35 @@ def spread(side: Side, codes, memory, exact, own, held=None) -> None:
     else:
         halves = [x]
     for index, half in enumerate(halves):
-        some = pl.ds(index * width, width)
-        new = plgpu.layout_cast(exact[some], QUERIES).astype(jnp.float32)
-        half = jnp.where(per_key(own, half.shape), per_query(new, half.shape), half.astype(jnp.float32))
+        half = half.astype(jnp.float32)
         if held is not None:
             half = jnp.where(per_key(held, half.shape), half, 0.0)
-        memory.at[:, some][...] = half.astype(memory.dtype)
+        memory.at[:, pl.ds(index * width, width)][...] = half.astype(memory.dtype)
 
 
-def factor(memory, own, exact: float):
-    """Scales or lows of a block's slots, that of the token's own slot as if it were no code."""
-    x = plgpu.layout_cast(memory[...], KEYS).astype(jnp.float32)
-    return jnp.where(own, exact, x)
+def lay(memory, own, exact) -> None:
+    """The token's `own` slot of an operand as it is, in `exact`."""
+    x = plgpu.layout_cast(memory[...], SQUARE).astype(jnp.float32)
+    new = plgpu.layout_cast(exact[...], QUERIES).astype(jnp.float32)
+    memory[...] = jnp.where(per_key(own, x.shape), per_query(new, x.shape), x).astype(memory.dtype)
 
 
-def write(side: Side, name: str, ref: dict[str, Any], mem: dict[str, Any], row, target, once) -> None:
-    """Put the new token's code into its slot."""
-    plgpu.copy_gmem_to_smem(ref[f"{name}_codes_new"].at[row], mem[f"{name}_new"], once)
+def factors(side: Side | None, name: str, mem: dict[str, Any], stage, own, full=None) -> tuple:
+    """Scales and lows of a block's slots, None where there are none: of the token's `own` slot as if it were no code,
+    and 0 where it is not `full`."""
+    found = {"scale": None, "low": None}
+    for part in () if side is None else side.parts[1:]:
+        x = plgpu.layout_cast(mem[f"{name}_{part}"][stage], KEYS).astype(jnp.float32)
+        x = jnp.where(own, 1.0 if part == "scale" else 0.0, x)
+        found[part] = x if full is None else jnp.where(full, x, 0.0)
+    return found["scale"], found["low"]
+
+
+def write(side: Side, name: str, ref: dict[str, Any], mem: dict[str, Any], new: tuple, at: tuple, once) -> None:
+    """Put the token's code, which is at `new`, into its slot."""
+    plgpu.copy_gmem_to_smem(ref[f"{name}_codes_new"].at[new], mem[f"{name}_new"], once)
     plgpu.barrier_wait(once)
-    plgpu.copy_smem_to_gmem(mem[f"{name}_new"], ref[f"{name}_codes"].at[row, target])
+    plgpu.copy_smem_to_gmem(mem[f"{name}_new"], ref[f"{name}_codes"].at[at])
     for part in side.parts[1:]:
-        ref[f"{name}_{part}"][row, target] = ref[f"{name}_{part}_new"][row]
+        ref[f"{name}_{part}"][at] = ref[f"{name}_{part}_new"][new]
     plgpu.wait_smem_to_gmem(0)

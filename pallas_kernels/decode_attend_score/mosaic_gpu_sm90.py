@@ -27,7 +27,8 @@ from pallas_kernels import gpu_blocks as blocks_of
 from pallas_kernels.arguments import Held, Judge, Token
 from pallas_kernels.codes import Codes
 from pallas_kernels.decode_attend_score.reference import Attended, placed
-from pallas_kernels.gpu_codes import Side, factor, lines, ordered, spread, write
+from pallas_kernels.gpu_codes import Side, after, factors, lay, named, ordered, spread, write
+from pallas_kernels.gpu_codes import fetch as fetch_side
 from pallas_kernels.gpu_finish import finish
 
 
@@ -72,11 +73,11 @@ def decode_attend_score(
     shift = np.arange(rows).reshape(batch, kv_heads) * slots % 8  # where a head begins within its eight slots
     line = _lines(plan, rows)
     target = slot + shift if slots % 8 else slot
-    named = _named(plan, token, held, rows)
-    named |= {"slot": target.reshape(rows), "positions": line(positions, -1)}
-    named |= {} if bias is None else {"bias": line(bias, 0.0)}
-    parts, sums, *logits = attend(plan, named, interpret)
-    keys, values = (_after(x, named, name) for name, x in (("keys", keys), ("values", values)))
+    given = named(plan, token, held, (1, rows * slots) if slots % 8 else (rows, slots), (rows,))
+    given |= {"slot": target.reshape(rows), "positions": line(positions, -1)}
+    given |= {} if bias is None else {"bias": line(bias, 0.0)}
+    parts, sums, *logits = attend(plan, given, interpret)
+    keys, values = (after(x, given, name) for name, x in (("keys", keys), ("values", values)))
     factors = {
         name: line(jnp.broadcast_to(x, positions.shape), 0.0)
         for name, x in (("weight", judge.weight), ("bias", judge.bias))
@@ -122,49 +123,18 @@ def _lines(plan: _Plan, rows: int) -> Callable:
     return line
 
 
-def _named(plan: _Plan, token: Token, held: Held, rows: int) -> dict[str, Any]:
-    """What the kernel takes of the token and the slots, keys and values to be written in place."""
-    dim = held.keys.shape[-1]
-    dtype = plan.scratch(dim, token.query.dtype)["q_mem"].dtype
-    given: dict[str, Any] = {
-        "query": ordered(token.query.reshape(rows, -1, dim), plan.keys),
-        "key": ordered(token.key.reshape(rows, dim), plan.keys),
-        "value": ordered(token.value.reshape(rows, dim), plan.values),
-        "position": token.position,
-    }
-    sides = (("keys", held.keys, token.key_code), ("values", held.values, token.value_code))
-    for name, x, new in sides:
-        if isinstance(x, Codes):
-            assert new is not None, f"{name} are codes, and the token has none"
-            given |= {f"{name}_{part}": jax.new_ref(y) for part, y in lines(x, rows).items()}
-            given |= {f"{name}_{part}_new": y for part, y in lines(new, rows).items()}
-        else:
-            dtype, whole = x.dtype, (1, -1, dim) if plan.slots % 8 else (rows, -1, dim)
-            given[name] = jax.new_ref(x.reshape(whole))
-    return given | {name: given[name].astype(dtype) for name in ("query", "key", "value")}
-
-
-def _after(x: Array | Codes, named: dict[str, Any], name: str) -> Array | Codes:
-    """Keys or values with the new token."""
-    if not isinstance(x, Codes):
-        return jax.freeze(named[name]).reshape(x.shape)
-    parts = {part: named.get(f"{name}_{part}") for part in ("codes", "scale", "low")}
-    parts = {part: jax.freeze(ref).reshape(getattr(x, part).shape) for part, ref in parts.items() if ref is not None}
-    return dataclasses.replace(x, **parts)
-
-
-def attend(plan: _Plan, named: dict[str, Any], interpret: bool | plgpu.InterpretGPUParams = False) -> list:
+def attend(plan: _Plan, given: dict[str, Any], interpret: bool | plgpu.InterpretGPUParams = False) -> list:
     """The attention kernel: parts of the output, their maxima and sums, and the logits [H, blocks * S, G] if they are
     kept. Logits of slots that are not seen say nothing. Keys and values get the new token.
     """
-    rows, _, dim = named["query"].shape
+    rows, _, dim = given["query"].shape
     outputs = {
         "parts": jax.ShapeDtypeStruct((rows, plan.splits, plan.dim, plan.columns), jnp.float32),
         "sums": jax.ShapeDtypeStruct((rows, plan.splits, 2, plan.columns), jnp.float32),
     }
     if plan.keeps_logits:
         outputs["logits"] = jax.ShapeDtypeStruct((rows, plan.blocks * plan.block, plan.stored), jnp.float32)
-    names = (*named, *outputs)
+    names = (*given, *outputs)
 
     def body(*refs: Any, **memory: Any) -> None:
         _attend_block(plan, dict(zip(names, refs, strict=True)), memory, **memory)
@@ -172,12 +142,12 @@ def attend(plan: _Plan, named: dict[str, Any], interpret: bool | plgpu.Interpret
     return plgpu.kernel(
         body,
         out_type=list(outputs.values()),
-        scratch_types=plan.scratch(dim, named["query"].dtype) | plan.scan(),
+        scratch_types=plan.scratch(dim, given["query"].dtype) | plan.scan(),
         grid=(rows, plan.splits),
         grid_names=("row", "split"),
         interpret=interpret or None,
         kernel_name="decode_attend_score",
-    )(*named.values())
+    )(*given.values())
 
 
 def _attend_block(
@@ -212,10 +182,6 @@ def _attend_block(
                 blocks_of.put(new.at[row], memory, ref[name].at[head, begin - shift + target], once)
                 plgpu.wait_smem_to_gmem(0)  # in memory before the block around it is read
 
-        else:
-            plgpu.copy_gmem_to_smem(new.at[row, all_dims], memory, once)
-            plgpu.barrier_wait(once)
-
     def seen(held, start):
         """Positions of slots from `start` on, with the new token's, and which of them it sees."""
         place = plgpu.layout_cast(lax.iota(jnp.int32, held.shape[0]), blocks_of.KEYS) + start
@@ -232,21 +198,21 @@ def _attend_block(
         if b_mem is not None:
             plgpu.copy_gmem_to_smem(ref["bias"].at[row, pl.ds(start, plan.block)], b_mem.at[stage], k_here.at[stage])
         for name, side, _, _, memory, here in sides:
-            if side is None:
-                plgpu.copy_gmem_to_smem(ref[name].at[head, some, all_dims], memory.at[stage], here.at[stage])
-                continue
-            for part in side.parts:
-                names = (some, pl.ds(zero, mem[f"{name}_codes"].shape[-1])) if part == "codes" else (some,)
-                there = ref[f"{name}_{part}"].at[(row, *names)]
-                plgpu.copy_gmem_to_smem(there, mem[f"{name}_{part}"].at[stage], here.at[stage])
+            fetch_side(side, name, ref, mem, (head, some, all_dims), memory, stage, here)
 
-    def factors(name, side, stage, own, full=None):
-        """Scales and lows of a block; 0 where it is not `full`, and none of either where there are none."""
-        found = {"scale": None, "low": None}
-        for part in () if side is None else side.parts[1:]:
-            x = factor(mem[f"{name}_{part}"].at[stage], own, 1.0 if part == "scale" else 0.0)
-            found[part] = x if full is None else jnp.where(full, x, 0.0)
-        return found["scale"], found["low"]
+    def read(side, name, new, exact, memory, stage, index, own, held=None):
+        """A block as an operand; codes are brought to where the block before was."""
+        if side is None:
+            return memory.at[stage]
+        spread(side, mem[f"{name}_codes"].at[stage], memory.at[0], None if held is None else held >= 0)
+
+        @pl.when((now >= 0) & (lax.div(target, plan.block) == first + index))
+        def _lay():
+            plgpu.copy_gmem_to_smem(new.at[row, all_dims], exact, once)
+            plgpu.barrier_wait(once)
+            lay(memory.at[0], own, exact)
+
+        return memory.at[0]
 
     for index in range(plan.stages):
         pl.when(index < count)(functools.partial(fetch, jnp.int32(index)))
@@ -260,27 +226,25 @@ def _attend_block(
         held = plgpu.layout_cast(p_mem[stage], blocks_of.KEYS)
         place, held, there = seen(held, (first + index) * plan.block)
         own = (place == target) & (now >= 0)
-        gain, low = factors("keys", plan.keys, stage, own)
-        keys = k_mem.at[0 if plan.keys is not None else stage]
+        gain, low = factors(plan.keys, "keys", mem, stage, own)
+        keys = read(plan.keys, "keys", ref["key"], key_mem, k_mem, stage, index, own)
         if plan.keys is not None:
-            spread(plan.keys, mem["keys_codes"].at[stage], keys, key_mem, own)
             plgpu.commit_smem()
         added = None if b_mem is None else plgpu.layout_cast(b_mem[stage], blocks_of.KEYS)
         scores, visible = plan.scores(keys, q_mem, there, added, gain, low)
         if plan.values is not None:
             plgpu.barrier_wait(v_here.at[stage])
-        gain, low = factors("values", plan.values, stage, own, held >= 0)
+        gain, low = factors(plan.values, "values", mem, stage, own, held >= 0)
         top, weights, shrink = blocks_of.weigh(top, scores, visible, w_mem, gain)
         if logits is not None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             logit_mem[...] = scores
 
-        values = v_mem.at[0 if plan.values is not None else stage]
-        if plan.values is not None:  # everyone has done with the operand: the maximum over the keys waited for all
-            spread(plan.values, mem["values_codes"].at[stage], values, value_mem, own, held >= 0)
-        else:
+        if plan.values is None:
             plgpu.barrier_wait(v_here.at[stage])
-            blocks_of.clear_empty(values, held)
+            blocks_of.clear_empty(v_mem.at[stage], held)
+        # Of codes everyone has done with the operand: the maximum over the keys waited for all.
+        values = read(plan.values, "values", ref["value"], value_mem, v_mem, stage, index, own, held)
         plgpu.commit_smem()  # and everyone has done with the stage of the step before
         if logits is not None:
             some = pl.ds((first + index) * plan.block, plan.block)
@@ -298,7 +262,7 @@ def _attend_block(
     plgpu.wait_smem_to_gmem(0)
     for name, side, *_ in sides:
         if side is not None:  # when the program has read all: it knows the token's own as it is
-            pl.when(writes)(functools.partial(write, side, name, ref, mem, row, target, once))
+            pl.when(writes)(functools.partial(write, side, name, ref, mem, (row,), (row, target), once))
 
 
 def _plan(rows, slots, dim, heads, dtype, scale, window, softcap, keeps_logits, biased=False, **sides) -> _Plan:
