@@ -145,7 +145,7 @@ def lay(memory, own, exact) -> None:
 def factors(side: Side | None, name: str, mem: dict[str, Any], stage, own, full=None) -> tuple:
     """Scales and lows of a block's slots, None where there are none: of the token's `own` slot as if it were no code,
     and 0 where it is not `full`."""
-    found = {"scale": None, "low": None}
+    found: dict[str, Any] = {"scale": None, "low": None}
     for part in () if side is None else side.parts[1:]:
         x = plgpu.layout_cast(mem[f"{name}_{part}"][stage], KEYS).astype(jnp.float32)
         x = jnp.where(own, 1.0 if part == "scale" else 0.0, x)

@@ -118,7 +118,8 @@ def finish(
     inputs |= {"limits": judge.limits, "recents": judge.recents}
     inputs |= {name: x for name, x in (("logits", logits), ("offsets", offsets)) if x is not None}
     inputs |= {name: getattr(judge, name) for name in how.factors}
-    inputs["positions"] = positions if pooled else jax.new_ref(positions)
+    placed: Any = positions if pooled else jax.new_ref(positions)
+    inputs["positions"] = placed
     columns = plan.columns
     line = functools.partial(plgpu.SMEM, (STAGES, SLOTS))
     tile = blocks_of.tile_width(dim) * 2 // jnp.dtype(dtype).itemsize
@@ -157,7 +158,7 @@ def finish(
         given["output"].reshape(batch, kv_heads * heads, dim),
         given["lse"].reshape(batch, kv_heads * heads),
         given.get("mass"),
-        positions if pooled else jax.freeze(inputs["positions"]),
+        placed if pooled else jax.freeze(placed),
         given["chosen"].reshape(slot.shape),
     )
 
