@@ -88,27 +88,16 @@ def _bundle(kind: type, state: dict[str, Any]) -> Any:
 
 def unscored(state: dict[str, Any]) -> dict[str, Any]:
     """Write and attend: the slots are filled in turn."""
-    batch, kv_heads, slots, dim = state["keys"].shape
-    turn = lax.rem(state["slot"] + 1, slots)
-    if jax.default_backend() != "gpu":
-        result = _operation(state, "reference")  # nobody reads the scores, so XLA does not compute them
-        new = {"query": result.output, "keys": result.keys, "values": result.values, "positions": result.positions}
-        return state | new | {"slot": turn, "position": state["position"] + 1}
-    from pallas_kernels.decode_attend_score import mosaic_gpu_sm90 as gpu
-
-    rows = batch * kv_heads
-    index = (jnp.arange(batch)[:, None], jnp.arange(kv_heads)[None, :], state["slot"])
-    positions = state["positions"].at[index].set(state["position"][:, None])
-    output, _, _, keys, values = gpu.attend(
-        state["query"].reshape(rows, -1, dim), state["key"].reshape(rows, dim), state["value"].reshape(rows, dim),
-        jnp.repeat(state["position"], kv_heads), state["slot"].reshape(rows),
-        state["keys"].reshape(rows, slots, dim), state["values"].reshape(rows, slots, dim),
-        positions.reshape(rows, slots), scale=_scale(state), keeps_logits=False,
+    slots = state["keys"].shape[2]
+    limits = jnp.full_like(state["position"], slots)
+    judge = Judge(limits, jnp.zeros_like(limits), 0.0)
+    result = decode_attend_score(
+        _bundle(Token, state), _bundle(Held, state), state["slot"], judge, scale=_scale(state), with_mass=False,
+        implementation=None if jax.default_backend() == "gpu" else "reference",
     )  # fmt: skip
     return state | {
-        "query": output.reshape(state["query"].shape).astype(state["query"].dtype),
-        "keys": keys.reshape(state["keys"].shape), "values": values.reshape(state["values"].shape),
-        "positions": positions, "slot": turn, "position": state["position"] + 1,
+        "query": result.output, "keys": result.keys, "values": result.values, "positions": result.positions,
+        "slot": lax.rem(state["slot"] + 1, slots), "position": state["position"] + 1,
     }  # fmt: skip
 
 

@@ -1,11 +1,12 @@
 """What the GPU kernels share: what they take, how operands lie in shared memory, products and masks of a block, and how
-a decode kernel's work is divided and joined.
+a decode kernel's work is divided. `gpu_finish` joins its parts.
 
 Keys are the rows of a block's scores [S, N] and queries the columns, so that a product with the values, [D, S] [S, N],
 needs no more than the weights written back to shared memory.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -13,21 +14,36 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
 
 from pallas_kernels.masking import MASKED
 
-MULTIPROCESSORS = 132  # of an H100 or H200; each runs two programs (one copies, one computes), or one of a wide head
+MULTIPROCESSORS = {"9.0": 132}  # by compute capability, where no device says: an H100's
+SHARED = 227 * 1024  # bytes of shared memory that a multiprocessor's programs have between them
+RESERVED = 6144  # and what each takes of it beside its own: its barriers, reductions, and what the system keeps
 SLOTS = {64: 128, 128: 64, 192: 64, 256: 64}  # slots at a time, by head dim filled up to 64s: about 16 KiB of K
+SCAN = 256  # positions that a program looks at at a time, to find the blocks that it must read
 KEYS = plgpu.Layout.WGMMA.reduce(1)  # how a number per key (row of scores) lies in registers
 QUERIES = plgpu.Layout.WGMMA.reduce(0)  # and a number per query (column)
 SQUARE = plgpu.Layout.WGMMA
 
 
+def gpu() -> Any | None:
+    """The GPU that is traced for: jax's default device, if it is one."""
+    device = jax.config.jax_default_device
+    device = jax.devices()[0] if device is None or isinstance(device, str) else device
+    return device if device.platform in ("gpu", "cuda") else None
+
+
+def multiprocessors() -> int:
+    """Of the GPU that is traced for, or of a usual Hopper GPU."""
+    device = gpu()
+    return MULTIPROCESSORS["9.0"] if device is None else device.core_count
+
+
 def check(dim: int, dtype) -> None:
     """Raises `NotImplementedError` for GPUs, head dims and dtypes that the kernels do not take."""
-    device = jax.devices()[0]
-    if device.platform == "gpu" and str(device.compute_capability) != "9.0":
+    device = gpu()
+    if device is not None and str(device.compute_capability) != "9.0":
         raise NotImplementedError(f"{device.device_kind}: the kernel is for Hopper GPUs (compute capability 9.0)")
     if dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"{dtype} cache: the tensor cores would round it; bfloat16 or float16")
@@ -42,7 +58,8 @@ def tile_width(dim: int) -> int:
 
 def operand(width: int, dtype):
     """`operand(width, dtype)(shape)`: shared memory for an operand of the tensor cores."""
-    tiles = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)  # pyright: ignore[reportAbstractUsage]
+    swizzle = width * jnp.dtype(dtype).itemsize
+    tiles = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
     return lambda *shape: plgpu.SMEM(shape, dtype, transforms=tiles)
 
 
@@ -114,6 +131,8 @@ class Decode:
     scale: float
     softcap: float | None
     biased: bool = dataclasses.field(default=False, kw_only=True)  # the logits, by a number for each slot
+    keys: Any = dataclasses.field(default=None, kw_only=True)  # `gpu_codes.Side`s, where they are codes
+    values: Any = dataclasses.field(default=None, kw_only=True)
 
     @classmethod
     def of(cls, rows: int, slots: int, beside: int, dim: int, heads: int, dtype, **more: Any):
@@ -127,10 +146,18 @@ class Decode:
         wide = round_up(dim, 64)
         block = SLOTS[wide]
         blocks = -(-(slots + beside) // block)
-        each = -(-blocks // _splits(rows, blocks, MULTIPROCESSORS * (2 if wide <= 128 else 1)))
-        return cls(
-            slots, wide, round_up(heads, 8), round_up(heads, 4), block, 2 if wide > 128 else 3, each, blocks, **more
-        )
+        whole = cls(slots, wide, round_up(heads, 8), round_up(heads, 4), block, 3, blocks, blocks, **more)
+        plan = next((x for x in (whole, dataclasses.replace(whole, stages=2)) if x.programs(dim, dtype) > 1), whole)
+        if plan.programs(dim, dtype) < 1:
+            plan = dataclasses.replace(plan, stages=2)
+        splits = _splits(rows, blocks, multiprocessors() * plan.programs(dim, dtype))
+        return dataclasses.replace(plan, each=-(-blocks // splits))
+
+    def programs(self, dim: int, dtype) -> int:
+        """How many run on a multiprocessor at a time, two at most: one copies while the other computes."""
+        memory = (x for x in self.scratch(dim, dtype).values() if hasattr(x, "dtype"))
+        used = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in memory)
+        return min(2, SHARED // (used + RESERVED))
 
     @property
     def splits(self) -> int:
@@ -139,22 +166,28 @@ class Decode:
 
     def scratch(self, dim: int, dtype) -> dict[str, Any]:
         """Shared memory and barriers of a program."""
-        tiled = operand(tile_width(dim), dtype)
+        sides = {name: side for name, side in (("keys", self.keys), ("values", self.values)) if side is not None}
+        packed = any(side.bits == 4 for side in sides.values())  # then operands are written by halves
+        tiled = operand(tile_width(dim // 2 if packed else dim), dtype)
+        coded = [side.scratch(name, self.stages, self.block, self.dim, dim) for name, side in sides.items()]
+        blocks = {name: self.stages if side is None else 1 for name, side in (("k", self.keys), ("v", self.values))}
+        parts = {name: 1 if side is None else len(side.parts) for name, side in (("k", self.keys), ("v", self.values))}
         return {
             "q_mem": tiled(self.columns, self.dim),
-            "k_mem": tiled(self.stages, self.block, self.dim),
-            "v_mem": tiled(self.stages, self.block, self.dim),
+            "k_mem": tiled(blocks["k"], self.block, self.dim),
+            "v_mem": tiled(blocks["v"], self.block, self.dim),
             "w_mem": tiled(self.columns, self.block),
             "p_mem": plgpu.SMEM((self.stages, self.block), jnp.int32),
-            "key_mem": plgpu.SMEM((dim,), dtype),
-            "value_mem": plgpu.SMEM((dim,), dtype),
+            "key_mem": plgpu.SMEM((dim if self.keys is None else self.dim,), dtype),
+            "value_mem": plgpu.SMEM((dim if self.values is None else self.dim,), dtype),
             "logit_mem": plgpu.SMEM((self.block, self.columns), jnp.float32),
             "out_mem": plgpu.SMEM((self.dim, self.columns), jnp.float32),
             "sum_mem": plgpu.SMEM((2, self.columns), jnp.float32),
             "once": plgpu.Barrier(),
-            "k_here": plgpu.Barrier(num_arrivals=2 + self.biased, num_barriers=self.stages),
-            "v_here": plgpu.Barrier(num_barriers=self.stages),
+            "k_here": plgpu.Barrier(num_arrivals=1 + parts["k"] + self.biased, num_barriers=self.stages),
+            "v_here": plgpu.Barrier(num_arrivals=parts["v"], num_barriers=self.stages),
             **({"b_mem": plgpu.SMEM((self.stages, self.block), jnp.float32)} if self.biased else {}),
+            **{name: memory for side in coded for name, memory in side.items()},
         }
 
     def start(self):
@@ -166,10 +199,53 @@ class Decode:
         )
         return tuple(plgpu.layout_cast(x, layout) for x, layout in zip(start, (QUERIES, SQUARE, SQUARE), strict=True))
 
-    def scores(self, keys, queries, seen, bias=None):
+    @staticmethod
+    def scan() -> dict[str, Any]:
+        """Shared memory and barriers for `reach`."""
+        return {"scan_mem": plgpu.SMEM((2, SCAN), jnp.int32), "scanned": plgpu.Barrier(num_barriers=2)}
+
+    def reach(self, positions, split, seen, now, memory, here) -> tuple:
+        """The first block of a program's run in which something is seen, and how many there are to the last one.
+
+        `seen(held, start)` says what of the positions from a place on is seen, behind its first two results.
+        """
+        start, stop = split * self.each * self.block, jnp.minimum((split + 1) * self.each, self.blocks) * self.block
+        count = jnp.where(now < 0, 0, pl.cdiv(stop - start, SCAN))
+
+        def fetch(index):
+            @pl.when(index < count)
+            def _fetch():
+                stage = lax.rem(index, 2)
+                some = positions.at[pl.ds(start + index * SCAN, SCAN)]
+                plgpu.copy_gmem_to_smem(some, memory.at[stage], here.at[stage])
+
+        def look(index, carry):
+            least, most = carry
+            stage = lax.rem(index, 2)
+            plgpu.barrier_wait(here.at[stage])
+            place, _, there = seen(plgpu.layout_cast(memory[stage], KEYS), start + index * SCAN)
+            there = there & (place < stop)
+            plgpu.commit_smem()  # everyone has done with the stage
+            fetch(index + 2)
+            return jnp.where(there, jnp.minimum(least, place), least), jnp.where(there, place, most)
+
+        for index in range(2):
+            fetch(jnp.int32(index))
+        nothing = jnp.full((SCAN,), self.blocks * self.block, jnp.int32), jnp.full((SCAN,), -1, jnp.int32)
+        least, most = lax.fori_loop(0, count, look, tuple(plgpu.layout_cast(x, KEYS) for x in nothing))
+        first = lax.div(jnp.min(least), self.block)
+        return first, jnp.maximum(lax.div(jnp.max(most) + self.block, self.block) - first, 0)
+
+    def scores(self, keys, queries, seen, bias=None, gain=None, low=None):
         """Scores [S, N] with the `bias [S]` of each key, `masking.MASKED` for keys that are not `seen [S]`, and `seen`
-        over the queries."""
-        scores = product(keys, queries.transpose((1, 0))) * self.scale
+        over the queries. Keys are taken times `gain [S]`, and `low [S]` is added to them."""
+        scores = product(keys, queries.transpose((1, 0)))
+        if gain is not None:
+            scores = scores * per_key(gain, scores.shape)
+        if low is not None:
+            whole = jnp.sum(plgpu.layout_cast(queries.transpose((1, 0))[...], SQUARE).astype(jnp.float32), axis=0)
+            scores = scores + per_key(low, scores.shape) * per_query(whole, scores.shape)
+        scores = scores * self.scale
         if self.softcap is not None:
             scores = self.softcap * jnp.tanh(scores / self.softcap)
         if bias is not None:
@@ -178,11 +254,13 @@ class Decode:
         return jnp.where(visible, scores, MASKED), visible
 
 
-def weigh(top, scores, visible, memory):
-    """The maximum with these scores, their weights under it (also to `memory`), and the factor of what was before."""
+def weigh(top, scores, visible, memory, gain=None):
+    """The maximum with these scores, their weights under it, and the factor of what was before; to `memory` go the
+    weights, times the `gain [S]` of the values."""
     higher = jnp.maximum(top, jnp.max(scores, axis=0))
     weights = jnp.where(visible, jnp.exp(scores - per_query(higher, scores.shape)), 0.0)
-    memory.transpose((1, 0))[...] = weights.astype(memory.dtype)
+    given = weights if gain is None else weights * per_key(gain, scores.shape)
+    memory.transpose((1, 0))[...] = given.astype(memory.dtype)
     return higher, weights, jnp.exp(top - higher)
 
 
@@ -209,24 +287,12 @@ def send(carry, out_mem, sum_mem, part, sums):
     plgpu.copy_smem_to_gmem(sum_mem, sums)
 
 
-def join(
-    top: Float[Array, "*B parts G"], total: Float[Array, "*B parts G"]
-) -> tuple[Float[Array, "*B G"], Float[Array, "*B parts G"]]:
-    """The log-sum-exp over the parts of a softmax, and what each part's output counts, by their maxima and sums."""
-    highest = jnp.max(top, axis=-2, keepdims=True)
-    share = jnp.exp(top - highest)
-    total = jnp.sum(total * share, axis=-2, keepdims=True)
-    safe = jnp.where(total > 0, total, 1.0)
-    lse = jnp.where(total > 0, highest + jnp.log(safe), -jnp.inf)
-    return jnp.squeeze(lse, -2), share / safe
-
-
 def _splits(rows: int, blocks: int, at_once: int) -> int:
-    """Programs per row: the fewest of at least 4 blocks that keep nine tenths of the chip busy, else the busiest."""
+    """Programs per row: the fewest of at least 2 blocks that keep nine tenths of the chip busy, else the busiest."""
 
     def busy(splits: int) -> float:
         programs = rows * -(-blocks // -(-blocks // splits))
         return programs / round_up(programs, at_once)
 
-    choices = range(1, max(1, blocks // 4) + 1)
+    choices = range(1, max(1, blocks // 2) + 1)
     return next((splits for splits in choices if busy(splits) >= 0.9), max(choices, key=busy))

@@ -23,7 +23,11 @@ from jaxkv.sampling import Sampler
 from jaxkv.store import KVCache
 from jaxkv.store import empty as empty_store
 from jaxkv.store import slots as stores
+from jaxkv.store.codec import Plain
+from jaxkv.store.floats import Fp8
+from jaxkv.store.integers import Int
 from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
+from pallas_kernels.codes import Codes
 from pallas_kernels.decode_attend_score import reference
 from pallas_kernels.prefill_attend import reference as attend_reference
 from pallas_kernels.prefill_attend_mass import reference as mass_reference
@@ -102,7 +106,10 @@ def run(implementation, bundles, **options):
 
 
 def check(got, want):
+    assert (got.mass is None) == (want.mass is None)
     for name, tolerance in CLOSE.items():
+        if getattr(want, name) is None:
+            continue
         ours, theirs = (np.asarray(getattr(x, name), np.float32) for x in (got, want))
         np.testing.assert_allclose(ours, theirs, atol=tolerance, rtol=tolerance, err_msg=name)
     for name in ("keys", "values", "positions", "next_slot"):
@@ -117,6 +124,8 @@ CASES = {  # G, C, D, dtype, rule, more
     ),
     "sixteen query heads, odd slots": (16, 134, 128, "bfloat16", "longflow", {"group": "max"}),
     "D 256, counts": (9, 72, 256, "bfloat16", "adds", {"counts": True}),
+    "one score for all heads, several times 256 slots": (2, 528, 64, "bfloat16", "longflow", {"window": 700}),
+    "no mass": (4, 64, 64, "bfloat16", "adds", {"with_mass": False}),
 }  # fmt: skip
 
 
@@ -168,14 +177,23 @@ def test_ties_go_to_the_older_token():
 @pytest.mark.parametrize(("dim", "group"), [(64, 4), (80, 1), (96, 7), (128, 16), (256, 16)])
 @pytest.mark.parametrize("counts", [False, True])
 def test_lowers_for_cuda(dim, group, slots, counts):
-    """As far as a machine without a GPU goes: layouts are inferred and the kernel's module is built and verified."""
+    """As far as a machine without a GPU goes: layouts are inferred and the kernels' modules are built and verified.
+
+    There is nothing beside the two kernels, except where slots are no multiple of 8."""
     bundles, scale = inputs(2, 4, group, slots, dim, counts=counts)
     step = functools.partial(gpu.decode_attend_score, scale=scale, window=500, softcap=30.0)
     traced = jax.jit(step, donate_argnums=1).trace(*bundles)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    call = next(line for line in text.splitlines() if "@mosaic_gpu" in line)
-    for output, operand in ((3, 7), (4, 8)):  # K and V go in and out as the same buffers
-        assert f"output_tuple_indices = [{output}], operand_index = {operand}" in call
+    attends, finishes = (line for line in text.splitlines() if "@mosaic_gpu" in line)
+    for output, operand in ((3, 4), (4, 5)):  # K and V go in and out as the same buffers
+        assert f"output_tuple_indices = [{output}], operand_index = {operand}" in attends
+    assert finishes.count("output_tuple_indices") == 1  # and so do the positions
+    assert slots % 8 or operations(text) == {"custom_call"}
+
+
+def operations(text: str) -> set[str]:
+    """What a lowered program does, but for other names of the same numbers."""
+    return set(re.findall(r"= \"?stablehlo\.(\w+)", text)) - {"reshape", "constant"}
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 60, 512, 2048])
@@ -186,7 +204,91 @@ def test_every_block_is_read_once(rows, slots):
     counts = [min(plan.each, plan.blocks - start) for start in starts]
     assert sum(counts) == plan.blocks == -(-slots // plan.block)
     assert min(counts) > 0
-    assert rows * plan.splits >= min(2 * gpu.blocks_of.MULTIPROCESSORS * 0.85, rows * max(1, plan.blocks // 8))
+    assert rows * plan.splits >= min(2 * gpu.blocks_of.multiprocessors() * 0.85, rows * max(1, plan.blocks // 8))
+
+
+CODED = {  # keys, values, slots, D, dtype, rule
+    "int8": (Int(8), Int(8), 72, 80, "float16", "longflow, each head"),
+    "symmetric int8, floats of 8 bits": (Int(8, symmetric=True), Fp8(), 72, 64, "bfloat16", "longflow"),
+    "int4": (Int(4), Int(4), 72, 64, "bfloat16", "h2o"),
+    "floats of 8 bits without a scale, int4": (Fp8("e5m2", scaled=False), Int(4), 264, 128, "bfloat16", "h2o"),
+    "keys as they are": (Plain(), Int(8), 72, 64, "bfloat16", "tova, room left"),
+    "values as they are": (Int(4, symmetric=True), Plain(), 72, 128, "float16", "adds"),
+}
+
+
+def coded(codecs, bundles):
+    """The same, with keys and values as codes; scales of empty slots are NaN, and codes of all bits."""
+    token, held, slot, judge = bundles
+    hollow = (held.positions < 0)[..., None]
+
+    def lies(codec, x):
+        return codec.as_codes(codec.encode(jnp.where(jnp.isnan(x), 0, x)))
+
+    def poisoned(x):
+        return jnp.where(hollow, jnp.uint8(255) if x.dtype == jnp.uint8 else jnp.asarray(jnp.nan, x.dtype), x)
+
+    keys, values = (jax.tree.map(poisoned, lies(codec, x)) for codec, x in zip(codecs, held[:2], strict=True))
+    news = (lies(codec, x) for codec, x in zip(codecs, token[1:3], strict=True))
+    codes = (code if isinstance(code, Codes) else None for code in news)
+    return Token(*token[:4], *codes), held._replace(keys=keys, values=values), slot, judge
+
+
+def exactly(bundles):
+    """The same numbers in float32, so that the reference rounds none of those that are codes."""
+    token, held, *others = bundles
+
+    def wide(x):
+        if isinstance(x, Codes):
+            return dataclasses.replace(x, dtype="float32")
+        return None if x is None else x.astype(jnp.float32)
+
+    return (token._replace(**{name: wide(getattr(token, name)) for name in token._fields if name != "position"}),
+            held._replace(keys=wide(held.keys), values=wide(held.values)), *others)  # fmt: skip
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("name", CODED)
+def test_codes_count_as_what_they_stand_for(name):
+    keys, values, slots, dim, dtype, rule = CODED[name]
+    bundles, scale = inputs(2, 2, 4, slots, dim, dtype, rule)
+    bundles = coded((keys, values), bundles)
+    alike(run(gpu, bundles, scale=scale), run(reference, exactly(bundles), scale=scale))
+
+
+def alike(got, want):
+    """What codes give, and what the reference gives without rounding: what lies in the slots to the bit."""
+    for name, tolerance in {"output": 8e-3, "lse": 1e-4, "mass": 1e-4}.items():
+        ours, theirs = (np.asarray(getattr(x, name), np.float32) for x in (got, want))
+        np.testing.assert_allclose(ours, theirs, atol=tolerance, rtol=tolerance, err_msg=name)
+    for name in ("positions", "next_slot", "keys", "values"):
+        for ours, theirs in zip(*(jax.tree.leaves(getattr(x, name)) for x in (got, want)), strict=True):
+            ours, theirs = (np.asarray(x.astype(jnp.float32)) for x in (ours, theirs))
+            np.testing.assert_array_equal(ours, theirs, err_msg=name)
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("group", [1, 16])
+def test_codes_lower_for_cuda(name, group):
+    """Beside the two kernels there is only the order of channels of codes of 4 bits."""
+    keys, values, slots, dim, dtype, rule = CODED[name]
+    bundles, scale = inputs(2, 2, group, slots, dim, dtype, rule)
+    bundles = coded((keys, values), bundles)
+    traced = jax.jit(functools.partial(gpu.decode_attend_score, scale=scale), donate_argnums=1).trace(*bundles)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert len([line for line in text.splitlines() if "@mosaic_gpu" in line]) == 2
+    assert "int4" in name or "symmetric=True" in str(keys) or operations(text) == {"custom_call"}
+
+
+@pytest.mark.parametrize(
+    ("said", "codec", "slots"),
+    [("2 bits", Int(2), 64), ("2 scales", Int(8, channels=32), 64), ("codes of 76 slots", Int(8), 76)],
+)
+def test_refuses_codes_that_it_does_not_read(said, codec, slots):
+    bundles, scale = inputs(2, 2, 2, slots, 64)
+    with pytest.raises(NotImplementedError, match=said):
+        run(gpu, coded((codec, codec), bundles), scale=scale)
 
 
 @pytest.mark.parametrize(
@@ -292,6 +394,23 @@ def test_ragged_equals_the_reference(name):
     check(ragged(ragged_gpu, bundles, **more), ragged(ragged_reference, bundles, **more))
 
 
+@pytest.mark.some(1)
+@pytest.mark.parametrize("codecs", [(Int(8), Int(8)), (Int(4), Fp8()), (Fp8(), Plain())], ids=str)
+def test_ragged_codes_count_as_what_they_stand_for(codecs):
+    """With borders in a block, new tokens of several heads in one, and a row that has finished."""
+    bundles, scale = pool([[1, 39, 1, 31], [5, 3, 57, 7], [64, 5, 2, 1]], 80, 3, 64)
+    bundles = coded(codecs, bundles)
+    got, want = ragged(ragged_gpu, bundles, scale=scale), ragged(ragged_reference, exactly(bundles), scale=scale)
+    alike(got, want)
+
+
+def test_ragged_codes_lower_for_cuda():
+    bundles, scale = pool([[250] * 4] * 2, 1000, 4, 128)
+    bundles = coded((Int(8), Fp8()), bundles)
+    traced = jax.jit(functools.partial(ragged_gpu.ragged_decode, scale=scale)).trace(*bundles)
+    assert operations(traced.lower(lowering_platforms=("cuda",)).as_text()) == {"custom_call"}
+
+
 def test_ragged_ties_go_to_the_older_token():
     """Equal keys get equal mass to the last bit in whatever part of a head they lie."""
     (token, held, slot, judge), scale = pool([[9, 520, 71]], 600, 4, 128)
@@ -341,9 +460,10 @@ def test_ragged_lowers_for_cuda(dim, group, kv_heads, counts):
 
     traced = jax.jit(apart, donate_argnums=0).trace(held[:3], held.offsets, token, *others)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    call = next(line for line in text.splitlines() if "@mosaic_gpu" in line)
-    for output, operand in ((3, 7), (4, 8)):
-        assert f"output_tuple_indices = [{output}], operand_index = {operand}" in call
+    attends, _ = (line for line in text.splitlines() if "@mosaic_gpu" in line)
+    for output, operand in ((3, 4), (4, 5), (5, 8)):
+        assert f"output_tuple_indices = [{output}], operand_index = {operand}" in attends
+    assert operations(text) == {"custom_call"}
 
 
 @pytest.mark.parametrize("batch", [1, 2, 8, 60, 512])
@@ -352,7 +472,7 @@ def test_ragged_runs_fill_the_chip(batch, slots):
     """Programs depend on P alone, all as long but a row's last, so that no split of the heads leaves one behind."""
     plan = ragged_gpu.blocks_of.Decode.of(batch, slots, 0, 128, 4, jnp.bfloat16, scale=1.0, softcap=None)
     assert plan.each * (plan.splits - 1) < plan.blocks <= plan.each * plan.splits
-    chip = 2 * ragged_gpu.blocks_of.MULTIPROCESSORS
+    chip = 2 * ragged_gpu.blocks_of.multiprocessors()
     assert batch * plan.splits >= min(0.85 * chip, batch * max(1, plan.blocks // 8))
 
 
@@ -487,12 +607,12 @@ def lowered(program, config, policy, *args, **more) -> str:
 
 @pytest.mark.parametrize("name", ["dapq-longflow", "adakv-h2o", "adakv"])
 def test_decode_of_a_model_lowers_for_cuda(name):
-    """One kernel a layer, whether its heads share a pool or not."""
+    """Two kernels a layer, whether its heads share a pool or not."""
     config, policy = llama(), jaxkv.policy(name, budget=512)
     state = begun(config, policy, 2, 512)
     assert all(pooled(layer) == policy.allocate.pooled for layer in state.cache.layers)
     text = lowered(programs.decode, config, policy, state, jnp.int32(4), room=4, sampler=Sampler(), stop=())
-    assert calls(text, "mosaic_gpu") == 2
+    assert calls(text, "mosaic_gpu") == 2 * 2
 
 
 def test_prefill_of_a_model_lowers_for_cuda():

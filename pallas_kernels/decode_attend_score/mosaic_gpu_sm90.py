@@ -4,8 +4,8 @@ One program takes one KV head of one row and a run of its slots. The copy engine
 several buffers of shared memory. The tensor cores take the slots as the rows of their products (64 at a time) and the
 G query heads as the columns (8 or 16), so that nothing is spent on padding query heads to 64 rows:
 logits [S, G] = K q and output [D, G] += V^T w. A running maximum keeps the softmax stable. What leaves a program is its
-part of the output, its maximum and sum, and the logits (G floats per slot, beside the 2 D of K and V); XLA joins the
-parts, and turns logits into mass, scores and victim.
+part of the output, its maximum and sum, and the logits (G floats per slot, beside the 2 D of K and V). A second
+kernel, `gpu_finish`, joins the parts, turns logits into mass and score, and chooses the next slot: two launches.
 
 Shapes: B rows, Hk KV heads, G query heads each, C slots, D head dim; H = B Hk, S slots at a time.
 """
@@ -21,14 +21,15 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from pallas_kernels import gpu_blocks as blocks_of
 from pallas_kernels.arguments import Held, Judge, Token
-from pallas_kernels.codes import refuse_codes
-from pallas_kernels.decode_attend_score.reference import GROUP, Attended
-from pallas_kernels.decode_attend_score.victim import aim
-from pallas_kernels.masking import visible
+from pallas_kernels.codes import Codes
+from pallas_kernels.decode_attend_score.reference import Attended, placed
+from pallas_kernels.gpu_codes import Side, after, factors, lay, named, ordered, spread, write
+from pallas_kernels.gpu_codes import fetch as fetch_side
+from pallas_kernels.gpu_finish import finish
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,161 +62,161 @@ def decode_attend_score(
     """
     if rotate is not None:
         raise NotImplementedError("the GPU kernel reads keys as they lie in the cache: rotate= needs the reference")
-    refuse_codes(held.keys, held.values)
-    query, key, value, position, *_ = token
+    query, position = token.query, token.position
     keys, values, positions, bias = held
     batch, kv_heads, slots, dim = keys.shape
     rows, heads = batch * kv_heads, query.shape[1] // kv_heads
+    sides = {"keys": Side.of(keys, dim, slots), "values": Side.of(values, dim, slots)}
+    dtype = next((x.dtype for x in (keys, values) if not isinstance(x, Codes)), query.dtype)
+    plan = _plan(rows, slots, dim, heads, dtype, scale, window, softcap, with_mass, bias is not None, **sides)
 
-    target = jnp.where(position[:, None] < 0, slots, slot)
-    at = (jnp.arange(batch)[:, None], jnp.arange(kv_heads)[None, :], target)
-    positions = positions.at[at].set(jnp.broadcast_to(position[:, None], slot.shape), mode="drop")
-
-    output, lse, logits, keys, values = attend(
-        query.reshape(rows, heads, dim),
-        key.reshape(rows, dim),
-        value.reshape(rows, dim),
-        jnp.repeat(position, kv_heads),
-        slot.reshape(rows),
-        keys.reshape(rows, slots, dim),
-        values.reshape(rows, slots, dim),
-        positions.reshape(rows, slots),
-        None if bias is None else bias.reshape(rows, slots),
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        keeps_logits=with_mass,
-        interpret=interpret,
-    )
-    mass = None
-    if with_mass:
-        seen = visible(position[:, None, None], positions, window).reshape(rows, slots, 1)
-        weights = jnp.where(seen, jnp.exp(logits - lse[:, None, :]), 0.0)
-        mass = GROUP[judge.group](weights, axis=-1).reshape(batch, kv_heads, slots)
+    shift = np.arange(rows).reshape(batch, kv_heads) * slots % 8  # where a head begins within its eight slots
+    line = _lines(plan, rows)
+    target = slot + shift if slots % 8 else slot
+    given = named(plan, token, held, (1, rows * slots) if slots % 8 else (rows, slots), (rows,))
+    given |= {"slot": target.reshape(rows), "positions": line(positions, -1)}
+    given |= {} if bias is None else {"bias": line(bias, 0.0)}
+    parts, sums, *logits = attend(plan, given, interpret)
+    keys, values = (after(x, given, name) for name, x in (("keys", keys), ("values", values)))
+    factors = {
+        name: line(jnp.broadcast_to(x, positions.shape), 0.0)
+        for name, x in (("weight", judge.weight), ("bias", judge.bias))
+        if isinstance(x, jax.Array)
+    }
+    output, lse, mass, begun, chosen = finish(
+        plan, parts, sums, logits[0] if with_mass else None, line(positions, -1), position, target,
+        judge._replace(**factors), heads=heads, dim=dim, dtype=query.dtype, window=window, interpret=interpret,
+    )  # fmt: skip
+    if slots % 8:
+        begun, chosen = placed(positions, position, slot), chosen - shift
+        place = (np.arange(slots) + shift.reshape(rows, 1)).astype(np.int32)
+        mass = None if mass is None else jnp.take_along_axis(mass, place, axis=1)
     return Attended(
-        output=output.reshape(query.shape).astype(query.dtype),
-        lse=lse.reshape(query.shape[:2]),
-        mass=mass,
-        keys=keys.reshape(batch, kv_heads, slots, dim),
-        values=values.reshape(batch, kv_heads, slots, dim),
-        positions=positions,
-        next_slot=aim(mass, positions, position, slot, judge, window=window),
+        output=ordered(output, plan.values, back=True),
+        lse=lse,
+        mass=None if mass is None else mass.reshape(positions.shape),
+        keys=keys,
+        values=values,
+        positions=begun.reshape(positions.shape),
+        next_slot=chosen,
     )
 
 
-def attend(
-    query: Float[Array, "H G D"],
-    key: Float[Array, "H D"],
-    value: Float[Array, "H D"],
-    position: Int[Array, "H"],
-    slot: Int[Array, "H"],
-    keys: Float[Array, "H C D"],
-    values: Float[Array, "H C D"],
-    positions: Int[Array, "H C"],
-    bias: Float[Array, "H C"] | None = None,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    keeps_logits: bool = True,
-    interpret: bool | plgpu.InterpretGPUParams = False,
-) -> tuple:
-    """The kernel: output [H, G, D] and lse [H, G] in float32, logits [H, C, G] (None unless kept), and the new cache.
+def _lines(plan: _Plan, rows: int) -> Callable:
+    """`_lines(plan, rows)(x, nothing)`: numbers of slots as one line for each head.
 
-    `positions` hold the new token's already. Logits of slots that are not seen say nothing.
+    Where slots are no multiple of 8, heads begin anywhere within their first eight slots, and the line around them is
+    `nothing`: K and V are read by eights, and stay where they are.
     """
-    rows, slots, dim = keys.shape
-    heads = query.shape[1]
-    plan = _plan(rows, slots, dim, heads, keys.dtype, scale, window, softcap, keeps_logits, bias is not None)
+    slots = plan.slots
     width = plan.blocks * plan.block
-    shift = np.arange(rows)[:, None] * slots % 8  # where a head begins within its eight slots
+    shift = np.arange(rows)[:, None] * slots % 8
 
-    def in_blocks(x: jax.Array, nothing: Any) -> jax.Array:
-        x = jnp.pad(x, ((0, 0), (0, width - slots)), constant_values=nothing)
+    def line(x: jax.Array, nothing: Any) -> jax.Array:
+        x = x.reshape(rows, slots)
         if slots % 8 == 0:
             return x
-        place = np.arange(width) - shift
+        place = (np.arange(width) - shift).astype(np.int32)
+        x = jnp.pad(x, ((0, 0), (0, width - slots)), constant_values=nothing)
         return jnp.where((place >= 0) & (place < slots), jnp.take_along_axis(x, place % width, axis=1), nothing)
 
-    held = in_blocks(positions, -1)
-    seen = visible(position[:, None], held, window).reshape(rows, plan.blocks, plan.block)
-    due, number = jnp.any(seen, axis=2), jnp.arange(plan.blocks, dtype=jnp.int32)
-    reach = jnp.stack([jnp.min(jnp.where(due, number, plan.blocks), 1), jnp.max(jnp.where(due, number + 1, 0), 1)], 1)
-    outputs = [
-        jax.ShapeDtypeStruct((rows, plan.splits, plan.dim, plan.columns), jnp.float32),
-        jax.ShapeDtypeStruct((rows, plan.splits, 2, plan.columns), jnp.float32),
-    ]
-    if keeps_logits:
-        outputs.append(jax.ShapeDtypeStruct((rows, width, plan.stored), jnp.float32))
-    whole = (1, rows * slots, dim) if slots % 8 else (rows, slots, dim)
-    cache = [jax.new_ref(x.reshape(whole)) for x in (keys, values)]
-    parts, sums, *logits = plgpu.kernel(
-        functools.partial(_attend_block, plan),
-        out_type=outputs,
-        scratch_types=plan.scratch(dim, keys.dtype),
+    return line
+
+
+def attend(plan: _Plan, given: dict[str, Any], interpret: bool | plgpu.InterpretGPUParams = False) -> list:
+    """The attention kernel: parts of the output, their maxima and sums, and the logits [H, blocks * S, G] if they are
+    kept. Logits of slots that are not seen say nothing. Keys and values get the new token.
+    """
+    rows, _, dim = given["query"].shape
+    outputs = {
+        "parts": jax.ShapeDtypeStruct((rows, plan.splits, plan.dim, plan.columns), jnp.float32),
+        "sums": jax.ShapeDtypeStruct((rows, plan.splits, 2, plan.columns), jnp.float32),
+    }
+    if plan.keeps_logits:
+        outputs["logits"] = jax.ShapeDtypeStruct((rows, plan.blocks * plan.block, plan.stored), jnp.float32)
+    names = (*given, *outputs)
+
+    def body(*refs: Any, **memory: Any) -> None:
+        _attend_block(plan, dict(zip(names, refs, strict=True)), memory, **memory)
+
+    return plgpu.kernel(
+        body,
+        out_type=list(outputs.values()),
+        scratch_types=plan.scratch(dim, given["query"].dtype) | plan.scan(),
         grid=(rows, plan.splits),
         grid_names=("row", "split"),
         interpret=interpret or None,
         kernel_name="decode_attend_score",
-    )(
-        jnp.pad(query, ((0, 0), (0, plan.columns - heads), (0, 0))).astype(keys.dtype),
-        key.astype(keys.dtype),
-        value.astype(values.dtype),
-        position,
-        slot,
-        reach,
-        held,
-        *cache,
-        *(() if bias is None else (in_blocks(bias, 0.0),)),
-    )
-    lse, share = blocks_of.join(sums[:, :, 0, :heads], sums[:, :, 1, :heads])
-    output = jnp.einsum("rsdg,rsg->rgd", parts[:, :, :dim, :heads], share, precision="highest")
-    if keeps_logits:
-        logits = logits[0][:, :, :heads]
-        place = (np.arange(slots) + shift)[..., None]
-        logits = jnp.take_along_axis(logits, place, axis=1) if slots % 8 else logits[:, :slots]
-    return output, lse, logits if keeps_logits else None, *(jax.freeze(x).reshape(keys.shape) for x in cache)
+    )(*given.values())
 
 
 def _attend_block(
-    plan: _Plan, query, key, value, position, slot, reach, positions, keys, values, *refs,
-    q_mem, k_mem, v_mem, w_mem, p_mem, key_mem, value_mem, logit_mem, out_mem, sum_mem, once, k_here, v_here,
-    b_mem=None,
+    plan: _Plan, ref, mem, *, q_mem, k_mem, v_mem, w_mem, p_mem, key_mem, value_mem, logit_mem, out_mem, sum_mem, once,
+    k_here, v_here, scan_mem, scanned, b_mem=None, **_,
 ) -> None:  # fmt: skip
-    """One program: the blocks of slots from `first` on, of one KV head of one row, as far as it reaches."""
-    bias, (parts, sums, *logits) = (refs[0], refs[1:]) if plan.biased else (None, refs)
+    """One program: a run of blocks of slots of one KV head of one row, from the first in which it sees something to the
+    last."""
     row, split = lax.axis_index("row"), lax.axis_index("split")
-    first = jnp.maximum(split * plan.each, reach[row, 0])
-    count = jnp.maximum(jnp.minimum((split + 1) * plan.each, reach[row, 1]) - first, 0)
-    now, target = position[row], slot[row]
+    position, slot, positions, logits = ref["position"], ref["slot"], ref["positions"], ref.get("logits")
+    now, target = position[lax.div(row, slot.shape[0] // position.shape[0])], slot[row]
     head, begin, shift = row, 0, 0
     if plan.slots % 8:
         # Slots are read by eights, so all heads' lie in one row, and a block may reach into those of the heads beside:
         # they are not seen, so it does not matter either that their programs may be writing there.
         head, begin = 0, row * plan.slots
         shift = lax.rem(begin, 8)
+    sides = (
+        ("keys", plan.keys, ref["key"], key_mem, k_mem, k_here),
+        ("values", plan.values, ref["value"], value_mem, v_mem, v_here),
+    )
+    writes = (now >= 0) & (lax.div(target, plan.block * plan.each) == split)
     # From a traced 0, so that the slice may reach past the array: the copy engine reads zeros there and writes nothing.
     zero = row * 0
     all_dims, all_heads = pl.ds(zero, plan.dim), pl.ds(zero, plan.columns)
 
-    @pl.when((now >= 0) & (lax.div(target + shift, plan.block * plan.each) == split))
-    def _write_new_token():
-        for new, memory, cache in ((key, key_mem, keys), (value, value_mem, values)):
-            blocks_of.put(new.at[row], memory, cache.at[head, begin + target], once)
-        plgpu.wait_smem_to_gmem(0)  # in memory before the block around it is read
+    for name, side, new, memory, _, _ in sides:
+        if side is None:
+
+            @pl.when(writes)
+            def _write_new_token(name=name, new=new, memory=memory):
+                blocks_of.put(new.at[row], memory, ref[name].at[head, begin - shift + target], once)
+                plgpu.wait_smem_to_gmem(0)  # in memory before the block around it is read
+
+    def seen(held, start):
+        """Positions of slots from `start` on, with the new token's, and which of them it sees."""
+        place = plgpu.layout_cast(lax.iota(jnp.int32, held.shape[0]), blocks_of.KEYS) + start
+        held = jnp.where((place == target) & (now >= 0), now, held)
+        there = (held >= 0) & (held <= now) & (place < positions.shape[1])
+        return place, held, there if plan.window is None else there & (now - held < plan.window)
+
+    first, count = plan.reach(positions.at[row], split, seen, now, scan_mem, scanned)
 
     def fetch(index):
         stage, start = lax.rem(index, plan.stages), (first + index) * plan.block
         some = pl.ds(pl.multiple_of(begin - shift + start, 8), plan.block)
         plgpu.copy_gmem_to_smem(positions.at[row, pl.ds(start, plan.block)], p_mem.at[stage], k_here.at[stage])
-        if bias is not None and b_mem is not None:
-            plgpu.copy_gmem_to_smem(bias.at[row, pl.ds(start, plan.block)], b_mem.at[stage], k_here.at[stage])
-        plgpu.copy_gmem_to_smem(keys.at[head, some, all_dims], k_mem.at[stage], k_here.at[stage])
-        plgpu.copy_gmem_to_smem(values.at[head, some, all_dims], v_mem.at[stage], v_here.at[stage])
+        if b_mem is not None:
+            plgpu.copy_gmem_to_smem(ref["bias"].at[row, pl.ds(start, plan.block)], b_mem.at[stage], k_here.at[stage])
+        for name, side, _, _, memory, here in sides:
+            fetch_side(side, name, ref, mem, (head, some, all_dims), memory, stage, here)
+
+    def read(side, name, new, exact, memory, stage, index, own, held=None):
+        """A block as an operand; codes are brought to where the block before was."""
+        if side is None:
+            return memory.at[stage]
+        spread(side, mem[f"{name}_codes"].at[stage], memory.at[0], None if held is None else held >= 0)
+
+        @pl.when((now >= 0) & (lax.div(target, plan.block) == first + index))
+        def _lay():
+            plgpu.copy_gmem_to_smem(new.at[row, all_dims], exact, once)
+            plgpu.barrier_wait(once)
+            lay(memory.at[0], own, exact)
+
+        return memory.at[0]
 
     for index in range(plan.stages):
         pl.when(index < count)(functools.partial(fetch, jnp.int32(index)))
-    plgpu.copy_gmem_to_smem(query.at[row, :, all_dims], q_mem, once)
+    plgpu.copy_gmem_to_smem(ref["query"].at[row, all_heads, all_dims], q_mem, once)
     plgpu.barrier_wait(once)
 
     def step(index, carry):
@@ -223,37 +224,52 @@ def _attend_block(
         stage = lax.rem(index, plan.stages)
         plgpu.barrier_wait(k_here.at[stage])
         held = plgpu.layout_cast(p_mem[stage], blocks_of.KEYS)
-        seen = (held >= 0) & (held <= now)
-        if plan.window is not None:
-            seen = seen & (now - held < plan.window)
+        place, held, there = seen(held, (first + index) * plan.block)
+        own = (place == target) & (now >= 0)
+        gain, low = factors(plan.keys, "keys", mem, stage, own)
+        keys = read(plan.keys, "keys", ref["key"], key_mem, k_mem, stage, index, own)
+        if plan.keys is not None:
+            plgpu.commit_smem()
         added = None if b_mem is None else plgpu.layout_cast(b_mem[stage], blocks_of.KEYS)
-        scores, visible = plan.scores(k_mem.at[stage], q_mem, seen, added)
-        top, weights, shrink = blocks_of.weigh(top, scores, visible, w_mem)
-        if logits:
+        scores, visible = plan.scores(keys, q_mem, there, added, gain, low)
+        if plan.values is not None:
+            plgpu.barrier_wait(v_here.at[stage])
+        gain, low = factors(plan.values, "values", mem, stage, own, held >= 0)
+        top, weights, shrink = blocks_of.weigh(top, scores, visible, w_mem, gain)
+        if logits is not None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             logit_mem[...] = scores
 
-        plgpu.barrier_wait(v_here.at[stage])
-        blocks_of.clear_empty(v_mem.at[stage], held)
+        if plan.values is None:
+            plgpu.barrier_wait(v_here.at[stage])
+            blocks_of.clear_empty(v_mem.at[stage], held)
+        # Of codes everyone has done with the operand: the maximum over the keys waited for all.
+        values = read(plan.values, "values", ref["value"], value_mem, v_mem, stage, index, own, held)
         plgpu.commit_smem()  # and everyone has done with the stage of the step before
-        if logits:
+        if logits is not None:
             some = pl.ds((first + index) * plan.block, plan.block)
-            plgpu.copy_smem_to_gmem(logit_mem, logits[0].at[row, some, all_heads])
+            plgpu.copy_smem_to_gmem(logit_mem, logits.at[row, some, all_heads])
         coming = index - 1 + plan.stages
         pl.when((index > 0) & (coming < count))(functools.partial(fetch, coming))
-        added = blocks_of.product(v_mem.at[stage].transpose((1, 0)), w_mem.transpose((1, 0)))
-        return top, blocks_of.add(total, shrink, weights), blocks_of.add(output, shrink, added)
+        output = blocks_of.add(output, shrink, blocks_of.product(values.transpose((1, 0)), w_mem.transpose((1, 0))))
+        if low is not None:
+            lifted = jnp.sum(weights * blocks_of.per_key(low, weights.shape), axis=0)
+            output = output + blocks_of.per_query(lifted, output.shape)
+        return top, blocks_of.add(total, shrink, weights), output
 
     carry = lax.fori_loop(0, count, step, plan.start())
-    blocks_of.send(carry, out_mem, sum_mem, parts.at[row, split], sums.at[row, split])
+    blocks_of.send(carry, out_mem, sum_mem, ref["parts"].at[row, split], ref["sums"].at[row, split])
     plgpu.wait_smem_to_gmem(0)
+    for name, side, *_ in sides:
+        if side is not None:  # when the program has read all: it knows the token's own as it is
+            pl.when(writes)(functools.partial(write, side, name, ref, mem, (row,), (row, target), once))
 
 
-def _plan(rows, slots, dim, heads, dtype, scale, window, softcap, keeps_logits, biased=False) -> _Plan:
+def _plan(rows, slots, dim, heads, dtype, scale, window, softcap, keeps_logits, biased=False, **sides) -> _Plan:
     """The kernel's numbers; raises `NotImplementedError` for what it does not take."""
     if rows * slots % 8:
         raise NotImplementedError(f"{rows} x {slots} slots: a multiple of 8 in all, as they are read by eights")
     return _Plan.of(
         rows, slots, 7 if slots % 8 else 0, dim, heads, dtype, scale=scale, softcap=softcap, biased=biased,
-        window=window, keeps_logits=keeps_logits,
+        window=window, keeps_logits=keeps_logits, **sides,
     )  # fmt: skip
