@@ -39,9 +39,10 @@ def calibrate(params: Params, *, length: int = 512, windows: int = 12, needles: 
     `query_covariance [L, Hq, D, D]` (1/(N-1)) before RoPE (Expected Attention with statistics, as kvpress), and
     `query_direction [L, Hk, D]`, the first right singular vector of a group's queries after RoPE, turned so that they
     point along it on average (Q-Filters, arXiv 2503.02812). `key_channels [L, Hk, D]`: mean(q_c^2) * mean(k_c^2) of
-    each channel after RoPE, over a group's query heads (ThinK's measure, arXiv 2407.21018). `key_moment` and
-    `value_moment [L, Hk, D, D]`: the mean of k k^T and of v v^T (SVD of activations, arXiv 2406.07056). `retrieval [L,
-    Hq]` is, for every token that the model answers with and that stands in a fact hidden in prose, the attention mass
+    each channel after RoPE, over a group's query heads (ThinK's measure, arXiv 2407.21018). `key_products` and
+    `value_products [L, N (N + 1) / 2]`: the mean of k k^T after RoPE and of v v^T, k and v being the N = Hk D channels of
+    all heads of a layer; rows of the upper triangle one behind the other (SVD of activations, arXiv 2406.07056).
+    `retrieval [L, Hq]` is, for every token that the model answers with and that stands in a fact hidden in prose, the attention mass
     that a head puts on the sentence with the fact, once for each time that the token stands there, summed over the
     answer; a mean over the facts of `needles` that the model tells right (CompressKV's semantic retrieval score, arXiv
     2508.02401; where it tells none, the right answers are given instead). `reasoning [L, Hq]`: the same of facts of
@@ -102,16 +103,21 @@ def _statistics(sums: tuple[dict[str, jax.Array], ...]) -> dict[str, jax.Array]:
         first = vectors[..., -1]
         along = jnp.einsum("hd,hd->h", first, layer["turned_sum"])
         directions.append(jnp.where(along < 0, -1.0, 1.0)[:, None] * first)
-        squares = jnp.diagonal(layer["key_outer"], axis1=-2, axis2=-1)
+        squares = jnp.diagonal(layer["key_outer"]).reshape(layer["turned_square"].shape)
         channels.append(layer["turned_square"] * squares / jnp.square(many))
     return {
         "query_mean": jnp.stack(means),
         "query_covariance": jnp.stack(covariances),
         "query_direction": jnp.stack(directions),
         "key_channels": jnp.stack(channels),
-        "key_moment": jnp.stack([layer["key_outer"] / layer["count"] for layer in sums]),
-        "value_moment": jnp.stack([layer["value_outer"] / layer["count"] for layer in sums]),
+        "key_products": jnp.stack([_triangle(layer["key_outer"] / layer["count"]) for layer in sums]),
+        "value_products": jnp.stack([_triangle(layer["value_outer"] / layer["count"]) for layer in sums]),
     }
+
+
+def _triangle(outer: Float[Array, "N N"]) -> Float[Array, "_"]:
+    """The rows of the upper triangle, one behind the other."""
+    return outer[np.triu_indices(len(outer))]
 
 
 def _windows(params: Params, length: int, count: int) -> list[np.ndarray]:
@@ -150,8 +156,8 @@ def _sums(weights, tokens: Int[Array, "B T"], *, config: ModelConfig) -> tuple[d
             "turned_sum": jnp.sum(group, axis=(0, 1, 3)),
             "turned_outer": jnp.einsum("bthgd,bthge->hde", group, group),
             "turned_square": jnp.sum(jnp.mean(jnp.square(group), axis=3), axis=(0, 1)),
-            "key_outer": jnp.einsum("bthd,bthe->hde", key, key),
-            "value_outer": jnp.einsum("bthd,bthe->hde", value, value),
+            "key_outer": jnp.einsum("btn,btm->nm", *2 * (key.reshape(*key.shape[:2], -1),)),
+            "value_outer": jnp.einsum("btn,btm->nm", *2 * (value.reshape(*value.shape[:2], -1),)),
         }
 
     return _looked(weights, tokens, config, look)

@@ -39,6 +39,7 @@ MERGED = Check(CODE, PART, "test_merging.py::test_merging_as_released")
 FORMS_AT_DECODE = Check(FORM, DECODE, "test_forms.py::test_prompt_and_steps")
 
 CODED = Check(FORM, PART, "test_codecs.py::test_a_method_holds_its_codes")
+DIRECTIONS = Check(FORM, BOTH, "test_channels.py::test_a_method_holds_its_directions")
 CHANNELS = Check(FORM, BOTH, "test_channels.py::test_a_method_keeps_its_channels")
 
 SCOPE = Check(CODE, DECODE, "test_scope.py::test_a_layer_keeps_what_the_rule_says")
@@ -60,7 +61,7 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "compresskv": RELEASED,
     "critical-adakv": POOLS,
     "criticalkv": (TWINS, FORMS_AT_DECODE),
-    "cskv": Check(FORM, BOTH, "test_channels.py::test_a_method_holds_its_directions"),
+    "cskv": DIRECTIONS,
     "cur": (TWINS, FORMS_AT_DECODE),
     "d2o": (
         Check(CODE, DECODE, "test_d2o_oracle.py::test_steps_as_released"),
@@ -98,6 +99,7 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     ),
     "knorm": TINY,
     "kv-adaquant": CODED,
+    "kv-heads": DIRECTIONS,
     "kvcrush": Check(FORM, PART, "test_family.py::test_an_even_sample_of_behaviour"),
     "kvmerger": FORMS,
     "kvzip": RELEASED,

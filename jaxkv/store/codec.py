@@ -27,6 +27,11 @@ class Codec(Checked):
     pairs: ClassVar[bool] = False  # two layers share what it holds
     pooled: ClassVar[bool] = True  # heads may share slots: what it fits of a head, each slot could hold
 
+    @property
+    def aligned(self) -> bool:
+        """Whether the heads and layers that share what it holds must hold the same tokens in the same slots."""
+        return self.pairs
+
     def encode(self, x: Float[Array, "*slots D"]) -> Any:
         """The code of every slot."""
         raise NotImplementedError

@@ -107,10 +107,11 @@ class Codecs(Checked):
                 "they hold (allocate kind 'uniform', read kind 'all'), or a codec with a scale per token, such as "
                 "{'kind': 'int', 'bits': 4}"
             )
-        if self.pairs and (policy.evicts or policy.read.state):
+        aligned = [codec.kind for codec in (self.keys, self.values) if codec.aligned]
+        if aligned and (policy.evicts or policy.read.state):
             raise BadValue(
-                f"policy {policy.name!r} with codec 'paired', whose layers hold the same tokens in the same slots: "
-                "expected a policy that evicts nothing and reads all it holds, such as 'full'"
+                f"policy {policy.name!r} with codec {aligned[0]!r}, whose heads or layers hold the same tokens in the "
+                "same slots: expected a policy that evicts nothing and reads all it holds, such as 'full'"
             )
         pooled = self.keys.pooled and self.values.pooled
         if (self.fits and policy.allocate.divides) or (policy.allocate.pooled and not pooled):
