@@ -26,6 +26,8 @@ def measured(layers: int, heads: int, kv_heads: int, dims: int) -> dict[str, np.
         "key_products": products(rng, layers, kv_heads * dims),
         "value_products": products(rng, layers, kv_heads * dims),
         "key_channels": rng.random((layers, kv_heads, dims)).astype(np.float32),
+        "key_predictor": predictor(rng, layers, kv_heads * dims, 1),
+        "value_predictor": predictor(rng, layers, kv_heads * dims, 2),
     }
 
 
@@ -34,6 +36,13 @@ def products(rng: np.random.Generator, layers: int, channels: int) -> np.ndarray
     some = rng.standard_normal((layers, 2 * channels, channels)) * np.geomspace(1, 0.1, channels)
     rows, columns = np.triu_indices(channels)
     return (np.einsum("ltd,lte->lde", some, some) / (2 * channels))[:, rows, columns].astype(np.float32)
+
+
+def predictor(rng: np.random.Generator, layers: int, channels: int, parts: int) -> np.ndarray:
+    """Matrices [L, I + 1, N] that keep about the size of what they are given, and add little; 0 in the first layer."""
+    drawn = rng.standard_normal((layers, parts * channels + 1, channels)) / np.sqrt(2 * parts * channels)
+    drawn[0] = 0
+    return drawn.astype(np.float32)
 
 
 def curves(layers: int, kv_heads: int) -> np.ndarray:

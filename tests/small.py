@@ -19,6 +19,7 @@ SMALL = {  # published windows are longer than the tiny prompts
     "ada-pyramidkv": {"window": 6},
     "adakv": {"window": 6},
     "a2sf": {"recent": 4},
+    "aquakv": {"residual": 8, "initial": 2},
     "arkv": {"window": 4, "decode_recent": 4, "every": 4, "times": 0.5, "slots": 8},
     "chunk-topk": {"chunk": 8},
     "chunkkv": {"window": 4, "chunk": 4},

@@ -80,7 +80,9 @@ def test_products_of_keys_and_values(params, found):
             x = np.concatenate(each, axis=1).astype(np.float64)
             x = np.concatenate(list(x), axis=-1)
             want = (x.T @ x / len(x))[np.triu_indices(x.shape[1])]
-            np.testing.assert_allclose(found[f"{name}_products"][layer], want, rtol=1e-3, atol=1e-4 * np.abs(want).max())
+            np.testing.assert_allclose(
+                found[f"{name}_products"][layer], want, rtol=1e-3, atol=1e-4 * np.abs(want).max()
+            )
 
 
 @pytest.mark.parametrize("compared", [False, True])

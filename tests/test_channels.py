@@ -306,7 +306,11 @@ def test_bytes_of_a_fit(tiny, goldens):
         (lambda: LowRank(0.0), BadValue, "share=0.0"),
         (lambda: LowRank(basis="queries"), UnknownName, "queries"),
         (lambda: LowRank(heads=-1), BadValue, "heads=-1"),
-        (lambda: jaxkv.policy("h2o", budget=64, store={"values": {"kind": "low-rank", "heads": 2}}), BadValue, "same to"),
+        (
+            lambda: jaxkv.policy("h2o", budget=64, store={"values": {"kind": "low-rank", "heads": 2}}),
+            BadValue,
+            "same to",
+        ),
         (lambda: jaxkv.policy("adakv-h2o", budget=64, store={"keys": {"kind": "low-rank"}}), BadValue, "equal heads"),
         (lambda: Squat(rank=0), BadValue, "rank=0"),
         (lambda: Codecs(Squat(channels=24), residual=32).check(64), BadValue, "channels=24"),

@@ -101,8 +101,10 @@ from jaxkv.store.codecs import Codecs as Codecs
 from jaxkv.store.described import register_state as register_state
 from jaxkv.store.floats import Fp8 as Fp8
 from jaxkv.store.gear import Gear as Gear
+from jaxkv.store.higgs import Higgs as Higgs
 from jaxkv.store.integers import Int as Int
 from jaxkv.store.low_rank import LowRank as LowRank
 from jaxkv.store.pairs import Paired as Paired
+from jaxkv.store.predicted import Predicted as Predicted
 from jaxkv.store.sparse import Sparse as Sparse
 from jaxkv.store.squat import Squat as Squat

@@ -22,7 +22,7 @@ class LowRank(Fitting):
     when a prompt has been read. A slot holds V^T x.
 
     `heads`: so many adjacent KV heads have an x together, of `heads` * D channels, and `heads` times as many
-    directions; all heads of a layer have, where `heads` is 0 or does not divide them. Each head's slot holds its part of
+    directions; all of a layer's, where `heads` is 0 or does not divide them. Each head's slot holds its part of
     V^T x, so that several must hold the same tokens. `basis` says whose mean: of the "prompt" (what is held of it), or
     of a text on which `jaxkv calibrate` has measured the "keys" or the "values", as they lie in the cache: keys after
     RoPE. Each row holds its V `[D, R]` of every head, in float16. Source: the low rank of CSKV (arXiv 2409.10593), by
