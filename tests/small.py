@@ -65,6 +65,7 @@ SMALL = {  # published windows are longer than the tiny prompts
     "r-kv": {"window": 4, "recent": 4, "every": 4},
     "razorattention": {"sinks": 2, "window": 4, "decode_recent": 4},
     "rotatekv": {"initial": 2},
+    "qaq": {"window": 3, "recent": 2, "times": 0.5, "slots": 8},
     "quickvideo": {"chunk": 8, "recent": 4},
     "quest": {"count": 16, "page": 4, "dense": 1},
     "scope": {"window": 3, "reserve": 0.5},

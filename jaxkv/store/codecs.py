@@ -15,6 +15,7 @@ from jaxkv.store.gear import Gear
 from jaxkv.store.higgs import Higgs
 from jaxkv.store.integers import Int
 from jaxkv.store.low_rank import LowRank
+from jaxkv.store.outliers import IntOutliers
 from jaxkv.store.pairs import Paired
 from jaxkv.store.predicted import Predicted
 from jaxkv.store.sparse import Sparse
@@ -24,7 +25,10 @@ from jaxkv.store.window import INITIAL, WINDOW
 PLAIN = Plain()
 KINDS: dict[str, type[Codec]] = {
     codec.kind: codec
-    for codec in (Plain, Int, IntByChannel, Fp8, Higgs, Sparse, Channels, LowRank, Gear, Squat, Paired, Predicted)
+    for codec in (
+        *(Plain, Int, IntByChannel, IntOutliers, Fp8, Higgs, Sparse),
+        *(Channels, LowRank, Gear, Squat, Paired, Predicted),
+    )
 }
 
 
