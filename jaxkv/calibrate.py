@@ -113,12 +113,13 @@ def calibrate(
 def _predictors(params: Params, stretches: list[np.ndarray]) -> dict[str, np.ndarray]:
     """What predicts every layer's keys and values, layer by layer, from the reconstruction of those below."""
     held = [_unturned(params.weights, tokens[None], config=params.config) for tokens in stretches]
-    found, below, coder = {"key_predictor": [], "value_predictor": []}, None, Predicted()
+    found, coder = {"key_predictor": [], "value_predictor": []}, Predicted()
+    below: list[np.ndarray] = []  # keys and values as a cache has them, of the last layer without a sliding window
     for layer, spec in enumerate(params.config.specs):
         keys, values = (np.concatenate([each[layer][part] for each in held]) for part in range(2))
         width = keys.shape[-1]
         matrices = np.zeros((width + 1, width), np.float32), np.zeros((2 * width + 1, width), np.float32)
-        if spec.window is None and below is None:
+        if spec.window is None and not below:
             below = [_restored(Higgs(coder.first_bits), x, spec) for x in (keys, values)]
         elif spec.window is None:
             near, more = _fitted(below[0], keys, Higgs(coder.bits), spec)

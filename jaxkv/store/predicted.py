@@ -7,6 +7,7 @@ same slots, which is so where nothing is evicted.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -82,7 +83,8 @@ class Predicted(Fitting):
         by_input = matrix[:-1].reshape(self._inputs, heads, width, heads * width)  # keys of all heads, then values
         weights = jnp.moveaxis(by_input, 0, 1).reshape(heads, self._inputs * width, heads * width)
         bias = matrix[-1].reshape(heads, width)
-        return Link(*(jnp.broadcast_to(each, (batch, *each.shape)) for each in (weights, bias)))
+        for_rows = lambda each: jnp.broadcast_to(each, (batch, *each.shape))  # noqa: E731
+        return Link(for_rows(weights), for_rows(bias))
 
     def unfit(self, batch: int, heads: int, head_dim: int) -> "Link":
         shape = batch, heads, self._inputs * head_dim, heads * head_dim
@@ -162,10 +164,15 @@ def _through(store: Any, below: Both, code: Any) -> tuple[Both, Both]:
     return codes, near
 
 
-def _coded(x: Any, coder: Higgs, predicted: Any) -> Any:
-    """The code of what is left of x; its dtype is that of x."""
-    code = coder.encode(x.astype(jnp.float32) - predicted)
-    return dataclasses.replace(code, dtype=str(x.dtype))
+def _as_held(held: Any, name: str, coder: Higgs, predicted: Any) -> Any:
+    """The code that lies there already."""
+    return getattr(held, name)
+
+
+def _coded(given: Both, name: str, coder: Higgs, predicted: Any) -> Any:
+    """The code of what is left of the keys or values; its dtype is theirs."""
+    code = coder.encode(given[name].astype(jnp.float32) - predicted)
+    return dataclasses.replace(code, dtype=str(given[name].dtype))
 
 
 def opened(layers: Sequence[Any]) -> tuple[Any, ...]:
@@ -175,10 +182,9 @@ def opened(layers: Sequence[Any]) -> tuple[Any, ...]:
         places = links(layer)
         if places is None:
             continue
-        held = layer.entries
-        codes, below = _through(layer, below, lambda name, coder, predicted: getattr(held, name))  # noqa: B023
+        codes, below = _through(layer, below, functools.partial(_as_held, layer.entries))
         put_by = {
-            name: dataclasses.replace(link, codes=codes[name], positions=held.positions, open=True)
+            name: dataclasses.replace(link, codes=codes[name], positions=layer.positions, open=True)
             for name, link in places.items()
         }
         after[number] = _with(layer, below, put_by)
@@ -199,9 +205,7 @@ def written(before: Sequence[Any], layers: Sequence[Any], position: Int[Array, "
             continue
         slot = before[number].next_slot
         new = {name: picked(getattr(layer.entries, name), slot, flat=False) for name in places}
-        codes, below = _through(
-            layer, below, lambda name, coder, predicted: _coded(new[name], coder, predicted)  # noqa: B023
-        )  # fmt: skip
+        codes, below = _through(layer, below, functools.partial(_coded, new))
         there = jnp.where((position >= 0)[:, None], slot, layer.slots)  # past the last: nobody's
         put = lambda x, new: placed_at(x, there, new, flat=False)  # noqa: E731, B023
         codes = {name: jax.tree.map(put, link.codes, codes[name]) for name, link in places.items()}
@@ -209,8 +213,9 @@ def written(before: Sequence[Any], layers: Sequence[Any], position: Int[Array, "
     return tuple(after)
 
 
-def _kept(link: Link, positions: Int[Array, "B Hk C"], code: Any) -> Any:
+def _coded_or_kept(store: Any, places: Both, name: str, coder: Higgs, predicted: Any) -> Any:
     """The code of a block's slots, those of the tokens that were there before as they were."""
+    code, link, positions = _coded(vars(store.entries), name, coder, predicted), places[name], store.positions
     if link.positions is None:
         return code
     order = jnp.argsort(link.positions, axis=-1, stable=True).astype(jnp.int32)  # the empty ones first
@@ -232,14 +237,7 @@ def rejoined(layers: Sequence[Any]) -> tuple[Any, ...]:
         places = links(layer)
         if places is None or not places["keys"].open:
             continue
-        held = layer.entries
-        codes, below = _through(
-            layer,
-            below,
-            lambda name, coder, predicted: _kept(
-                places[name], held.positions, _coded(getattr(held, name), coder, predicted)  # noqa: B023
-            ),
-        )  # fmt: skip
+        codes, below = _through(layer, below, functools.partial(_coded_or_kept, layer, places))
         after[number] = _with(layer, codes, {name: _closed(link) for name, link in places.items()})
     return tuple(after)
 
