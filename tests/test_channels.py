@@ -170,7 +170,7 @@ def test_a_method_holds_its_directions(tiny, name, heads, kept):
                     np.testing.assert_allclose(np.concatenate(list(got[:, slot])), want, atol=5e-3)
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 def test_heads_that_share_directions_go_on(tiny, tmp_path):
     """Rows in another order, and a saved cache, say the same, behind prompts of several blocks."""
     gone_on_with(calibrated(tiny(FAMILY)), jaxkv.policy("kv-heads", block=20), tmp_path)
