@@ -22,6 +22,8 @@ from jaxkv.policies.score import ScoreInputs
 from jaxkv.request import check_model
 from jaxkv.run import model_of
 from jaxkv.store.entries import highest
+from jaxkv.store.higgs import Higgs
+from jaxkv.store.predicted import Predicted
 from jaxkv.weights.params import Params
 from pallas_kernels.masking import masked_softmax, soft_cap, visible
 
@@ -29,34 +31,51 @@ SKIP = 4  # the first tokens of a text draw attention whatever they say, and the
 REPEATS = 4  # of the random tokens by which echo and induction heads are told
 BLOCKS = 4  # of the text by which a layer's keys are made a second time, each seeing half of the one before it
 SINKED = 128  # one of so many tokens of that text is seen by all
+DAMP = 1e-3  # of the mean of the diagonal, which is added to it where keys and values are predicted
 COMPARED = 16  # parts of the text, in each of which the two makings of the keys are compared
 
 
-def calibrate(params: Params, *, length: int = 512, windows: int = 12, needles: int = 8, seed: int = 0) -> dict:
+def calibrate(
+    params: Params,
+    *,
+    length: int = 512,
+    windows: int = 12,
+    needles: int = 8,
+    seed: int = 0,
+    predictors: bool = False,
+) -> dict:
     """Statistics of the model's queries on prose, and which heads retrieve; float32 arrays by name.
 
     Over `windows` stretches of `length` tokens, without the first four of each: `query_mean [L, Hq, D]` and
     `query_covariance [L, Hq, D, D]` (1/(N-1)) before RoPE (Expected Attention with statistics, as kvpress), and
     `query_direction [L, Hk, D]`, the first right singular vector of a group's queries after RoPE, turned so that they
     point along it on average (Q-Filters, arXiv 2503.02812). `key_channels [L, Hk, D]`: mean(q_c^2) * mean(k_c^2) of
-    each channel after RoPE, over a group's query heads (ThinK's measure, arXiv 2407.21018). `key_moment` and
-    `value_moment [L, Hk, D, D]`: the mean of k k^T and of v v^T (SVD of activations, arXiv 2406.07056). `retrieval [L,
-    Hq]` is, for every token that the model answers with and that stands in a fact hidden in prose, the attention mass
-    that a head puts on the sentence with the fact, once for each time that the token stands there, summed over the
-    answer; a mean over the facts of `needles` that the model tells right (CompressKV's semantic retrieval score, arXiv
-    2508.02401; where it tells none, the right answers are given instead). `reasoning [L, Hq]`: the same of facts of
-    which a comparison says which one is asked for; of each token of the answer, what of a head's n largest weights lies
-    on the n tokens of the right fact, over n (HeadKV's R2 score, arXiv 2410.19258). `echo` and `induction [L, Hq]`: in
-    random tokens that come four times, the mass of a head on earlier places of the same token, and on those right
-    behind them (RazorAttention, arXiv 2407.15891). `eviction_error [L]` is what is lost of each layer's output where a
-    quarter of a stretch is kept, by CompressKV's choice: ||kept - full||_F / ||full||_F for the queries of the last
-    eighth (the source's own, over our text). `utility_curves [L, 99, Hk]`: the fraction of its entries that a head
-    keeps when 1 to 99 % of all are removed so that least is lost of what the second half of a stretch reads of the
-    first, the heads' entries in the order of LU-KV's score; a mean over the stretches (LU-KV, arXiv 2602.08585; the
-    measure of what is read is ours). `key_similarity [L]`: the cosine between the keys that a layer makes and those it
-    makes where every token sees only its quarter of the stretch, half of the quarter before, and the first tokens; a
-    mean over heads and parts (EpiCache's layer sensitivity, arXiv 2509.17396, at its proportions). Raises `BadValue`
-    without a tokenizer, and for sizes that leave nothing to measure.
+    each channel after RoPE, over a group's query heads (ThinK's measure, arXiv 2407.21018). `key_products` and
+    `value_products [L, N (N + 1) / 2]`: the mean of k k^T after RoPE and of v v^T, k and v being the N = Hk D channels
+    of all heads of a layer; rows of the upper triangle one behind the other (SVD of activations, arXiv 2406.07056).
+    `retrieval [L, Hq]` is, for every token that the model answers with and that stands in a fact hidden in prose, the
+    attention mass that a head puts on the sentence with the fact, once for each time that the token stands there,
+    summed over the answer; a mean over the facts of `needles` that the model tells right (CompressKV's semantic
+    retrieval score, arXiv 2508.02401; where it tells none, the right answers are given instead). `reasoning [L, Hq]`:
+    the same of facts of which a comparison says which one is asked for; of each token of the answer, what of a head's n
+    largest weights lies on the n tokens of the right fact, over n (HeadKV's R2 score, arXiv 2410.19258). `echo` and
+    `induction [L, Hq]`: in random tokens that come four times, the mass of a head on earlier places of the same token,
+    and on those right behind them (RazorAttention, arXiv 2407.15891). `eviction_error [L]` is what is lost of each
+    layer's output where a quarter of a stretch is kept, by CompressKV's choice: ||kept - full||_F / ||full||_F for the
+    queries of the last eighth (the source's own, over our text). `utility_curves [L, 99, Hk]`: the fraction of its
+    entries that a head keeps when 1 to 99 % of all are removed so that least is lost of what the second half of a
+    stretch reads of the first, the heads' entries in the order of LU-KV's score; a mean over the stretches (LU-KV,
+    arXiv 2602.08585; the measure of what is read is ours). `key_similarity [L]`: the cosine between the keys that a
+    layer makes and those it makes where every token sees only its quarter of the stretch, half of the quarter before,
+    and the first tokens; a mean over heads and parts (EpiCache's layer sensitivity, arXiv 2509.17396, at its
+    proportions).
+
+    With `predictors` also `key_predictor [L, N + 1, N]` and `value_predictor [L, 2 N + 1, N]`: what predicts a layer's
+    keys before RoPE from those of the layer below, and its values from its keys and the values below, all heads
+    together, the last row added; by ridge regression with the 2-bit reconstruction that a cache would hold of what it
+    predicts from (AQUA-KV, arXiv 2501.19392). They are large: 3 N^2 numbers a layer, 0 in the lowest.
+
+    Raises `BadValue` without a tokenizer, and for sizes that leave nothing to measure.
     """
     check_model(params)
     check_arguments(length=length, windows=windows, needles=needles, seed=seed)
@@ -86,7 +105,59 @@ def calibrate(params: Params, *, length: int = 512, windows: int = 12, needles: 
     found["utility_curves"] = sum(splits) / len(splits)
     alike = [_key_similarity(params.weights, tokens[None], config=params.config) for tokens in stretches]
     found["key_similarity"] = sum(alike) / len(alike)
+    if predictors:
+        found |= _predictors(params, stretches)
     return {name: np.asarray(value) for name, value in found.items()}
+
+
+def _predictors(params: Params, stretches: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """What predicts every layer's keys and values, layer by layer, from the reconstruction of those below."""
+    held = [_unturned(params.weights, tokens[None], config=params.config) for tokens in stretches]
+    found, coder = {"key_predictor": [], "value_predictor": []}, Predicted()
+    below: list[np.ndarray] = []  # keys and values as a cache has them, of the last layer without a sliding window
+    for layer, spec in enumerate(params.config.specs):
+        keys, values = (np.concatenate([each[layer][part] for each in held]) for part in range(2))
+        width = keys.shape[-1]
+        matrices = np.zeros((width + 1, width), np.float32), np.zeros((2 * width + 1, width), np.float32)
+        if spec.window is None and not below:
+            below = [_restored(Higgs(coder.first_bits), x, spec) for x in (keys, values)]
+        elif spec.window is None:
+            near, more = _fitted(below[0], keys, Higgs(coder.bits), spec)
+            below[1], last = _fitted(np.concatenate([near, below[1]], axis=-1), values, Higgs(coder.bits), spec)
+            below[0], matrices = near, (more, last)
+        for name, matrix in zip(found, matrices, strict=True):
+            found[name].append(matrix)
+    return {name: np.stack(matrices) for name, matrices in found.items()}
+
+
+def _restored(coder: Higgs, x: Float[np.ndarray, "T N"], spec: AttentionSpec) -> Float[np.ndarray, "T N"]:
+    """What a cache has of x, which is coded head by head."""
+    by_head = jnp.asarray(x).reshape(len(x), spec.num_kv_heads, -1)
+    return np.asarray(coder.decode(coder.encode(by_head))).reshape(x.shape)
+
+
+def _fitted(
+    given: Float[np.ndarray, "T I"], x: Float[np.ndarray, "T N"], coder: Higgs, spec: AttentionSpec
+) -> tuple[Float[np.ndarray, "T N"], Float[np.ndarray, "_ N"]]:
+    """The ridge regression of x on what is given and 1, in float64; x as a cache has it that codes what it misses."""
+    wide = np.concatenate([given, np.ones((len(given), 1), np.float32)], axis=-1).astype(np.float64)
+    products = wide.T @ wide
+    products[np.diag_indices_from(products)] += DAMP * np.mean(np.diagonal(products))
+    matrix = np.linalg.solve(products, wide.T @ x.astype(np.float64)).astype(np.float32)
+    predicted = (wide @ matrix).astype(np.float32)
+    return predicted + _restored(coder, x - predicted, spec), matrix
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _unturned(weights, tokens: Int[Array, "B T"], *, config: ModelConfig) -> list[tuple[Array, Array]]:
+    """Per layer the keys before RoPE and the values `[T, N]` of all heads together."""
+    back = -jnp.arange(tokens.shape[1], dtype=jnp.int32)[:, None]
+
+    def look(spec: AttentionSpec, seen: Seen):
+        key = rotate(seen.key.astype(jnp.float32), back, spec.rope)
+        return tuple(x[0, SKIP:].reshape(tokens.shape[1] - SKIP, -1) for x in (key, seen.value.astype(jnp.float32)))
+
+    return _looked(weights, tokens, config, look)
 
 
 def _statistics(sums: tuple[dict[str, jax.Array], ...]) -> dict[str, jax.Array]:
@@ -102,16 +173,21 @@ def _statistics(sums: tuple[dict[str, jax.Array], ...]) -> dict[str, jax.Array]:
         first = vectors[..., -1]
         along = jnp.einsum("hd,hd->h", first, layer["turned_sum"])
         directions.append(jnp.where(along < 0, -1.0, 1.0)[:, None] * first)
-        squares = jnp.diagonal(layer["key_outer"], axis1=-2, axis2=-1)
+        squares = jnp.diagonal(layer["key_outer"]).reshape(layer["turned_square"].shape)
         channels.append(layer["turned_square"] * squares / jnp.square(many))
     return {
         "query_mean": jnp.stack(means),
         "query_covariance": jnp.stack(covariances),
         "query_direction": jnp.stack(directions),
         "key_channels": jnp.stack(channels),
-        "key_moment": jnp.stack([layer["key_outer"] / layer["count"] for layer in sums]),
-        "value_moment": jnp.stack([layer["value_outer"] / layer["count"] for layer in sums]),
+        "key_products": jnp.stack([_triangle(layer["key_outer"] / layer["count"]) for layer in sums]),
+        "value_products": jnp.stack([_triangle(layer["value_outer"] / layer["count"]) for layer in sums]),
     }
+
+
+def _triangle(outer: Float[Array, "N N"]) -> Float[Array, "_"]:
+    """The rows of the upper triangle, one behind the other."""
+    return outer[np.triu_indices(len(outer))]
 
 
 def _windows(params: Params, length: int, count: int) -> list[np.ndarray]:
@@ -150,8 +226,8 @@ def _sums(weights, tokens: Int[Array, "B T"], *, config: ModelConfig) -> tuple[d
             "turned_sum": jnp.sum(group, axis=(0, 1, 3)),
             "turned_outer": jnp.einsum("bthgd,bthge->hde", group, group),
             "turned_square": jnp.sum(jnp.mean(jnp.square(group), axis=3), axis=(0, 1)),
-            "key_outer": jnp.einsum("bthd,bthe->hde", key, key),
-            "value_outer": jnp.einsum("bthd,bthe->hde", value, value),
+            "key_outer": jnp.einsum("btn,btm->nm", *2 * (key.reshape(*key.shape[:2], -1),)),
+            "value_outer": jnp.einsum("btn,btm->nm", *2 * (value.reshape(*value.shape[:2], -1),)),
         }
 
     return _looked(weights, tokens, config, look)

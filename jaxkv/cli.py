@@ -265,6 +265,9 @@ class Calibrate:
     needles: int = 8
     """Hidden facts, to tell which heads retrieve."""
     seed: int = 0
+    predictors: bool = False
+    """Also what predicts a layer's keys and values from the layer below (aquakv): 3 matrices a layer, as wide as all of
+    its KV heads."""
     out: str | None = None
     """Folder of the file: by default the model's own, or jaxkv's cache folder for a model known by name."""
 
@@ -699,8 +702,9 @@ def _calibrate(command: Calibrate) -> int:
 
     params = jaxkv.load(command.model, dtype=command.dtype)
     measured = jaxkv.calibrate(
-        params, length=command.length, windows=command.windows, needles=command.needles, seed=command.seed
-    )
+        params, length=command.length, windows=command.windows, needles=command.needles, seed=command.seed,
+        predictors=command.predictors,
+    )  # fmt: skip
     own = Path(command.model).expanduser()
     beside = own if own.is_dir() else own.parent if own.exists() else cache_folder()
     path = Path(command.out or beside) / learned.file_name(params.fingerprint)

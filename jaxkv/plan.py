@@ -103,7 +103,7 @@ def planned(
     """`plan` on a cache that has seen so many tokens `[B]` and fills so many slots per KV head of each layer `[L]`."""
     total = seen + new
     longest = int(total.max())
-    if policy.rope == "text" and longest + room > config.max_position:
+    if policy.bound_to_text and longest + room > config.max_position:
         raise BadValue(
             f"{longest} prompt tokens and {room} new ones exceed the model's context of {config.max_position}: "
             "shorten them, or use a policy with positions in the cache, such as policy('streaming-llm', budget=...)"
@@ -112,7 +112,7 @@ def planned(
     each = [policy.budgets(int(tokens), config.num_layers, learned) for tokens in total]
     limits = np.array([[min(limit, most) for limit in row] for row in each], np.int32).T
     block = policy.block
-    if policy.rope == "cache":  # positions in the cache run up to budget + block
+    if not policy.bound_to_text:  # positions in the cache run up to budget + block
         block = min(block, config.max_position - int(limits.max()))
         if block < 1:
             given = limits.max() if policy.budget is None else policy.budget

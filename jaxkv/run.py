@@ -28,8 +28,7 @@ from jaxkv.sharding.layout import ONE_DEVICE, Layout
 from jaxkv.store import EMPTY, KVCache, looks
 from jaxkv.store import empty as empty_store
 from jaxkv.store.looks import LOOKS
-from jaxkv.store.pairs import begun, rejoined
-from jaxkv.store.together import opened, written
+from jaxkv.store.together import begun, opened, rejoined, written
 
 Layers = tuple[Any, ...]  # a store per layer
 Expected = tuple[Int[Array, "B T K"], Float[Array, "B T K"]]  # the likeliest next tokens and their probabilities

@@ -13,7 +13,7 @@ from jaxkv.plan import shares, whole
 from jaxkv.policies.policy import NOTHING, Learned, Policy
 from jaxkv.run import empty_layer
 from jaxkv.store.entries import PIECE, in_pieces
-from jaxkv.store.pairs import begun
+from jaxkv.store.together import begun
 
 LEAST = 4096  # a part whose smallest budget is larger than that, and twice what is protected, is wrong
 

@@ -55,14 +55,17 @@ CASES = [(model, name, block) for model in SETTINGS for name in sorted(catalogue
 
 @functools.cache
 def loaded(model: str):
-    """The tiny random Llama 3 with grouped heads and a made-up calibration, or SmolLM2's first four layers."""
+    """The tiny random Llama 3 with grouped heads and a made-up calibration, or SmolLM2's first four layers, where what
+    does not come with it is made up."""
     if model == "tiny":
         return calibrated(jaxkv.load(GOLDENS / "tiny" / "llama3"))
     import jax.numpy as jnp
 
     from benchmarks.family_cost import first_layers
 
-    return first_layers(jaxkv.load("smollm2-135m", dtype=jnp.float32), 4)
+    params = first_layers(jaxkv.load("smollm2-135m", dtype=jnp.float32), 4)
+    made_up = calibrated(params).learned
+    return dataclasses.replace(params, learned={**made_up, **params.learned})
 
 
 def policy(model: str, name: str, block: int):

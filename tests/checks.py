@@ -39,6 +39,7 @@ MERGED = Check(CODE, PART, "test_merging.py::test_merging_as_released")
 FORMS_AT_DECODE = Check(FORM, DECODE, "test_forms.py::test_prompt_and_steps")
 
 CODED = Check(FORM, PART, "test_codecs.py::test_a_method_holds_its_codes")
+DIRECTIONS = Check(FORM, BOTH, "test_channels.py::test_a_method_holds_its_directions")
 CHANNELS = Check(FORM, BOTH, "test_channels.py::test_a_method_keeps_its_channels")
 
 SCOPE = Check(CODE, DECODE, "test_scope.py::test_a_layer_keeps_what_the_rule_says")
@@ -49,6 +50,7 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "adakv": RELEASED,
     "adakv-h2o": FORMS,
     "alisa": FORMS,
+    "aquakv": Check(FORM, BOTH, "test_predicted.py::test_layers_by_an_independent_form"),
     "arkv": FORMS,
     "cake": Check(CODE, BOTH, "test_model_pool.py::test_cake_as_released"),
     "cam": (MERGED, FORMS),
@@ -60,7 +62,7 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "compresskv": RELEASED,
     "critical-adakv": POOLS,
     "criticalkv": (TWINS, FORMS_AT_DECODE),
-    "cskv": Check(FORM, BOTH, "test_channels.py::test_a_method_holds_its_directions"),
+    "cskv": DIRECTIONS,
     "cur": (TWINS, FORMS_AT_DECODE),
     "d2o": (
         Check(CODE, DECODE, "test_d2o_oracle.py::test_steps_as_released"),
@@ -98,6 +100,7 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     ),
     "knorm": TINY,
     "kv-adaquant": CODED,
+    "kv-heads": DIRECTIONS,
     "kvcrush": Check(FORM, PART, "test_family.py::test_an_even_sample_of_behaviour"),
     "kvmerger": FORMS,
     "kvzip": RELEASED,
@@ -128,6 +131,11 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "prefixkv": Check(CODE, BOTH, "test_model_pool.py::test_prefixkv_as_released"),
     "pyramidkv": RELEASED,
     "q-filters": Check(CODE, BOTH, "test_released.py::test_q_filters_step_by_step"),
+    "qaq": (
+        Check(CODE, PART, "test_outliers.py::test_bits_as_released"),
+        Check(CODE, PART, "test_outliers.py::test_slots_as_released"),
+        FORMS,
+    ),
     "qpruning": CODED,
     "quest": FORMS,
     "quickvideo": RELEASED,

@@ -23,16 +23,26 @@ def measured(layers: int, heads: int, kv_heads: int, dims: int) -> dict[str, np.
         "induction": rng.random((layers, heads)).astype(np.float32),
         "key_similarity": rng.random(layers).astype(np.float32),
         "utility_curves": curves(layers, kv_heads),
-        "key_moment": moments(rng, layers, kv_heads, dims),
-        "value_moment": moments(rng, layers, kv_heads, dims),
+        "key_products": products(rng, layers, kv_heads * dims),
+        "value_products": products(rng, layers, kv_heads * dims),
         "key_channels": rng.random((layers, kv_heads, dims)).astype(np.float32),
+        "key_predictor": predictor(rng, layers, kv_heads * dims, 1),
+        "value_predictor": predictor(rng, layers, kv_heads * dims, 2),
     }
 
 
-def moments(rng: np.random.Generator, layers: int, kv_heads: int, dims: int) -> np.ndarray:
-    """Mean outer products [L, Hk, D, D] of vectors of few directions."""
-    some = rng.standard_normal((layers, kv_heads, 2 * dims, dims)) * np.geomspace(1, 0.1, dims)
-    return np.einsum("lhtd,lhte->lhde", some, some).astype(np.float32) / np.float32(2 * dims)
+def products(rng: np.random.Generator, layers: int, channels: int) -> np.ndarray:
+    """Mean outer products of vectors of few directions: upper triangles [L, N (N + 1) / 2]."""
+    some = rng.standard_normal((layers, 2 * channels, channels)) * np.geomspace(1, 0.1, channels)
+    rows, columns = np.triu_indices(channels)
+    return (np.einsum("ltd,lte->lde", some, some) / (2 * channels))[:, rows, columns].astype(np.float32)
+
+
+def predictor(rng: np.random.Generator, layers: int, channels: int, parts: int) -> np.ndarray:
+    """Matrices [L, I + 1, N] that keep about the size of what they are given, and add little; 0 in the first layer."""
+    drawn = rng.standard_normal((layers, parts * channels + 1, channels)) / np.sqrt(2 * parts * channels)
+    drawn[0] = 0
+    return drawn.astype(np.float32)
 
 
 def curves(layers: int, kv_heads: int) -> np.ndarray:

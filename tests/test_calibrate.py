@@ -68,6 +68,23 @@ def test_query_statistics(params, found):
             np.testing.assert_allclose(found["query_direction"][layer, head], first, atol=1e-2)
 
 
+def test_products_of_keys_and_values(params, found):
+    """The mean of k k^T after RoPE and of v v^T over the channels of all heads: its upper triangle, row by row."""
+    for layer in range(params.config.num_layers):
+        rows = []
+        for tokens in _windows(params, LENGTH, 3):
+            held = jaxkv.prefill(params, tokens, policy=None).layers[layer]
+            order = np.argsort(np.asarray(held.positions)[0], axis=-1)[:, -LENGTH:, None]
+            rows.append([np.take_along_axis(np.asarray(x)[0], order, 1)[:, SKIP:] for x in (held.keys, held.values)])
+        for name, each in zip(("key", "value"), zip(*rows, strict=True), strict=True):
+            x = np.concatenate(each, axis=1).astype(np.float64)
+            x = np.concatenate(list(x), axis=-1)
+            want = (x.T @ x / len(x))[np.triu_indices(x.shape[1])]
+            np.testing.assert_allclose(
+                found[f"{name}_products"][layer], want, rtol=1e-3, atol=1e-4 * np.abs(want).max()
+            )
+
+
 @pytest.mark.parametrize("compared", [False, True])
 def test_facts_are_hidden(params, compared):
     """The prompt says the answer once, in the right fact, and asks at its end."""

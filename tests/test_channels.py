@@ -116,42 +116,64 @@ def test_a_method_keeps_its_channels(tiny, name):
 # ---- low rank
 
 
-@given(seed=st.integers(0, 999), share=st.sampled_from([0.1, 0.25, 0.5, 1.0]), held=st.integers(0, 9))
+@given(
+    seed=st.integers(0, 999),
+    share=st.sampled_from([0.1, 0.25, 0.5, 1.0]),
+    heads=st.sampled_from([0, 1, 2, 3]),
+    held=st.integers(0, 9),
+)
 @settings(max_examples=20, deadline=None)
-def test_directions_of_the_prompt(seed, share, held):
-    """Of all subspaces of that rank the one that leaves least of what is held, by NumPy's SVD; empty slots hold NaN."""
+def test_directions_of_the_prompt(seed, share, heads, held):
+    """Of all subspaces of that rank the one that leaves least of what each head, or group of heads, holds, by NumPy's
+    SVD; empty slots hold NaN. Three of four heads are no group: all four are."""
     rng = np.random.default_rng(seed)
-    x = (rng.standard_normal((2, 2, 9, 16)) * np.geomspace(3, 0.1, 16)).astype(np.float32)
-    positions = np.broadcast_to(np.where(np.arange(9) < held, np.arange(9), -1), (2, 2, 9)).astype(np.int32)
+    x = (rng.standard_normal((2, 4, 9, 16)) * np.geomspace(3, 0.1, 16)).astype(np.float32)
+    positions = np.broadcast_to(np.where(np.arange(9) < held, np.arange(9), -1), (2, 4, 9)).astype(np.int32)
     x[positions < 0] = np.nan
-    codec = LowRank(share)
+    codec, many = LowRank(share, heads=heads), {0: 4, 3: 4}.get(heads, heads)
     coder = codec.fitted(codec.fit(jnp.asarray(x), jnp.asarray(positions), None, {}))
     code = coder.encode(jnp.asarray(x))
-    back, rank = np.asarray(coder.decode(code)), max(int(share * 16), 1)
-    assert code.shape == (2, 2, 9, rank)
+    back, kept = np.asarray(coder.decode(code)), max(int(share * 16), 1)
+    assert code.shape == (2, 4, 9, kept)
+    np.testing.assert_allclose(coder.encode(jnp.asarray(x[:, :, 0])), code[:, :, 0], rtol=1e-3, atol=1e-3)  # one token
     for row in range(2):
-        for head in range(2):
-            exact = x[row, head, :held].astype(np.float64)
+        for first in range(0, 4, many):
+            exact, near = (
+                np.concatenate(list(each[row, first : first + many, :held]), axis=-1) for each in (np.float64(x), back)
+            )
             sizes = np.linalg.svd(exact, compute_uv=False) if held else np.zeros(1)
-            off, least = np.linalg.norm(exact - back[row, head, :held]), np.sqrt((sizes[rank:] ** 2).sum())
+            off, least = np.linalg.norm(exact - near), np.sqrt((sizes[many * kept :] ** 2).sum())
             assert least * 0.999 - 1e-3 <= off <= least * 1.01 + 5e-3 * sizes[0]
 
 
-def test_a_method_holds_its_directions(tiny):
-    """Keys and values of the first layer are projected on the model's directions, but for the newest."""
+@pytest.mark.parametrize("name, heads, kept", [("cskv", 1, (4, 12)), ("kv-heads", 2, (8, 8))])
+def test_a_method_holds_its_directions(tiny, name, heads, kept):
+    """Keys and values of the first layer are projected on the model's directions, of each head or of both together, but
+    for the newest."""
     params, residual = calibrated(tiny(FAMILY)), 8
-    chosen = jaxkv.policy("cskv", residual=residual)
+    chosen = jaxkv.policy(name, residual=residual)
     cache = jaxkv.generate(params, ids(29), policy=chosen, max_new_tokens=12, stop_tokens=()).cache
     exact, layer, seen = exact_of(params, cache), cache.layers[0], int(cache.lengths[0])
-    assert (layer.entries.keys.shape[-1], layer.entries.values.shape[-1]) == (4, 12)
-    for head in range(2):
-        parts = ("key", layer.keys, 4), ("value", layer.values, 12)
-        for (name, x, rank), rows in zip(parts, exact[:, head], strict=True):
-            vectors = np.linalg.eigh(np.asarray(params.learned[f"{name}_moment"], np.float64)[0, head])[1][:, -rank:]
-            for slot, p in enumerate(np.asarray(layer.positions)[0, head].tolist()):
+    assert (layer.entries.keys.shape[-1], layer.entries.values.shape[-1]) == kept
+    for part, x, all_heads, each in zip(("key", "value"), (layer.keys, layer.values), exact, kept, strict=True):
+        moment = np.zeros((32, 32))
+        moment[np.triu_indices(32)] = params.learned[f"{part}_products"][0]
+        moment += np.triu(moment, 1).T
+        for first in range(0, 2, heads):
+            own = slice(16 * first, 16 * (first + heads))
+            vectors = np.linalg.eigh(moment[own, own])[1][:, -heads * each :]
+            rows = np.concatenate(all_heads[first : first + heads], axis=-1)
+            got = np.asarray(x)[0, first : first + heads]
+            for slot, p in enumerate(np.asarray(layer.positions)[0, first].tolist()):
                 if p >= 0:
                     want = rows[p] if p >= seen - residual else rows[p] @ vectors @ vectors.T
-                    np.testing.assert_allclose(np.asarray(x)[0, head, slot], want, atol=5e-3)
+                    np.testing.assert_allclose(np.concatenate(list(got[:, slot])), want, atol=5e-3)
+
+
+@pytest.mark.long
+def test_heads_that_share_directions_go_on(tiny, tmp_path):
+    """Rows in another order, and a saved cache, say the same, behind prompts of several blocks."""
+    gone_on_with(calibrated(tiny(FAMILY)), jaxkv.policy("kv-heads", block=20), tmp_path)
 
 
 # ---- SQuat
@@ -264,6 +286,8 @@ def test_bytes_of_a_fit(tiny, goldens):
     """Of 64 channels 39 or 20 are held, of 64 directions 16 and 48; `bytes=` reckons with what lies beside."""
     store = jaxkv.policies.catalogue()["cskv"].store
     assert bytes_of(store, 4096) == (4096 + 64) * 2 * (16 + 48) + 32 * 64 * 4
+    store = jaxkv.policies.catalogue()["kv-heads"].store
+    assert bytes_of(store, 4096) - bytes_of(store, 0) == 4096 * 2 * (32 + 32)
     for name, kept in (("think", 39), ("leank", 20)):
         store = jaxkv.policies.catalogue()[name].store
         alone = bytes_of(store, 4096) - bytes_of(store, 0)
@@ -281,6 +305,12 @@ def test_bytes_of_a_fit(tiny, goldens):
         (lambda: Channels(window=0), BadValue, "window=0"),
         (lambda: LowRank(0.0), BadValue, "share=0.0"),
         (lambda: LowRank(basis="queries"), UnknownName, "queries"),
+        (lambda: LowRank(heads=-1), BadValue, "heads=-1"),
+        (
+            lambda: jaxkv.policy("h2o", budget=64, store={"values": {"kind": "low-rank", "heads": 2}}),
+            BadValue,
+            "same to",
+        ),
         (lambda: jaxkv.policy("adakv-h2o", budget=64, store={"keys": {"kind": "low-rank"}}), BadValue, "equal heads"),
         (lambda: Squat(rank=0), BadValue, "rank=0"),
         (lambda: Codecs(Squat(channels=24), residual=32).check(64), BadValue, "channels=24"),

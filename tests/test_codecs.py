@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from archives import arrays
-from held import bytes_of
+from held import ONE_HEAD, bytes_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ordered import heads_of
@@ -15,6 +15,7 @@ from ordered import heads_of
 import jaxkv
 from jaxkv.errors import BadValue
 from jaxkv.policies import Codecs, Fp8, Int, IntByChannel, Merge, Sparse
+from jaxkv.sizes import size_of
 from jaxkv.store import slots, window
 from jaxkv.store.entries import PIECE, Entries
 from jaxkv.store.integers import hadamard_matrix, packed
@@ -422,6 +423,8 @@ def test_merging_moves_what_the_window_holds(tiny, store):
         ("kv-adaquant", 3, 32 / 64),
         ("mustafar", 16 * 20 / 64, 1),
         ("qpruning", 4, 32 / 64),
+        ("rotatekv", 2, 32 / 64),
+        ("squat", 2, (32 / 32 + 2 * 32 / 64) / 2),
     ],
 )
 def test_bytes_of_a_method_are_its_bits(name, bits, scales):
@@ -429,7 +432,25 @@ def test_bytes_of_a_method_are_its_bits(name, bits, scales):
     store = jaxkv.policies.catalogue()[name].store
     alone = bytes_of(store, 4096) - bytes_of(store, 0)
     assert alone / (4096 * 2 * 64 * 2) == pytest.approx((bits + scales) / 16, rel=0.03)
-    assert bytes_of(store, 0) == pytest.approx(store.residual * 2 * 64 * 2, rel=0.03)
+    assert bytes_of(store, 0) == pytest.approx((store.residual + store.initial) * 2 * 64 * 2, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "name, upper, lower, times",
+    [  # bits of keys and values on average in both tiers, with scales and offsets, and slots of the lower one
+        ("mikv", 16, 2 + 32 / 64, 4),
+        ("zipcache", 4 + (32 / 32 + 32 / 64) / 2, 2 + 32 / 64, 2 / 3),
+        ("arkv", 16, 8 + 16 / 64, 1 / 4),
+        ("qaq", 4 + 80 / 64, 2 + 80 / 64, 3),
+        ("tiered-laq", 16, 4 + 32 / 64, 10),
+    ],
+)
+def test_bytes_of_two_tiers_are_their_bits(name, upper, lower, times):
+    """Bytes of 4096 slots and of the tier below, without the window, of bfloat16's: within 3 %."""
+    chosen = jaxkv.policy(name, budget=4096)
+    window = chosen.store.residual * 2 * 64 * 2
+    alone = size_of(chosen, ONE_HEAD, "bfloat16", [4096]).keys_values - window
+    assert alone / (4096 * 2 * 64 * 2) == pytest.approx((upper + times * lower) / 16, rel=0.03)
 
 
 @pytest.mark.some(1)

@@ -26,7 +26,7 @@ from jaxkv.policies import catalogue
 from jaxkv.policies.catalogue import named
 from jaxkv.store import Entries, Slots
 from jaxkv.store.entries import in_pieces
-from jaxkv.store.pairs import half_of
+from jaxkv.store.fit import FIT
 
 FAMILY = "llama3"
 VOCAB = 100
@@ -93,8 +93,10 @@ def poisoned(cache):
 def holed(layer):
     """The layer with NaN in every empty slot."""
     hole = (layer.positions < 0)[..., None]
-    if half_of(layer, "keys") is not None:  # of a pair that holds its directions together
-        lies = lambda x: jnp.where(hole if x.ndim == 4 else hole[..., 0], jnp.nan, x) if x.dtype == "f4" else x  # noqa: E731
+    if layer.codecs.pairs and FIT in layer.beside:  # it is read with other layers: what lies in its slots is no array
+        lies = lambda x: (  # noqa: E731
+            jnp.where(hole if x.ndim == 4 else hole[..., 0], jnp.nan, x) if x.dtype in ("f2", "f4") else x
+        )
         keys, values = jax.tree.map(lies, (layer.entries.keys, layer.entries.values))
         return layer.replaced(entries=dataclasses.replace(layer.entries, keys=keys, values=values))
     return layer.changed(

@@ -12,6 +12,7 @@ from forms import Prompt, Rule, Tiny, competing, ends, run, softmax
 from measured import measured
 from ordered import heads_of
 from shares import headkv_budgets
+from test_outliers import apart, quantised
 from tiers_numpy import Tiered, in_bits, small_floats
 
 import jaxkv
@@ -464,6 +465,33 @@ class ZipCache(Tiered, Probed):
     codes, balance = (in_bits(2), in_bits(2)), "channels"
 
 
+class Needed(Rule):
+    """The bits that key and value need together: of the last 5 queries' largest attention, without outliers."""
+
+    every = NEVER
+
+    def prompt(self, seen: Prompt):
+        many = seen.weights.shape[1]
+        mass = seen.by_group(seen.weights[:, -5:].max(1)).max(1)
+        of_key = np.sqrt(12 / 300 * np.log(many**3 / (many - 1) * 9 + 1))
+        of_value = np.sqrt(12 / many) * 3 / mass
+        width = lambda x: np.array([[np.ptp(apart(row, 0.01)[0]) for row in head] for head in x])  # noqa: E731
+        worth = np.log2(width(seen.key) / (2 * of_key) + 1) + np.log2(width(seen.value) / (2 * of_value) + 1)
+        worth[:, -4:] = np.inf
+        return worth
+
+
+def beside_outliers(x):
+    """Rows in 2 bits beside their outliers."""
+    return np.array([quantised(row, 2, 0.01)[0] for row in x]).reshape(x.shape)
+
+
+class Qaq(Tiered, Needed):
+    """What needs fewer bits in 2 of them, outliers apart."""
+
+    codes = (beside_outliers, beside_outliers)
+
+
 class Restless(Rule):
     """Mean and variance of the window's attention, 5 neighbours together; at decode the current query's attention."""
 
@@ -781,6 +809,7 @@ CASES = {  # the rule, our options, the seed of a prompt without near ties
     "laq-heads": (LookaheadHeads, {"draft_window": 6}, 0),
     "laq-plus-plus": (LookaheadLocal, {"draft_window": 6}, 0),
     "laq-longflow": (LookaheadLongFlow, {"draft_window": 6}, 0),
+    "qaq": (Qaq, {"times": 0.5, "store": {}}, 0),
     "zipcache": (ZipCache, {"times": 0.5, "store": {}}, 0),
     "arkv": (Arkv, {"times": 0.5, "window": 4, "decode_recent": 4, "every": 4}, 0),
     "tiered-laq": (TieredLaq, {"times": 0.5, "draft_window": 6}, 0),

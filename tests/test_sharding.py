@@ -290,13 +290,15 @@ STEP = 1.0  # of 4 bits: rounding, which is a mesh's own, may move a number by o
         ("h2o", BY_CHANNEL, (1, 2, 4)),
         ("adakv-h2o", FITTED, (2, 2, 2)),
         ("minicache", {}, (2, 2, 2)),
+        ("kv-heads", {}, (2, 2, 2)),
+        ("aquakv", {}, (2, 2, 2)),
     ],
 )
 def test_codes_on_a_mesh(goldens, tmp_path, name, store, axes):
     """The same tokens and entries as on one device; saved there, a cache goes on on one device and on another mesh."""
     folder, options = goldens / "tiny" / "llama3", {"budget": 18, **({"store": store} if store else {})}
     one, mesh, other = (
-        jaxkv.load(folder, mesh=None if where is None else on(where)) for where in (None, axes, (1, 1, 8))
+        calibrated(jaxkv.load(folder, mesh=None if where is None else on(where))) for where in (None, axes, (1, 1, 8))
     )
     out, alone = (generated(params, name, steps=9, **options) for params in (mesh, one))
     assert out.tokens.tolist() == alone.tokens.tolist()

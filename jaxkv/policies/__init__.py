@@ -9,6 +9,7 @@ from jaxkv.policies.across import Prefix as Prefix
 from jaxkv.policies.aggregate import Aggregate as Aggregate
 from jaxkv.policies.allocate import Adaptive as Adaptive
 from jaxkv.policies.allocator import Allocate as Allocate
+from jaxkv.policies.bits import NeededBits as NeededBits
 from jaxkv.policies.by_keys import Cur as Cur
 from jaxkv.policies.by_keys import KeyDiff as KeyDiff
 from jaxkv.policies.by_keys import LagKV as LagKV
@@ -101,8 +102,11 @@ from jaxkv.store.codecs import Codecs as Codecs
 from jaxkv.store.described import register_state as register_state
 from jaxkv.store.floats import Fp8 as Fp8
 from jaxkv.store.gear import Gear as Gear
+from jaxkv.store.higgs import Higgs as Higgs
 from jaxkv.store.integers import Int as Int
 from jaxkv.store.low_rank import LowRank as LowRank
+from jaxkv.store.outliers import IntOutliers as IntOutliers
 from jaxkv.store.pairs import Paired as Paired
+from jaxkv.store.predicted import Predicted as Predicted
 from jaxkv.store.sparse import Sparse as Sparse
 from jaxkv.store.squat import Squat as Squat

@@ -248,6 +248,12 @@ class Policy(Checked):
         return MASS in self.decode.needs or any(leaf.remembers for leaf in leaves)
 
     @property
+    def bound_to_text(self) -> bool:
+        """Whether its text is no longer than the model's context: places in the cache are those in the text where
+        nothing is evicted."""
+        return self.rope == "text" or not self.evicts
+
+    @property
     def calibrated(self) -> bool:
         """Whether it needs numbers measured on the model before."""
         return bool(self.learns)

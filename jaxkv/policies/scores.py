@@ -1,5 +1,6 @@
 """Every score by its kind, as TOML names it."""
 
+from jaxkv.policies.bits import NeededBits
 from jaxkv.policies.by_keys import Cur, KeyDiff, LagKV, Leverage, QueryDirection, Redundancy
 from jaxkv.policies.by_queries import (
     CalibratedAttention,
@@ -46,7 +47,7 @@ KINDS: dict[str, type[Score]] = {
             WindowAttention,
             WorstAttention,
         ),
-        *(Recurrence, Ladder, Place, Neighbours, Crush, Chains),
+        *(NeededBits, Recurrence, Ladder, Place, Neighbours, Crush, Chains),
         *(Scaled, Weighted, Maximum, Then, Until, Pooled, PromptFirst, Propagated),
     )
 }

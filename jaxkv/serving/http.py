@@ -112,7 +112,7 @@ class Server:
             "id": self.model, "object": "model", "created": 0, "owned_by": "jaxkv", "policy": policy.name,
             "budget": policy.budget, "ratio": policy.ratio, "rows": load.rows, "prefixes": self.engine.prefixes,
             "cache_bytes_per_row": self.engine.nbytes // load.rows,
-            "context": self.engine.params.config.max_position if policy.rope == "text" else None,
+            "context": self.engine.params.config.max_position if policy.bound_to_text else None,
         }  # fmt: skip
         return JSONResponse(about if one is not None else {"object": "list", "data": [about]})
 

@@ -25,9 +25,14 @@ class Codec(Checked):
     plain: ClassVar[bool] = False  # the code is the array itself
     apart: ClassVar[bool] = True  # every slot's code is its own
     fits: ClassVar[bool] = False  # something of each KV head is fitted to the text or to the model
-    pairs: ClassVar[bool] = False  # two layers share what it holds
+    pairs: ClassVar[bool] = False  # layers share what it holds
     readable: ClassVar[bool] = False  # `as_codes` gives what the attention's operations read as it lies
     pooled: ClassVar[bool] = True  # heads may share slots: what it fits of a head, each slot could hold
+
+    @property
+    def aligned(self) -> bool:
+        """Whether the heads and layers that share what it holds must hold the same tokens in the same slots."""
+        return self.pairs
 
     def encode(self, x: Float[Array, "*slots D"]) -> Any:
         """The code of every slot."""
@@ -95,6 +100,9 @@ class Codec(Checked):
 
     def check(self, head_dim: int) -> None:
         """Raises `BadValue` where heads of this width have no code."""
+
+    def suits(self, name: str, codecs: Any, policy: Any) -> None:
+        """Raises `BadValue` where it cannot hold the `name` ("keys" or "values") of a policy with these codecs."""
 
     def empty(self, shape: tuple[int, ...], head_dim: int, dtype: Any) -> Any:
         """The code of zeros in slots of this shape."""

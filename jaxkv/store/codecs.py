@@ -12,16 +12,23 @@ from jaxkv.store.codec import Codec, Plain
 from jaxkv.store.fit import Fit
 from jaxkv.store.floats import Fp8
 from jaxkv.store.gear import Gear
+from jaxkv.store.higgs import Higgs
 from jaxkv.store.integers import Int
 from jaxkv.store.low_rank import LowRank
+from jaxkv.store.outliers import IntOutliers
 from jaxkv.store.pairs import Paired
+from jaxkv.store.predicted import Predicted
 from jaxkv.store.sparse import Sparse
 from jaxkv.store.squat import Squat
 from jaxkv.store.window import INITIAL, WINDOW
 
 PLAIN = Plain()
 KINDS: dict[str, type[Codec]] = {
-    codec.kind: codec for codec in (Plain, Int, IntByChannel, Fp8, Sparse, Channels, LowRank, Gear, Squat, Paired)
+    codec.kind: codec
+    for codec in (
+        *(Plain, Int, IntByChannel, IntOutliers, Fp8, Higgs, Sparse),
+        *(Channels, LowRank, Gear, Squat, Paired, Predicted),
+    )
 }
 
 
@@ -112,11 +119,14 @@ class Codecs(Checked):
                 "they hold (allocate kind 'uniform', read kind 'all'), or a codec with a scale per token, such as "
                 "{'kind': 'int', 'bits': 4}"
             )
-        if self.pairs and (policy.evicts or policy.read.state):
+        aligned = [codec.kind for codec in (self.keys, self.values) if codec.aligned]
+        if aligned and (policy.evicts or policy.read.state):
             raise BadValue(
-                f"policy {policy.name!r} with codec 'paired', whose layers hold the same tokens in the same slots: "
-                "expected a policy that evicts nothing and reads all it holds, such as 'full'"
+                f"policy {policy.name!r} with codec {aligned[0]!r}, whose heads or layers hold the same tokens in the "
+                "same slots: expected a policy that evicts nothing and reads all it holds, such as 'full'"
             )
+        self.keys.suits("keys", self, policy)
+        self.values.suits("values", self, policy)
         pooled = self.keys.pooled and self.values.pooled
         if (self.fits and policy.allocate.divides) or (policy.allocate.pooled and not pooled):
             raise BadValue(

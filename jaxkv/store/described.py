@@ -15,11 +15,14 @@ from jaxkv.store.entries import Entries
 from jaxkv.store.fit import Fit
 from jaxkv.store.floats import FloatCode
 from jaxkv.store.gear import Missed, Own
+from jaxkv.store.higgs import HiggsCode
 from jaxkv.store.integers import IntCode
 from jaxkv.store.line import Place
+from jaxkv.store.outliers import OutlierCode
 from jaxkv.store.pages import Pages
 from jaxkv.store.pairs import PairCode, PairHalf
 from jaxkv.store.pool import Pool
+from jaxkv.store.predicted import Link
 from jaxkv.store.residue import Residue
 from jaxkv.store.sketch import Sketch
 from jaxkv.store.slots import Slots
@@ -33,7 +36,20 @@ KNOWN: dict[str, type] = {
     each.__name__: each
     for each in (
         *(Slots, Pool, Place, Entries, Summary, Residue, Sketch, Tier, Balance, Threshold, Pages, Window, Fit),
-        *(Codecs, *KINDS.values(), IntCode, BlockCode, Ranges, FloatCode, SparseCode, Own, Missed, PairHalf, PairCode),
+        *(
+            Codecs,
+            *KINDS.values(),
+            IntCode,
+            BlockCode,
+            Ranges,
+            FloatCode,
+            HiggsCode,
+            OutlierCode,
+            SparseCode,
+            Own,
+            Missed,
+        ),
+        *(PairHalf, PairCode, Link),
     )
 }
 

@@ -175,7 +175,7 @@ def begun(layers: Sequence[Any], windows: Sequence[int | None]) -> tuple[Any, ..
     uppers = {}
     for name in NAMES:
         codec = getattr(layers[0].codecs, name)
-        roles = codec.roles(windows) if codec.pairs else []
+        roles = codec.roles(windows) if isinstance(codec, Paired) else []
         uppers[name] = [i for i, role in enumerate(roles) if role == UPPER and half_of(layers[i], name) is None]
     return _all_joined(layers, uppers)
 

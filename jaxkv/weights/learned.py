@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save
 from jaxkv.errors import BadWeights
 from jaxkv.folders import appearing, cache_folder
 
+ASKED_FOR = ("key_predictor", "value_predictor")  # large: `jaxkv calibrate` makes them with --predictors alone
 Learned = Mapping[str, Any]  # name -> array [L, ...]
 
 

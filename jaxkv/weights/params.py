@@ -12,6 +12,7 @@ import numpy as np
 from jaxkv.errors import BadValue
 from jaxkv.models import ModelConfig
 from jaxkv.sharding.layout import ONE_DEVICE, Layout
+from jaxkv.weights.learned import ASKED_FOR
 
 
 @jax.tree_util.register_dataclass
@@ -38,9 +39,10 @@ class Params:
         """The named arrays of `learned`. Raises `BadValue` where one is missing."""
         lost = [name for name in names if name not in self.learned]
         if lost:
+            more = " --predictors" if set(lost) & set(ASKED_FOR) else ""
             raise BadValue(
                 f"policy {policy!r} needs {', '.join(lost)}, which was not measured on this model yet: run jaxkv "
-                "calibrate MODEL once, and load it again"
+                f"calibrate MODEL{more} once, and load it again"
             )
         return {name: self.layout.put(self.learned[name]) for name in names}
 
