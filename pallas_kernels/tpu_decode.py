@@ -48,7 +48,7 @@ class Step(NamedTuple):
 
     output: Float[Array, "B H M D"]
     lse: Float[Array, "B H M"]
-    mass: Float[Array, "B H S"] | None
+    mass: Float[Array, "B H *M S"] | None
     keys: Float[Array, "B H S D"]
     values: Float[Array, "B H S D"]
     next_slot: Int[Array, "B Hk"]
@@ -200,6 +200,9 @@ def step(
     lanes = (kv_heads, blocks_of.LANES)
     tile = (dim, plan.tile) if columns else (plan.tile, dim)
     masses = [(jax.ShapeDtypeStruct((batch, sets, slots), jnp.float32), line)] if with_mass else []
+    if with_mass and judge.group == "each":
+        each = pl.BlockSpec((1, *some, block), lambda *at: (*block_before(*at)[:2], 0, block_before(*at)[2]))
+        masses = [(jax.ShapeDtypeStruct((batch, *some, slots), jnp.float32), each)]
     outs = [
         (jax.ShapeDtypeStruct((batch, *some, dim), query.dtype), attended(*some, dim)),
         (jax.ShapeDtypeStruct((batch, *some, 1), jnp.float32), attended(*some, 1)),
@@ -224,7 +227,8 @@ def step(
             "logits": pltpu.VMEM((plan.buffers, *some, plan.width), jnp.float32),
             "normal": pltpu.VMEM((plan.buffers, *some, 1), jnp.float32),
         }
-    scalars = (position, slot, judge.limits, judge.recents, *(() if offsets is None else (offsets,)), walk, rows)
+    slot_here = jnp.where(slot < slots, slot, plan.width)  # of no block, where it is another device's
+    scalars = (position, slot_here, judge.limits, judge.recents, *(() if offsets is None else (offsets,)), walk, rows)
     inputs = (
         (query.reshape(batch, *some, dim), attended(*some, dim)),
         (key, attended(*key.shape[1:])),
@@ -253,7 +257,8 @@ def step(
         cost_estimate=pl.CostEstimate(
             flops=4 * batch * heads * slots * dim,
             transcendentals=(1 + with_mass) * batch * heads * slots,
-            bytes_accessed=keys.nbytes + values.nbytes + 4 * (2 + with_mass + len(factors) + len(more)) * positions.size
+            bytes_accessed=keys.nbytes + values.nbytes + 4 * (2 + len(factors) + len(more)) * positions.size
+            + sum(4 * shape.size for shape, _ in masses)
             + 2 * batch * (heads + kv_heads) * dim * keys.dtype.itemsize
             + 4 * batch * (heads + kv_heads) + 2 * batch * kv_heads * plan.tile * dim * keys.dtype.itemsize,
         ),
@@ -275,7 +280,8 @@ def _vmem_bytes(plan: _Plan, row_bytes: int, factors: int) -> int:
     few = plan.members < blocks_of.SUBLANES
     padded = 2 ** (plan.members - 1).bit_length() if few else blocks_of.round_up(plan.members, blocks_of.SUBLANES)
     logits = plan.buffers * 4 * plan.width * plan.sets * padded if plan.with_mass else 0
-    return 4 * plan.block * row_bytes + logits + 8 * plan.block * rows * (3 + factors) + 2**22
+    masses = plan.sets * padded if plan.reduce == "each" else rows
+    return 4 * plan.block * row_bytes + logits + 8 * plan.block * (masses + rows * (2 + factors)) + 2**22
 
 
 def _kernel(
@@ -454,14 +460,15 @@ def _kernel(
                     scratch["logits"][buffer_before, :, rows, at] - scratch["normal"][buffer_before, :, rows]
                 )
                 # of a pool, the other heads' are 0
-                weights = (jnp.max if plan.reduce == "max" else jnp.sum)(weights, axis=1) / each
+                if plan.reduce != "each":
+                    weights = (jnp.max if plan.reduce == "max" else jnp.sum)(weights, axis=1) / each
                 mass[0][0] = join(mass[0][0], weights) if plan.pooled else weights
 
             each_band(before, of)
 
         @pl.when(looks & ~looked)
         def _():
-            mass[0][0] = jnp.zeros((plan.sets, plan.block), jnp.float32)
+            mass[0][0] = jnp.zeros(mass[0].shape[1:], jnp.float32)
 
     @pl.when(runs_before)
     def _choose():

@@ -89,7 +89,10 @@ def decode_attend_score(
     if with_mass:
         seen = visible(position[:, None, None], positions, window).reshape(rows, slots, 1)
         weights = jnp.where(seen, jnp.exp(logits - lse[:, None, :]), 0.0)
-        mass = GROUP[judge.group](weights, axis=-1).reshape(batch, kv_heads, slots)
+        if judge.group == "each":
+            mass = jnp.swapaxes(weights, -1, -2).reshape(batch, kv_heads, heads, slots)
+        else:
+            mass = GROUP[judge.group](weights, axis=-1).reshape(batch, kv_heads, slots)
     return Attended(
         output=output.reshape(query.shape).astype(query.dtype),
         lse=lse.reshape(query.shape[:2]),
@@ -196,7 +199,7 @@ def _attend_block(
     zero = row * 0
     all_dims, all_heads = pl.ds(zero, plan.dim), pl.ds(zero, plan.columns)
 
-    @pl.when((now >= 0) & (lax.div(target + shift, plan.block * plan.each) == split))
+    @pl.when((now >= 0) & (target < plan.slots) & (lax.div(target + shift, plan.block * plan.each) == split))
     def _write_new_token():
         for new, memory, cache in ((key, key_mem, keys), (value, value_mem, values)):
             blocks_of.put(new.at[row], memory, cache.at[head, begin + target], once)
