@@ -87,9 +87,9 @@ def step_of(text: str) -> dict[str, Any]:
     moved, operations, cycles = 0, 0, 0
     for name, shapes, kind, rest in lines:
         if kernel := re.match(rf"%{KERNELS}[.\d]*$", name):
-            count = lambda what, rest=rest: int(re.search(rf'"{what}":"(\d+)"', rest)[1])  # noqa: E731
+            told = dict(re.findall(r'"(bytes_accessed|flops)":"(\d+)"', rest))
             each = kernels.setdefault(kernel[1], Counter())
-            each.update(calls=1, bytes=count("bytes_accessed"), flops=count("flops"))
+            each.update(calls=1, bytes=int(told["bytes_accessed"]), flops=int(told["flops"]))
         if kind in FREE or "-done" in name + kind:
             continue
         operands = re.findall(r"%[^\s,)]+", re.split(r"\), |\)$", rest)[0])
