@@ -58,6 +58,7 @@ FEW = 2  # layers of the prefill programs, which are alike
 KERNELS = rf"({'|'.join(sorted(tpu_schedule.KERNELS, reverse=True))})"
 SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "u64": 8}
 FREE = {"get-tuple-element", "bitcast", "constant", "tuple", "iota", "parameter", "custom-call", "while", "after-all"}
+ARRAY = re.compile(r"\b[a-z]+\d*\[[\d,]*\](?:\{[^}]*\})?")
 SLACK = 1.03  # by which a bound may get worse before `--check` fails
 
 
@@ -86,10 +87,10 @@ def step_of(text: str) -> dict[str, Any]:
     moved, operations, cycles = 0, 0, 0
     for name, shapes, kind, rest in lines:
         if kernel := re.match(rf"%{KERNELS}[.\d]*$", name):
-            count = lambda what, rest=rest: int(re.search(rf'"{what}":"(\d+)"', rest)[1])  # noqa: E731
+            told = dict(re.findall(r'"(bytes_accessed|flops)":"(\d+)"', rest))
             each = kernels.setdefault(kernel[1], Counter())
-            each.update(calls=1, bytes=count("bytes_accessed"), flops=count("flops"))
-        if kind in FREE or kind.endswith("-done"):
+            each.update(calls=1, bytes=int(told["bytes_accessed"]), flops=int(told["flops"]))
+        if kind in FREE or "-done" in name + kind:
             continue
         operands = re.findall(r"%[^\s,)]+", re.split(r"\), |\)$", rest)[0])
         if kind in ("slice-start", "copy-start"):  # to on-chip memory, or from it: both arrays' sizes are in the result
@@ -97,7 +98,13 @@ def step_of(text: str) -> dict[str, Any]:
         elif "gather" in name or kind == "gather":
             moved += 2 * sum(in_memory(shapes.replace("S(", "")))
         else:
-            moved += sum(in_memory(shapes)) + sum(sum(in_memory(made.get(each, ""))) for each in set(operands))
+            arrays = (
+                Counter(ARRAY.findall(shapes)),
+                Counter(ARRAY.findall(" ".join(made.get(x, "") for x in set(operands)))),
+            )
+            if "S(2)" in shapes:  # what is on its way to other chips meanwhile goes in and out as it is
+                arrays = arrays[0] - arrays[1], arrays[1] - arrays[0]
+            moved += sum(sum(in_memory(array)) * count for each in arrays for array, count in each.items())
         operations += 1
         expected = re.search(r'estimated_cycles":"(\d+)', rest)
         cycles += int(expected[1]) if expected else 0

@@ -145,7 +145,7 @@ def _block(
     )  # fmt: skip
     expected = _expected(model, hidden[:, last + 1 - length :], (tokens.shape[0], length), top, wanted)
     logits = model.logits(hidden[:, last if top else 0])
-    return layers, layout.constrain(logits), expected
+    return layers, layout.constrain(layout.lay("logits", logits)), expected  # first as the matrix makes them
 
 
 def through_block(

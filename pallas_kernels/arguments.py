@@ -90,7 +90,8 @@ class Judge(NamedTuple):
 
     `limits [B]` entries per head may be held, the last `recents [B]` tokens and the rule's sinks are spared; without
     a rule the next slot is the first empty one. `group` ("sum", "mean" or "max") reduces the mass over the query heads
-    of a KV head. As a pytree its leaves are its arrays: a plain number, the rule and the group are static.
+    of a KV head; "each" leaves every query head its own, for parts of one softmax that are still to be merged, and goes
+    without a rule. As a pytree its leaves are its arrays: a plain number, the rule and the group are static.
     """
 
     limits: Int[Array, "B"]
@@ -106,7 +107,9 @@ class Judge(NamedTuple):
         return self.rule is not None and not (isinstance(self.weight, float) and self.weight == 0)
 
     def check(self, with_mass: bool) -> None:
-        """Raises `ValueError` where the choice needs the mass and nobody computes it."""
+        """Raises `ValueError` where the choice needs the mass and nobody computes it, or reduces it."""
+        if self.group == "each" and self.rule is not None:
+            raise ValueError(f"group='each' with {self.rule}: a choice needs a mass per KV head; give group='sum'")
         if self.weighs and not with_mass:
             raise ValueError(
                 f"with_mass=False, and the judge weighs the mass by {self.weight}: give weight=0.0, or none"

@@ -55,7 +55,7 @@ class Step(NamedTuple):
 
     output: Float[Array, "B H M D"]
     lse: Float[Array, "B H M"]
-    mass: Float[Array, "B H S"] | None
+    mass: Float[Array, "B H *M S"] | None
     keys: Float[Array, "B H S D"] | Codes
     values: Float[Array, "B H S D"] | Codes
     next_slot: Int[Array, "B Hk"]
@@ -222,7 +222,10 @@ def step(
         alone = soft_cap(alone, softcap)
         if logit_bias is not None:
             alone = alone + logit_bias[_in_slots(slot, sets)][:, own]
-        given = forms[1].spread(value.astype(jnp.float32)[:, own].reshape(batch, *some, dim), apart=False)
+        here = (slot < slots)[:, own]  # else it is another device's
+        alone = jnp.where(here, alone, MASKED)
+        given = jnp.where(here[..., None], value.astype(jnp.float32)[:, own], 0.0)
+        given = forms[1].spread(given.reshape(batch, *some, dim), apart=False)
         asked = jnp.sum(forms[0].spread(wide_query.reshape(batch, *some, dim), apart=True), axis=(2, 4))
         first = [alone.reshape(batch, *some, 1), given, asked[..., None]]
     new = tuple(_entry(x, along) for x, along in zip(token.entry, columns, strict=True))
@@ -242,6 +245,9 @@ def step(
         )
     ]
     masses = [(jax.ShapeDtypeStruct((batch, sets, slots), jnp.float32), line)] if with_mass else []
+    if with_mass and judge.group == "each":
+        each = pl.BlockSpec((1, *some, block), lambda *at: (*block_before(*at)[:2], 0, block_before(*at)[2]))
+        masses = [(jax.ShapeDtypeStruct((batch, *some, slots), jnp.float32), each)]
     found = (forms[1].parts, forms[1].groups * plan.members, forms[1].width)
     outs = [
         (jax.ShapeDtypeStruct((batch, sets, *found), query.dtype), attended(sets, *found)),
@@ -269,7 +275,8 @@ def step(
             "logits": pltpu.VMEM((plan.buffers, *some, plan.width), jnp.float32),
             "normal": pltpu.VMEM((plan.buffers, *some, 1), jnp.float32),
         }
-    scalars = (position, slot, judge.limits, judge.recents, *(() if offsets is None else (offsets,)), walk, rows)
+    slot_here = jnp.where(slot < slots, slot, plan.width)  # of no block, where it is another device's
+    scalars = (position, slot_here, judge.limits, judge.recents, *(() if offsets is None else (offsets,)), walk, rows)
     caches = [
         pl.BlockSpec(
             (1, sets, *((x.shape[-2], block) if along else (block, x.shape[-1]))), functools.partial(cache_block, along)
@@ -308,7 +315,7 @@ def step(
             flops=4 * batch * heads * slots * dim,
             transcendentals=(1 + with_mass) * batch * heads * slots,
             bytes_accessed=sum(x.nbytes for x in lies) + 2 * sum(x.size for x in scales)
-            + 4 * (2 + with_mass + len(factors) + len(more)) * positions.size
+            + 4 * (2 + len(factors) + len(more)) * positions.size + sum(4 * shape.size for shape, _ in masses)
             + queries.nbytes + sum(x.nbytes for x in (*new, *first))
             + math.prod(outs[0][0].shape) * query.dtype.itemsize
             + 4 * batch * (heads + kv_heads)
@@ -335,7 +342,8 @@ def _vmem_bytes(plan: _Plan, row_bytes: int, factors: int) -> int:
     few = plan.members < blocks_of.SUBLANES
     padded = 2 ** (plan.members - 1).bit_length() if few else blocks_of.round_up(plan.members, blocks_of.SUBLANES)
     logits = plan.buffers * 4 * plan.width * plan.sets * padded if plan.with_mass else 0
-    return 4 * plan.block * row_bytes + logits + 8 * plan.block * rows * (3 + factors) + 2**22
+    masses = plan.sets * padded if plan.reduce == "each" else rows
+    return 4 * plan.block * row_bytes + logits + 8 * plan.block * (masses + rows * (2 + factors)) + 2**22
 
 
 def _kernel(
@@ -383,7 +391,7 @@ def _kernel(
     def _():
         if plan.coded:
             top[...] = jnp.where(runs, alone[0], MASKED)
-            total[...] = jnp.where(runs, jnp.ones(total.shape, jnp.float32), 0.0)
+            total[...] = jnp.where(runs, (alone[0] > MASKED).astype(jnp.float32), 0.0)
             for part in range(plan.values.parts):
                 context[part] = jnp.where(runs, given[0, :, part], 0.0)
         else:
@@ -549,14 +557,15 @@ def _kernel(
                     scratch["logits"][buffer_before, :, rows, at] - scratch["normal"][buffer_before, :, rows]
                 )
                 # of a pool, the other heads' are 0
-                weights = (jnp.max if plan.reduce == "max" else jnp.sum)(weights, axis=1) / each
+                if plan.reduce != "each":
+                    weights = (jnp.max if plan.reduce == "max" else jnp.sum)(weights, axis=1) / each
                 mass[0][0] = join(mass[0][0], weights) if plan.pooled else weights
 
             each_band(before, of)
 
         @pl.when(looks & ~looked)
         def _():
-            mass[0][0] = jnp.zeros((plan.sets, plan.block), jnp.float32)
+            mass[0][0] = jnp.zeros(mass[0].shape[1:], jnp.float32)
 
     @pl.when(runs_before)
     def _choose():

@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
 from pallas_kernels.choices import choices
 from pallas_kernels.decode_attend_score import api as decode_api
+from pallas_kernels.partial import Partial, merge, portion
 from pallas_kernels.prefill_attend import api as attend_api
 from pallas_kernels.prefill_attend_mass import api as mass_api
 from pallas_kernels.ragged_decode import api as ragged_api
@@ -197,6 +198,40 @@ def test_decode_attend_score(how, dtype, heads, slots):
     assert got.mass.dtype == jnp.float32
     again = call(*bundles)
     assert all(np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True) for a, b in zip(got, again, strict=True))
+
+
+@pytest.mark.some(2)
+@cases(dtype=list(DTYPES), heads=[(3, 3, 64), (2, 4, 128), (1, 8, 256)], slots=[(40, None), (260, 90)])
+def test_parts_of_the_slots_are_the_whole(how, dtype, heads, slots):
+    """Two devices' slots, each attended to by itself: merged by every query head's mass and log-sum-exp they are the
+    whole, and the token is written where its slot is."""
+    (kv_heads, group, dim), (slots, window) = heads, slots
+    rng, batch = np.random.default_rng(slots), 3
+    query, keys, values, positions = inputs(rng, batch, kv_heads, group, slots, dim, 1, dtype)
+    key, value = (jnp.asarray(rng.normal(size=(batch, kv_heads, dim)), dtype) for _ in range(2))
+    token = Token(query[:, :, 0], key, value, jnp.asarray([slots * 2, -1, slots * 2 + 5], jnp.int32))
+    held = Held(keys, values, jnp.asarray(positions, jnp.int32))
+    slot = jnp.asarray(rng.integers(0, slots, (batch, kv_heads)), jnp.int32)
+    judge = Judge(*jnp.full((2, batch), slots, jnp.int32))
+    options = {"scale": dim**-0.5, "window": window}
+    whole = decode_api.decode_attend_score(token, held, slot, judge, **options, implementation="reference")
+    half, parts = slots // 2, []
+    for first in (0, half):
+        some = Held(*(None if x is None else x[:, :, first : first + half] for x in held))
+        at = jnp.where((slot >= first) & (slot < first + half), slot - first, half + 3 * first)
+        parts.append(decode_api.decode_attend_score(token, some, at, judge._replace(group="each"), **options, **how))
+    for name in ("keys", "values", "positions"):
+        put = np.concatenate([np.asarray(getattr(part, name), np.float32) for part in parts], axis=2)
+        assert np.array_equal(put, np.asarray(getattr(whole, name), np.float32), equal_nan=True)
+    joined = merge(*(Partial(part.output, part.lse) for part in parts))
+    near = {"atol": DTYPES[dtype]}
+    np.testing.assert_allclose(*(np.asarray(x.output, np.float32) for x in (joined, whole)), **near)
+    np.testing.assert_allclose(joined.lse, whole.lse, atol=1e-4, rtol=1e-4)
+    shares = [np.asarray(portion(part.lse, joined.lse)).reshape(batch, kv_heads, group, 1) for part in parts]
+    mass = np.concatenate([part.mass * share for part, share in zip(parts, shares, strict=True)], axis=-1)
+    np.testing.assert_allclose(mass.sum(axis=2), whole.mass, atol=1e-4)
+    with pytest.raises(ValueError, match="a choice needs a mass per KV head"):
+        decode_api.decode_attend_score(token, held, slot, judge._replace(group="each", rule=Rule("each")), **options)
 
 
 @pytest.mark.some(2)

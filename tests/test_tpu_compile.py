@@ -361,6 +361,25 @@ def test_no_budget_makes_a_step_copy_the_cache(batch, kv_heads, group, budget, u
     assert made_of(shape, compiled.as_text()) <= {*NAMES_ONLY, "while"}
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("axes", [(1, 4), (2, 2)], ids=str)
+def test_devices_that_divide_the_slots_run_the_kernel(axes, unchecked):
+    """Each on its own slots, in place; only what the merge needs goes between them."""
+    heads, text = axes
+    config, policy = model("llama-3-8b", 1), jaxkv.policy("dapq-longflow", budget=SLOTS)
+    chips = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS["v5e"]).devices
+    layout = Layout.of(jaxkv.mesh(model=heads, context=text, devices=list(chips)), config)
+    program = lower(
+        config, policy, batch=BATCH, tokens=2 * SLOTS, steps=4, dtype=jnp.bfloat16, layout=layout,
+        implementation="mosaic_tpu",
+    )  # fmt: skip
+    compiled = program.decode.compile()
+    assert len(re.findall(r'custom_call_target="tpu_custom_call"', compiled.as_text())) == config.num_layers
+    keys = (BATCH, config.num_kv_heads // heads, SLOTS // text, config.head_dim)
+    assert compiled.memory_analysis().alias_size_in_bytes >= 2 * 2 * int(np.prod(keys))
+    assert made_of(keys, compiled.as_text()) <= {*NAMES_ONLY, "while"}
+
+
 def prefill_program(name: str, family: str, tokens: int, layers: int | None = None):
     """The blocks after a prompt's first, lowered for one chip; all layers or the first so many."""
     config, policy = model(family, layers), jaxkv.policy("dapq-longflow", budget=SLOTS, block=BLOCK)
@@ -497,8 +516,16 @@ def test_steps_move_their_weights_and_their_cache(name, phase, layers, unchecked
         assert found["beside"] > found["weights"]
 
 
+SCHEDULED = [  # every kernel on v5e; and one of each on another chip
+    *(f"{kernel} v5e" for kernel in ("equal chooses D128", "ragged chooses D128", "ragged chooses D64")),
+    *(f"prefill {work} D128 v5e" for work in ("attends", "weighs")),
+    "ragged chooses D128 v6e",
+    "prefill attends D128 v5p",
+]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["equal chooses D128 v5e", "ragged chooses D128 v6e", "prefill attends D128 v5p"])
+@pytest.mark.parametrize("name", SCHEDULED)
 def test_schedules_get_no_worse(name):
     """Bundles by what they do, copies and temporary memory, as `benchmarks.tpu_schedule` has stored them."""
     case = next(case for case in tpu_schedule.CASES if case.name == name)

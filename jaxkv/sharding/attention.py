@@ -21,9 +21,8 @@ from pallas_kernels import prefill_attend_mass as mass_kernel
 from pallas_kernels import ragged_decode as ragged_kernel
 from pallas_kernels.arguments import Held, Judge, Segments, Token
 from pallas_kernels.decode_attend_score.reference import GROUP as REDUCE
-from pallas_kernels.decode_attend_score.reference import Attended, exact, written
+from pallas_kernels.decode_attend_score.reference import Attended
 from pallas_kernels.decode_attend_score.victim import aim
-from pallas_kernels.masking import biased, filled, masked_softmax, soft_cap, visible
 from pallas_kernels.partial import Partial, portion
 from pallas_kernels.ragged_decode import reference as ragged
 from pallas_kernels.ragged_decode.segments import over_slots
@@ -159,8 +158,7 @@ def decode_attend_score(
 
     def local(token, held, slot, judge):
         if divided:
-            group = judge.group if with_mass else None
-            return _attend_part(layout, token, held, slot, group=group, rotate=rotate, window=window, **softmax)
+            return _attend_part(kernel, layout, token, held, slot, judge, rotate=rotate, with_mass=with_mass)
         shape = token.query.shape
         token, judge = token._replace(query=_flat(token.query)), judge._replace(rule=rule if own_rule else None)
         out = kernel(token, held, slot, judge, rotate=_rotation(rotate), with_mass=with_mass)
@@ -184,47 +182,33 @@ def decode_attend_score(
 
 
 def _attend_part(
+    kernel: Callable,
     layout: Layout,
     token: Token,
     held: Held,
     slot: Int[Array, "b h"],
+    judge: Judge,
     *,
-    group: str | None,
     rotate: RotateAtRead | None,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    with_mass: bool,
 ) -> Attended:
     """One device's part of a decode step: its own slots, and the merge with the others' by log-sum-exp.
 
-    The query is grouped, `[b, h, g, D]`. Without a `group` nobody asks for the mass.
+    The query is grouped, `[b, h, g, D]`. The kernel gives the mass of every query head, for each has its own share in
+    the softmax over all slots.
     """
-    query, slots = token.query, held.keys.shape[2]
-    at = _here(slot, slots, SLOTS)
-    lies, (keys, values, positions, bias) = written(token, held, at), exact(token, held, at)
-    read = keys
-    if rotate is not None:
-        places = rotate.places(lax.all_gather(positions, SLOTS, axis=2, tiled=True))
-        own = lax.dynamic_slice_in_dim(places, lax.axis_index(SLOTS) * slots, slots, axis=2)
-        query, read = rotate.by(query, keys, own, jnp.max(places, axis=-1))
-    logits = jnp.einsum("bhgd,bhcd->bhgc", query, read, preferred_element_type=jnp.float32) * scale
-    seen = visible(token.position[:, None, None], positions, window)
-    bias = None if bias is None else bias[:, :, None]
-    weights, lse = masked_softmax(biased(soft_cap(logits, softcap), bias), seen)
-    output = jnp.einsum(
-        "bhgc,bhcd->bhgd", weights.astype(values.dtype), filled(values, positions), preferred_element_type=jnp.float32
-    )
-    everyone, share = _merged(lse, SLOTS)
-    mass = None if group is None else REDUCE[group](weights * share[..., None], axis=2)
-    return Attended(
-        output=lax.psum(output * share[..., None], SLOTS).astype(query.dtype),
-        lse=everyone,
-        mass=ACROSS[group](mass, GROUP) if group is not None and layout.size(GROUP) > 1 else mass,
-        keys=lies.keys,
-        values=lies.values,
-        positions=positions,
-        next_slot=slot,
-    )
+    shape, slots = token.query.shape, held.keys.shape[2]
+    out = kernel(
+        token._replace(query=_flat(token.query)), held, _here(slot, slots, SLOTS),
+        judge._replace(rule=None, group="each"), rotate=_rotation(rotate, divided=True), with_mass=with_mass,
+    )  # fmt: skip
+    everyone, share = _merged(out.lse.reshape(shape[:3]), SLOTS)
+    output = lax.psum(out.output.reshape(shape).astype(jnp.float32) * share[..., None], SLOTS)
+    mass = None
+    if out.mass is not None:
+        mass = REDUCE[judge.group](out.mass * share[..., None], axis=2)
+        mass = ACROSS[judge.group](mass, GROUP) if layout.size(GROUP) > 1 else mass
+    return out._replace(output=output.astype(token.query.dtype), lse=everyone, mass=mass, next_slot=slot)
 
 
 def ragged_decode(
@@ -319,14 +303,17 @@ def _judge_specs(judge: Judge, rows: PartitionSpec, flat: PartitionSpec) -> Any:
     return jax.tree.map(lambda x: rows if x.ndim == 1 else flat, judge)
 
 
-def _rotation(rotate: RotateAtRead | None) -> Callable | None:
-    """`rotate` as the kernels call it; the new token is the last of the entries in time."""
+def _rotation(rotate: RotateAtRead | None, divided: bool = False) -> Callable | None:
+    """`rotate` as the kernels call it; the new token is the last of the entries in time. Where slots are `divided` an
+    entry's place is among all devices' entries."""
     if rotate is None:
         return None
 
     def by_places(query, keys, positions):
-        places = rotate.places(positions)
-        return rotate.by(query, keys, places, jnp.max(places, axis=-1))
+        everyone = lax.all_gather(positions, SLOTS, axis=2, tiled=True) if divided else positions
+        places, slots = rotate.places(everyone), positions.shape[2]
+        own = lax.dynamic_slice_in_dim(places, lax.axis_index(SLOTS) * slots, slots, axis=2) if divided else places
+        return rotate.by(query, keys, own, jnp.max(places, axis=-1))
 
     return by_places
 

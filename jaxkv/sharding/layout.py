@@ -50,6 +50,7 @@ ACTIVATIONS: dict[str, tuple[Names, ...]] = {
     "stream": (("data",), TEXT, None),  # [B, T, M]
     "qkv": (("data",), TEXT, ALL),  # [B, T, Hk * (G + 2) * D]
     "heads": (("data",), TEXT, HEADS, None),  # [B, T, H, D]: queries, keys, values
+    "logits": (("data",), ALL),  # [B, V]
     "context": (("data",), TEXT, (*HEADS, *GROUP), None),  # [B, T, Hq, D]
 }
 

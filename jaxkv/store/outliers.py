@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Float16, Int, UInt8
 
 from jaxkv.errors import BadValue
 from jaxkv.store.codec import Codec, small
-from jaxkv.store.integers import BITS, check_packing, packed, steps_of, unpacked
+from jaxkv.store.integers import BITS, check_packing, packed, steps_of
 
 
 @jax.tree_util.register_dataclass

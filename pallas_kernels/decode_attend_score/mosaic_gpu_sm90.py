@@ -56,13 +56,18 @@ def decode_attend_score(
     """`reference.decode_attend_score`, K and V read once; not those of blocks before the first and behind the last that
     the query sees.
 
-    Raises `NotImplementedError` on GPUs other than Hopper, for keys turned at read time (`rotate`), for dtypes
-    other than bfloat16 and float16, for D that is no multiple of 16 or above 256, for G above 16, and for
-    B Hk C that is no multiple of 8. Where C itself is none, positions and logits take a detour; K and V do not.
+    Raises `NotImplementedError` on GPUs other than Hopper, for keys turned at read time (`rotate`), for the mass of
+    each query head, for dtypes other than bfloat16 and float16, for D that is no multiple of 16 or above 256, for G
+    above 16, and for B Hk C that is no multiple of 8. Where C itself is none, positions and logits take a detour; K and
+    V do not.
     """
     if rotate is not None:
         raise NotImplementedError("the GPU kernel reads keys as they lie in the cache: rotate= needs the reference")
     query, position = token.query, token.position
+    if judge.group == "each":
+        raise NotImplementedError(
+            "the GPU kernel sums the mass of a group: that of each query head needs the reference"
+        )
     keys, values, positions, bias = held
     batch, kv_heads, slots, dim = keys.shape
     rows, heads = batch * kv_heads, query.shape[1] // kv_heads

@@ -11,7 +11,7 @@ from pallas_kernels.codes import Codes, numbers, put
 from pallas_kernels.decode_attend_score.victim import aim
 from pallas_kernels.masking import biased, filled, masked_softmax, soft_cap, visible
 
-GROUP = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}
+GROUP = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}  # and "each": as it is
 
 
 class Attended(NamedTuple):
@@ -19,7 +19,7 @@ class Attended(NamedTuple):
 
     output: Float[Array, "B Hq D"]
     lse: Float[Array, "B Hq"]
-    mass: Float[Array, "B Hk C"] | None
+    mass: Float[Array, "B Hk *G C"] | None
     keys: Float[Array, "B Hk C D"] | Codes
     values: Float[Array, "B Hk C D"] | Codes
     positions: Int[Array, "B Hk C"]
@@ -42,8 +42,9 @@ def decode_attend_score(
 
     Keys and values that are codes count as the numbers that they stand for, the token's own as they are; its codes are
     what is written.
-    What `held.bias` has is added to the logits. `mass` is each slot's softmax weight, reduced over the G query heads of
-    its KV head by the judge's `group`, float32; None without `with_mass`, where the judge weighs none.
+    What `held.bias` has is added to the logits. A slot of C or more is another device's: nothing is written. `mass` is
+    each slot's softmax weight, reduced over the G query heads of its KV head by the judge's `group`, float32
+    (`[B, Hk, G, C]` where that is "each"); None without `with_mass`, where the judge weighs none.
     `next_slot` is the slot for the token after this one: an empty or expired slot while the row holds fewer than its
     limit, else the lowest weight * mass + bias under the rule; with no rule, the first empty or expired one. A row
     whose position is -1 changes nothing. `rotate(query, keys, positions)` turns query and keys at read time, for caches
@@ -64,7 +65,7 @@ def decode_attend_score(
     output = jnp.einsum(
         "bhgc,bhcd->bhgd", weights.astype(values.dtype), filled(values, positions), preferred_element_type=jnp.float32
     )
-    mass = GROUP[judge.group](weights, axis=2) if with_mass else None
+    mass = (weights if judge.group == "each" else GROUP[judge.group](weights, axis=2)) if with_mass else None
     return Attended(
         output=output.astype(query.dtype).reshape(batch, heads, dim),
         lse=lse.reshape(batch, heads),
@@ -77,7 +78,7 @@ def decode_attend_score(
 
 
 def written(token: Token, held: Held, slot: Int[Array, "B Hk"]) -> Held:
-    """The slots with the token in its own; a position of -1 or a slot of C writes nothing."""
+    """The slots with the token in its own; a position of -1 or a slot of C or more writes nothing."""
     at = _at(held.positions, token.position, slot)
     keys, values = (put(old, at, new) for old, new in zip((held.keys, held.values), token.entry, strict=True))
     return Held(keys, values, placed(held.positions, token.position, slot), held.bias)

@@ -67,7 +67,7 @@ def _least(x: Int[Array, "*lead S"], among: Bool[Array, "*lead S"]) -> Int[Array
 
 
 def aim(
-    mass: Float[Array, "B Hk C"] | None,
+    mass: Float[Array, "B Hk *G C"] | None,
     positions: Int[Array, "B Hk C"],
     position: Int[Array, "B"],
     slot: Int[Array, "B Hk"],
@@ -78,7 +78,7 @@ def aim(
     """The slot for the token after `position`, whose attention gave every slot its `mass` (None where it weighs none).
 
     An empty or expired slot while the row holds fewer than its limit, else the lowest weight * mass + bias under the
-    rule; with no rule, the first empty or expired slot. A row at position -1 keeps its `slot`.
+    rule; with no rule, whatever the mass, the first empty or expired slot. A row at position -1 keeps its `slot`.
     """
     now, rule = position + 1, judge.rule
     live = alive(positions, now, window)

@@ -31,8 +31,10 @@ def ragged_decode(
     """`reference.ragged_decode` by the fastest implementation that takes the arguments, or the named one; `how` is what
     that one alone takes, such as `interpret`.
 
-    Raises `ValueError` where the judge weighs the mass and `with_mass` is False.
+    Raises `ValueError` where the judge weighs the mass and `with_mass` is False, and for a mass of each query head.
     """
     judge.check(with_mass)
+    if judge.group == "each":
+        raise ValueError("group='each': a pool's mass is one number for each slot; give 'sum', 'mean' or 'max'")
     how |= {"scale": scale, "softcap": softcap, "with_mass": with_mass}
     return OPERATION(implementation, token, held, slot, judge, **how)
