@@ -41,7 +41,7 @@ from pallas_kernels.arguments import Judge, Rule, Token
 from pallas_kernels.codes import Codes
 from pallas_kernels.decode_attend_score.victim import HEADS
 from pallas_kernels.masking import MASKED, biased, soft_cap
-from pallas_kernels.tpu_codes import Form
+from pallas_kernels.tpu_codes import Form, Scales, for_groups
 
 BLOCK_BYTES = 2**20  # of K, and of V, at a time: long enough to hide the start of a copy
 MOST_STEPS = 2**17  # of the grid: which block is there in each lies in scalar memory, 4 bytes each
@@ -147,7 +147,7 @@ def step(
         blocks_of.round_up(x.shape[-1], blocks_of.SUBLANES if along else blocks_of.LANES) * x.dtype.itemsize
         for x, along in zip(lies, columns, strict=True)
     )
-    wide = sets * sum(form.width * form.parts for form in forms) * query.dtype.itemsize  # bytes of a slot's numbers
+    wide = sets * sum(form.width for form in forms) * query.dtype.itemsize  # bytes of a slot's numbers
     wide = wide if any(form.coded for form in forms) else 0
     blocks, block = blocks_of.even_blocks(slots, BLOCK_BYTES // max(row_bytes, wide // 8))
     both = (0.0, 0.0) if judge.rule is None else (judge.weight, judge.bias)
@@ -196,7 +196,7 @@ def step(
 
     some = (sets, plan.members)
     own = jnp.broadcast_to(jnp.arange(kv_heads)[:, None], (kv_heads, heads // kv_heads)).reshape(-1)
-    queries = forms[0].spread(query.reshape(batch, *some, dim), apart=True)  # [B, H, P, G M, W]
+    queries = forms[0].spread(query.reshape(batch, *some, dim))  # [B, H, G M, W]
     first: list[jax.Array] = []  # what the softmax begins with, and what a low of keys multiplies
     if plan.coded:
         wide_query = query.reshape(batch, heads, dim).astype(jnp.float32)
@@ -204,9 +204,9 @@ def step(
         alone = soft_cap(alone, softcap)
         if logit_bias is not None:
             alone = alone + logit_bias[_in_slots(slot, sets)][:, own]
-        given = forms[1].spread(value.astype(jnp.float32)[:, own].reshape(batch, *some, dim), apart=False)
-        asked = jnp.sum(forms[0].spread(wide_query.reshape(batch, *some, dim), apart=True), axis=(2, 4))
-        first = [alone.reshape(batch, *some, 1), given, asked[..., None]]
+        given = value.astype(jnp.float32)[:, own].reshape(batch, *some, dim)
+        asked = jnp.sum(forms[0].spread(wide_query.reshape(batch, *some, dim), whole=True), axis=-1, keepdims=True)
+        first = [alone.reshape(batch, *some, 1), forms[1].spread(given, apart=False, whole=True), asked]
     new = tuple(_entry(x, along) for x, along in zip(token.entry, columns, strict=True))
     lies = tuple(jnp.swapaxes(x, -1, -2) if along else x for x, along in zip(lies, columns, strict=True))
     untouched = pl.BlockSpec(memory_space=pltpu.HBM)
@@ -229,9 +229,10 @@ def step(
         )
     ]
     masses = [(jax.ShapeDtypeStruct((batch, sets, slots), jnp.float32), line)] if with_mass else []
-    found = (forms[1].parts, forms[1].groups * plan.members, forms[1].width)
+    found = (sets, forms[1].groups * plan.members, forms[1].width)
+    exact = query.dtype if forms[1].halves == 1 else jnp.float32  # or its two halves would be rounded apart
     outs = [
-        (jax.ShapeDtypeStruct((batch, sets, *found), query.dtype), attended(sets, *found)),
+        (jax.ShapeDtypeStruct((batch, *found), exact), attended(*found)),
         (jax.ShapeDtypeStruct((batch, *some, 1), jnp.float32), attended(*some, 1)),
         (jax.ShapeDtypeStruct((batch, kv_heads, 1), jnp.int32), looked(kv_heads, 1)),
         *masses,
@@ -240,7 +241,7 @@ def step(
     scratch: dict[str, Any] = {
         "top": pltpu.VMEM((*some, 1), jnp.float32),
         "total": pltpu.VMEM((*some, 1), jnp.float32),
-        "context": pltpu.VMEM((found[0], sets, *found[1:]), jnp.float32),
+        "context": pltpu.VMEM(found, jnp.float32),
         "held": pltpu.VMEM((plan.buffers, sets, blocks_of.LANES), jnp.int32),
         "worth": pltpu.VMEM(lanes, jnp.float32),
         "age": pltpu.VMEM(lanes, jnp.int32),
@@ -249,8 +250,8 @@ def step(
         "value_tiles": pltpu.VMEM((kv_heads, *tiles[1]), lies[1].dtype),
         "copied": pltpu.SemaphoreType.DMA,
     }
-    if forms[1].coded:
-        scratch["shift"] = pltpu.VMEM((sets, found[1], 1), jnp.float32)
+    if forms[1].shifts:
+        scratch["shift"] = pltpu.VMEM((*found[:2], 1), jnp.float32)
     if with_mass:
         scratch |= {
             "logits": pltpu.VMEM((plan.buffers, *some, plan.width), jnp.float32),
@@ -298,7 +299,7 @@ def step(
             bytes_accessed=sum(x.nbytes for x in lies) + 2 * sum(x.size for x in scales)
             + 4 * (2 + with_mass + len(factors) + len(more)) * positions.size
             + queries.nbytes + sum(x.nbytes for x in (*new, *first))
-            + math.prod(outs[0][0].shape) * query.dtype.itemsize
+            + math.prod(outs[0][0].shape) * outs[0][0].dtype.itemsize
             + 4 * batch * (heads + kv_heads)
             + sum(batch * kv_heads * math.prod(tile) * x.dtype.itemsize for tile, x in zip(tiles, lies, strict=True))
             + sum(x.nbytes for x in borders),
@@ -312,7 +313,7 @@ def step(
         x = (jnp.swapaxes(x, -1, -2) if along else x)[:, :, :slots]
         beside = {name: _by_slot(scale) for name, scale in some.items()}
         after.append(dataclasses.replace(held, codes=x, **beside) if isinstance(held, Codes) else x)
-    output = forms[1].gathered(output)
+    output = forms[1].gathered(output).astype(query.dtype)
     keys, values = after
     chosen = jnp.where(position[:, None] < 0, slot, jnp.minimum(aim[..., 0], slots - 1))
     return Step(output, lse[..., 0], mass[0] if mass else None, keys, values, chosen)
@@ -334,7 +335,7 @@ def _kernel(
     scratch, refs = dict(zip(names, refs[-len(names) :], strict=True)), refs[: -len(names)]
     outputs, inputs = refs[-outs:], list(refs[:-outs])
     alone, given, asked = (inputs.pop(0) for _ in range(3)) if plan.coded else (None, None, None)
-    of_keys, of_values = (_Scales(form, inputs) for form in (plan.keys, plan.values))
+    of_keys, of_values = (Scales(form, inputs) for form in (plan.keys, plan.values))
     borders, borders_before = (inputs.pop(0), inputs.pop(0)) if plan.pooled else (None, None)
     weight = inputs.pop(0) if plan.weight is None else None
     bias = inputs.pop(0) if plan.bias is None else None
@@ -373,8 +374,7 @@ def _kernel(
         if plan.coded:
             top[...] = jnp.where(runs, alone[0], MASKED)
             total[...] = jnp.where(runs, jnp.ones(total.shape, jnp.float32), 0.0)
-            for part in range(plan.values.parts):
-                context[part] = jnp.where(runs, given[0, :, part], 0.0)
+            context[...] = jnp.where(runs, given[0], 0.0)
         else:
             top[...] = jnp.full(top.shape, MASKED, jnp.float32)
             total[...] = jnp.zeros(total.shape, jnp.float32)
@@ -458,7 +458,7 @@ def _kernel(
                 for one in range(plan.sets):
                     values[0, one] = blocks_of.zero_empty(values[0, one], filled[one : one + 1], plan.values.columns)
 
-        some = of_keys.logits(query, keys[0], asked) * plan.scale
+        some = of_keys.logits(query[0], keys[0], None if asked is None else asked[0]) * plan.scale
         seen = _owned(index[:, None], borders, seen[:, None])
         some = biased(soft_cap(some, plan.softcap), None if added is None else added[0][:, None])
         some = jnp.where(seen, some, MASKED)
@@ -473,18 +473,19 @@ def _kernel(
         top[...] = higher
         total[...] = total[...] * shrink + jnp.sum(weights, axis=2, keepdims=True)
         new, more = of_values.read(weights, values[0], place >= 0)
-        shrink = _for_groups(shrink, plan.values.groups)
-        for part, one in enumerate(new):
-            context[part] = context[part] * shrink + one
+        shrink = for_groups(shrink, plan.values.groups)
+        context[...] = context[...] * shrink + new
         if shift is not None:
             shift[...] = shift[...] * shrink + more
 
     @pl.when(there & (block == plan.blocks - 1))
     def _finish():
         whole = jnp.where(total[...] > 0, total[...], 1.0)
-        for part in range(plan.values.parts):
-            found = context[part] if shift is None else context[part] + shift[...]
-            output[0, :, part] = (found / _for_groups(whole, plan.values.groups)).astype(output.dtype)
+        found = context[...]
+        if shift is not None:  # a code's numbers share what is added to it
+            first = lax.broadcasted_iota(jnp.int32, found.shape, 2) < plan.values.dim
+            found = found + jnp.where(first, shift[...], 0.0)
+        output[0] = (found / for_groups(whole, plan.values.groups)).astype(output.dtype)
         lse[0] = jnp.where(total[...] > 0, top[...] + jnp.log(whole), -jnp.inf)
         if plan.with_mass:
             scratch["normal"][buffer] = jnp.where(total[...] > 0, top[...] + jnp.log(whole), jnp.inf)
@@ -543,73 +544,6 @@ def _owned(index: jax.Array, borders: Any, among: jax.Array) -> jax.Array:
     return among & (index >= borders[0, :, 0:1]) & (index < borders[0, :, 1:2])
 
 
-class _Scales:
-    """Scales and lows of a block of keys or values, each `[H, S]`, and what is multiplied with the codes themselves."""
-
-    def __init__(self, form: Form, inputs: list):
-        """Takes those that there are from the inputs."""
-        self.form = form
-        self.scale = inputs.pop(0) if form.scaled else None
-        self.low = inputs.pop(0) if form.lowered else None
-
-    def of(self, ref: Any, group: int) -> jax.Array:
-        """A group's."""
-        return ref[0] if self.form.groups == 1 else ref[0, :, group]
-
-    def logits(self, query: Any, block: jax.Array, asked: Any) -> jax.Array:
-        """q . k of every query head and slot of the block, float32: queries by parts and groups, and their sums."""
-        form = self.form
-        found = [
-            _product(query[0, :, part], x, contract=1 if form.columns else 2)
-            for part, x in enumerate(form.numbers(block))
-        ]
-        found = functools.reduce(jnp.add, found)
-        members = found.shape[1] // form.groups
-        every = []
-        for group in range(form.groups):
-            mine = slice(group * members, (group + 1) * members)
-            one, sums = found[:, mine], None if asked is None else asked[0, :, mine]
-            if form.added:
-                one = one - form.added * sums
-            if self.scale is not None:
-                one = one * self.of(self.scale, group)[:, None]
-            if self.low is not None:
-                one = one + self.of(self.low, group)[:, None] * sums
-            every.append(one)
-        return functools.reduce(jnp.add, every)
-
-    def read(self, weights: jax.Array, block: jax.Array, filled: jax.Array) -> tuple[list[jax.Array], Any]:
-        """The parts of the values by their weights `[H, M, S]`, for each group, and what is added to all channels of
-        the group: from the lows, and from where the numbers begin. The rounding of a weight counts from the middle of
-        the numbers, as if they were around 0.
-        """
-        form, dtype = self.form, block.dtype if not self.form.coded else jnp.dtype(self.form.dtype)
-        scaled, more = [], []
-        for group in range(form.groups):
-            one, low = weights, None
-            if self.scale is not None:
-                scale = jnp.where(filled, self.of(self.scale, group), 0.0)
-                one = weights * scale[:, None]
-            if self.low is not None:
-                low = weights * jnp.where(filled, self.of(self.low, group), 0.0)[:, None]
-            rounded = one.astype(dtype)
-            scaled.append(rounded)
-            if form.bits is not None:
-                back = (form.middle - form.added) * one - form.middle * rounded.astype(jnp.float32)
-                low = back if low is None else low + back
-            more.append(None if low is None else jnp.sum(low, axis=2, keepdims=True))
-        rows = scaled[0] if len(scaled) == 1 else jnp.concatenate(scaled, axis=1)
-        found = [_product(rows, x, contract=2 if form.columns else 1) for x in form.numbers(block)]
-        if more[0] is None:
-            return found, 0.0
-        return found, more[0] if len(more) == 1 else jnp.concatenate(more, axis=1)
-
-
-def _for_groups(x: jax.Array, groups: int) -> jax.Array:
-    """What is known of every query head, for each group of channels."""
-    return x if groups == 1 else jnp.concatenate([x] * groups, axis=1)
-
-
 def _wide(dtype: Any) -> Any:
     """The dtype in which codes and numbers of a slot are chosen from."""
     return jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32
@@ -659,12 +593,6 @@ def _scales(
 
     both = {"scale": (held.scale, new.scale), "low": (held.low, new.low)}
     return {name: written(x, one) for name, (x, one) in both.items() if x is not None and one is not None}
-
-
-def _product(a: jax.Array, b: jax.Array, contract: int) -> jax.Array:
-    """One matrix product per set of slots, [H, M, N], in float32: over the last axis of a and axis `contract` of b."""
-    axes = (((2,), (contract,)), ((0,), (0,)))
-    return lax.dot_general(a, b, axes, precision=blocks_of.exact(b.dtype), preferred_element_type=jnp.float32)
 
 
 def _worth(plan: _Plan, score: jax.Array | None, place: jax.Array, now, room, recent) -> tuple[jax.Array, jax.Array]:

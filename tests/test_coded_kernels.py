@@ -17,6 +17,8 @@ from jaxkv.store.integers import Int
 from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
 from pallas_kernels.codes import Codes
 from pallas_kernels.decode_attend_score import api as decode_api
+from pallas_kernels.prefill_attend import api as attend_api
+from pallas_kernels.prefill_attend_mass import api as mass_api
 from pallas_kernels.ragged_decode import api as ragged_api
 from tests.test_kernels import HOW, softmax_weights
 
@@ -206,3 +208,36 @@ def test_three_bits_are_read_by_the_reference():
         decode_api.decode_attend_score(
             token, held, jnp.zeros((1, 2), jnp.int32), Judge(*jnp.ones((2, 1), jnp.int32)), scale=1.0, **KERNEL
         )
+
+
+def prompt_block(how, names, dtype, dim, slots, length=24):
+    rng = np.random.default_rng(dim + slots)
+    token, lies, positions = case(rng, names, dtype, dim, slots, batch=2)
+    query = jnp.asarray(rng.normal(size=(2, token.query.shape[1], length, dim)), dtype)
+    at = jnp.asarray(np.where(np.arange(length) < 3, -1, slots + np.arange(length)), jnp.int32)[None].repeat(2, 0)
+    bias = jnp.asarray(np.log(rng.integers(1, 9, positions.shape)), jnp.float32)
+    softmax = {"scale": dim**-0.5, "softcap": 20.0, "bias": bias}
+    for operation, arrays, more in (
+        (attend_api.prefill_attend, lies, {"with_lse": True}),
+        (mass_api.prefill_attend_mass, lies[:1], {"reduce": "mean"}),
+    ):
+        got, expected = (
+            jax.jit(lambda *x, how=how, call=operation, more=more: call(*x, **softmax, **more, **how))(
+                query, *arrays, at, positions
+            )
+            for how in (how, {"implementation": "reference"})
+        )
+        padding = np.asarray(at)[:, None] < 0  # of no meaning
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            a, b = (np.asarray(x, np.float64) for x in (a, b))
+            if a.shape[2] == length:
+                skip = padding if a.ndim == 3 else padding[..., None]
+                a, b = (np.where(skip, 0.0, x) for x in (a, b))
+            np.testing.assert_allclose(a, b, atol=LIMIT[dtype], rtol=LIMIT[dtype])
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("names", [PAIRS[0], PAIRS[2], PAIRS[3], PAIRS[5], PAIRS[8]], ids=lambda names: "-".join(names))
+@pytest.mark.parametrize("dtype, dim", [("float32", 64), ("bfloat16", 128)])
+def test_a_block_of_a_prompt_on_tpu(names, dtype, dim):
+    prompt_block(KERNEL, names, dtype, dim, 136)
