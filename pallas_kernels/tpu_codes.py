@@ -205,9 +205,9 @@ class Scales:
 
     def of(self, ref: Any, group: int) -> jax.Array:
         """A group's."""
-        if self.one_set:
-            return ref[0, 0, group : group + 1]
-        return ref[0] if self.form.groups == 1 else ref[0, :, group]
+        here = ref[0, 0, group : group + 1] if self.one_set else None
+        x = here if here is not None else ref[0] if self.form.groups == 1 else ref[0, :, group]
+        return blocks_of.halves(x) if x.dtype == jnp.int16 else x
 
     def logits(self, query: jax.Array, block: jax.Array, asked: Any) -> jax.Array:
         """q . k of every query head and slot of the block, float32: queries by group, and their sums."""

@@ -16,8 +16,7 @@ multiple of 8 XLA may have the heads or the rows innermost, and copies the cache
 
 Of codes (`tpu_codes`) a block of numbers is made on the chip; a scale of keys multiplies the logits, one of values the
 weights. The token itself, which counts as exact as it comes, is what the softmax begins with, and its slot counts as
-empty. Scales and lows are float16, which the chip has not: XLA makes them wider as a block comes into the kernel
-(`allow_input_fusion`), so that they move as they lie.
+empty. Scales and lows are float16, which the chip has not: they come as their bits.
 
 A pool is one set of slots that all query heads meet, each seeing its own segment: Hk times the arithmetic, in one
 matrix product that the memory hides. H are the sets of slots: Hk, or 1 for a pool; M the query heads of a set.
@@ -214,7 +213,7 @@ def step(
     if interpret:
         lies = tuple(plan.whole(x, along) for x, along in zip(lies, columns, strict=True))
     coded = [_scales(x, code, position, slot) for x, code in ((keys, token.key_code), (values, token.value_code))]
-    scales = [x.astype(jnp.float32) for found in coded for x in found.values()]
+    scales = [lax.bitcast_convert_type(x, jnp.int16) for found in coded for x in found.values()]
     line, now = pl.BlockSpec((1, sets, block), block_before), pl.BlockSpec((1, sets, block), place_block)
     borders, border_specs = (), []
     if offsets is not None:
@@ -276,8 +275,6 @@ def step(
         *((factor, line) for factor in factors),
         *((added, now) for added in more),
     )
-    at_scales = len(scalars) + 7 + len(first)
-    fused = [at_scales <= at < at_scales + len(scales) for at in range(len(scalars) + len(inputs))]
     call = pl.pallas_call(
         functools.partial(_kernel, plan, len(outs), tuple(scratch)),
         out_shape=[shape for shape, _ in outs],
@@ -290,8 +287,7 @@ def step(
         ),
         input_output_aliases={len(scalars) + 3: len(outs) - 2, len(scalars) + 4: len(outs) - 1},  # the cache
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=blocks_of.VMEM_BYTES,
-            allow_input_fusion=fused if scales else None,
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=blocks_of.VMEM_BYTES
         ),
         cost_estimate=pl.CostEstimate(
             flops=4 * batch * heads * slots * dim,

@@ -233,7 +233,7 @@ def test_decode_kernels_move_each_block_once(shape, pooled, counts, rows):
     positions, now = held_rows(rows, batch, sets, width)
     (block,) = {each.block_shape[-1].block_size for each in call.params["grid_mapping"].block_mappings[5:7]}
     blocks = -(-width // block)
-    walk = tpu_blocks.Walk(width, False, block, blocks)
+    walk = tpu_blocks.Walk(width, block, blocks)
     order = walk.order(jnp.asarray(positions), jnp.asarray(now), None)
     zeros = jnp.zeros(batch, jnp.int32)
     operands = fetches(call, (jnp.asarray(now), jnp.zeros((batch, kv_heads), jnp.int32), zeros, zeros, *order))
