@@ -694,7 +694,7 @@ def _kernels_for(command: Info, config: Any) -> dict[str, str]:
         policy = named(command.policy)
         store = policy.store
         how = reading(store, windows=max(store.residual, store.initial) > 0, rotates=policy.rope != "text")
-        codes = tuple(functools.partial(how.form, codec) for codec in (store.keys, store.values))
+        codes = functools.partial(how.form, store.keys), functools.partial(how.form, store.values)
     found = choices(
         heads=config.num_heads, kv_heads=config.specs[0].num_kv_heads, head_dim=config.specs[0].head_dim,
         slots=command.budget, dtype=command.dtype, batch=command.batch, codes=codes,

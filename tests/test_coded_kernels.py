@@ -309,8 +309,8 @@ def test_a_store_gives_what_it_gave_decoded(codecs, kind, monkeypatch):
 
 def test_what_runs_of_a_coded_cache(unchecked):
     shape = {"heads": 4, "kv_heads": 2, "head_dim": 64, "slots": 64, "dtype": "bfloat16", "platform": "tpu"}
-    of = lambda codec: (lambda x: codec.as_codes(codec.encode(x)),) * 2  # noqa: E731
+    of = lambda codec: lambda x: codec.as_codes(codec.encode(x))  # noqa: E731
     for bits, runs in ((4, "mosaic_tpu"), (3, "reference")):
-        found = choices(**shape, codes=of(Int(bits)))
+        found = choices(**shape, codes=(of(Int(bits)), of(Int(bits))))
         assert found["decode_attend_score"].implementation == found["ragged_decode"].implementation == runs
         assert found["prefill_attend"].implementation == "mosaic_tpu"
