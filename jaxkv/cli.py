@@ -1,6 +1,7 @@
 """`jaxkv` on the command line: generate, chat, serve, warmup, policies, info, calibrate, eval, report, cache."""
 
 import dataclasses
+import functools
 import gc
 import itertools
 import json
@@ -685,12 +686,21 @@ def _cache_under(name: str, command: Info, config: Any) -> dict[str, int]:
 
 
 def _kernels_for(command: Info, config: Any) -> dict[str, str]:
-    """What runs of each attention operation in the model's first layer, and why others do not."""
+    """What runs of each attention operation in the model's first layer, as the policy holds its entries, and why others
+    do not."""
+    from jaxkv.policies.catalogue import named
+    from jaxkv.store.reading import reading
     from pallas_kernels.choices import choices
 
+    codes = None
+    if command.policy is not None:
+        policy = named(command.policy)
+        store = policy.store
+        how = reading(store, windows=max(store.residual, store.initial) > 0, rotates=policy.rope != "text")
+        codes = functools.partial(how.form, store.keys), functools.partial(how.form, store.values)
     found = choices(
         heads=config.num_heads, kv_heads=config.specs[0].num_kv_heads, head_dim=config.specs[0].head_dim,
-        slots=command.budget, dtype=command.dtype, batch=command.batch,
+        slots=command.budget, dtype=command.dtype, batch=command.batch, codes=codes,
     )  # fmt: skip
     return {name: "; ".join((chosen.implementation, *chosen.reasons)) for name, chosen in found.items()}
 

@@ -8,11 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
+from pallas_kernels.codes import Codes
 from pallas_kernels.decode_attend_score import api as decode_attend_score
 from pallas_kernels.dispatch import Choice, Operation
 from pallas_kernels.prefill_attend import api as prefill_attend
 from pallas_kernels.prefill_attend_mass import api as prefill_attend_mass
 from pallas_kernels.ragged_decode import api as ragged_decode
+
+Form = Callable[[jax.Array], jax.Array | Codes]  # of keys or values [*slots, D], what lies in the slots
 
 
 def choices(
@@ -25,28 +28,33 @@ def choices(
     batch: int = 1,
     tokens: int = 128,
     platform: str | None = None,
+    codes: tuple[Form, Form] | None = None,
 ) -> dict[str, Choice]:
     """By operation, what runs in a layer of this shape: `slots` per KV head, and `tokens` queries at prefill. Nothing
-    runs, and nothing is compiled. `platform` is the default backend's, or another one, as jax names it.
+    runs, and nothing is compiled. `platform` is the default backend's, or another one, as jax names it. `codes` make
+    of keys and of values what decode reads of them; a block of a prompt is given floats.
     """
     platform = platform or jax.default_backend()
     scale = head_dim**-0.5
     floats = lambda *shape: jnp.zeros(shape, dtype)  # noqa: E731
     ints = lambda *shape: jnp.zeros(shape, jnp.int32)  # noqa: E731
 
+    def lying(*shape: int) -> list[Any]:
+        return [form(floats(*shape)) for form in codes or (lambda x: x, lambda x: x)]
+
     def step(call: Callable, held: Held | Segments) -> Any:
         new = floats(batch, kv_heads, head_dim)
-        token = Token(floats(batch, heads, head_dim), new, new, ints(batch))
+        key, value = (x if isinstance(x, Codes) else None for x in lying(batch, kv_heads, head_dim))
+        token = Token(floats(batch, heads, head_dim), new, new, ints(batch), key, value)
         judge = Judge(ints(batch), ints(batch), rule=Rule("each"))
         return call(token, held, ints(batch, kv_heads), judge, scale=scale)
 
     def equal(call: Callable) -> Any:
-        entries = floats(batch, kv_heads, slots, head_dim)
-        return step(call, Held(entries, entries, ints(batch, kv_heads, slots)))
+        return step(call, Held(*lying(batch, kv_heads, slots, head_dim), ints(batch, kv_heads, slots)))
 
     def pooled(call: Callable) -> Any:
-        entries = floats(batch, kv_heads * slots, head_dim)
-        return step(call, Segments(entries, entries, ints(batch, kv_heads * slots), ints(batch, kv_heads + 1)))
+        entries = lying(batch, kv_heads * slots, head_dim)
+        return step(call, Segments(*entries, ints(batch, kv_heads * slots), ints(batch, kv_heads + 1)))
 
     def block(call: Callable, what: int) -> Any:
         queries, entries = floats(batch, heads, tokens, head_dim), floats(batch, kv_heads, slots, head_dim)
@@ -61,6 +69,9 @@ def choices(
     )
 
     def traced(operation: Operation, way: Callable) -> Choice:
-        return operation.first(platform, lambda call: jax.eval_shape(functools.partial(way, call)))[1]
+        def run(call: Callable) -> None:
+            jax.eval_shape(lambda: jax.tree.leaves(way(call)))
+
+        return operation.first(platform, run)[1]
 
     return {operation.name: traced(operation, way) for operation, way in ways}

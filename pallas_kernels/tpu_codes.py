@@ -1,25 +1,31 @@
-"""How the TPU kernels read codes: a block of them becomes numbers on the chip, in parts of its channels.
+"""How the TPU kernels read codes: a block of them becomes numbers on the chip.
 
-The codes of one byte are adjacent channels, so a block gives P parts, part p with the channels p, P + p, 2 P + p and
-so on: what is multiplied with them is laid out so before (`spread`), what comes out is put back behind (`gathered`). No
-part is put beside another. An entry is `scale * (number - added) + low`, which the kernel does to logits and weights:
-`added` is what a form's numbers have more than the codes without their offset.
+The codes of one byte are adjacent channels, so a block gives P parts, part p with the channels p, P + p, 2 P + p and so
+on. They are put behind each other, which moves nothing where a part fills whole registers, and what is multiplied with
+them has its channels in that order (`spread`), as has what comes out (`gathered`). An entry is
+`scale * (number - added) + low`, which the kernel does to logits and weights.
 
-Where the slots lie along the lanes and the model computes in bfloat16, a nibble becomes a number by its bits: 0x4300 or
-the code is 128 + code. Two lie in a word then, so that P is twice the codes in a byte.
+Where the slots lie along the lanes and the model computes in bfloat16, a number is made by its bits, two in a word at
+a time: 0x4300 or a code below 16 is 128 + code. Codes of 8 bits are two such numbers, the upper of 16 times the weight.
 """
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from pallas_kernels import tpu_blocks as blocks_of
 from pallas_kernels.codes import Codes
 
 EXPONENT, FROM = 0x43004300, 128  # of two numbers of 16 bits: those from 128 on, in steps of 1
-WORD = 4  # bytes
+TILE = 32  # rows of bytes that lie as one piece
+NIBBLE = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,71 +52,214 @@ class Form:
         integer = x.codes.dtype == jnp.uint8
         if integer and x.bits not in (8, 4, 2):
             raise NotImplementedError(f"codes of {x.bits} bits: 8, 4 or 2")
-        by_bits = integer and columns and x.bits < 8 and dtype == "bfloat16" and x.codes.shape[-1] % (8 * WORD) == 0
+        by_bits = integer and columns and dtype == "bfloat16" and x.codes.shape[-1] % TILE == 0
         form = cls(
             dim, columns, dtype, x.bits if integer else None, True, x.groups, x.scale is not None, x.low is not None,
             x.offset, by_bits,
         )  # fmt: skip
-        if form.width * form.parts != dim or form.width % form.groups:
+        if dim % form.parts or (dim // form.groups) % form.parts:
             raise NotImplementedError(f"{form.groups} groups of {dim} channels in {x.bits} bits")
         return form
 
     @property
+    def each(self) -> int:
+        """Bits of a number: a nibble where a code of 8 is made of two."""
+        return min(self.bits or 8, 4) if self.by_bits else self.bits or 8
+
+    @property
+    def halves(self) -> int:
+        """Numbers that a code is made of."""
+        return 2 if self.by_bits and self.bits == 8 else 1
+
+    @property
     def parts(self) -> int:
         """P."""
-        return (8 // self.bits if self.bits else 1) * (2 if self.by_bits else 1)
+        return 1 if self.bits is None else 8 // self.bits * (2 if self.by_bits else 1)
 
     @property
     def width(self) -> int:
-        """Channels of a part."""
-        return self.dim // self.parts
+        """Numbers of a slot."""
+        return self.dim * self.halves
+
+    @property
+    def from_bits(self) -> int:
+        """What a code is more by the way its number is made."""
+        return 0 if not self.by_bits else FROM * (1 + NIBBLE * (self.halves - 1))
 
     @property
     def added(self) -> int:
         """What the numbers of a block have more than codes without their offset."""
-        return self.offset + (FROM if self.by_bits else 0)
+        return self.offset + self.from_bits
 
     @property
     def middle(self) -> float:
         """The middle of a block's numbers: what the rounding of a weight is measured from."""
-        return self.added - self.offset + (2**self.bits - 1) / 2 if self.bits else 0.0
+        return self.from_bits + (2**self.bits - 1) / 2 if self.bits else 0.0
 
     @property
-    def rows(self) -> int:
-        """Rows of scales and of lows for each set of slots."""
-        return self.groups * (self.scaled + self.lowered)
+    def shifts(self) -> bool:
+        """Whether reading values by weights adds something to all channels: lows, or where the numbers begin."""
+        return self.bits is not None or self.lowered
 
-    def numbers(self, block: jax.Array) -> list[jax.Array]:
-        """The parts of a block `[H, N, S]`, or `[H, S, N]`."""
+    def numbers(self, block: jax.Array) -> jax.Array:
+        """Those of a block `[H, N, S]`, or `[H, S, N]`, with the channels part after part."""
         if self.by_bits:
             words = pltpu.bitcast(block.reshape(-1, block.shape[-1]), jnp.int32)
-            mask = (2**self.bits - 1) * 0x00010001
-            numbers = (
-                pltpu.bitcast(((words >> (self.bits * part)) & mask) | EXPONENT, jnp.bfloat16)
-                for part in range(self.parts)
-            )
-            return [x.reshape(block.shape[0], -1, block.shape[-1]) for x in numbers]
+            mask = (2**self.each - 1) * 0x00010001
+            shifts = range(0, 16, self.each) if self.halves == 1 else (0, 8, 4, 12)
+            parts = [pltpu.bitcast(((words >> shift) & mask) | EXPONENT, jnp.bfloat16) for shift in shifts]
+            return jnp.concatenate([x.reshape(block.shape[0], -1, block.shape[-1]) for x in parts], axis=1)
         if self.bits is None:
-            return [block.astype(self.dtype)]
-        if self.bits == 8:
-            return [block.astype(jnp.int32).astype(jnp.float32).astype(self.dtype)]
+            return block.astype(self.dtype)
         wide = block.astype(jnp.int32)
-        some = ((wide >> (self.bits * part)) & (2**self.bits - 1) for part in range(self.parts))
-        return [x.astype(jnp.float32).astype(self.dtype) for x in some]
+        if self.bits == 8:
+            return wide.astype(jnp.float32).astype(self.dtype)
+        some = [(wide >> shift) & (2**self.bits - 1) for shift in range(0, 8, self.bits)]
+        return jnp.concatenate([x.astype(jnp.float32).astype(self.dtype) for x in some], axis=1 if self.columns else 2)
 
-    def spread(self, x: Float[Array, "*n M D"], apart: bool) -> Float[Array, "*n P GM W"]:
-        """Channels by parts, rows for each group: `apart` with that group's channels alone, else with all."""
-        x = jnp.moveaxis(x.reshape(*x.shape[:-1], self.width, self.parts), -1, -3)  # [*n, P, M, W]
-        if self.groups == 1:
+    def spread(self, x: Float[Array, "*n M D"], apart: bool = True, whole: bool = False) -> Float[Array, "*n GM W"]:
+        """Channels in a block's order, rows for each group: `apart` with that group's channels alone, else with all.
+        `whole`: with each code's weight in its first number, and 0 in the other."""
+        channel = jnp.arange(self.dim)
+        if self.groups > 1:
+            mine = channel // (self.dim // self.groups) == jnp.arange(self.groups)[:, None, None]  # [G, 1, D]
+            x = jnp.where(mine | (not apart), x[..., None, :, :], jnp.zeros((), x.dtype))
+            x = x.reshape(*x.shape[:-3], -1, self.dim)
+        x = jnp.swapaxes(x.reshape(*x.shape[:-1], -1, self.parts), -1, -2).reshape(x.shape)
+        if self.halves == 1:
             return x
-        group = jnp.arange(self.width) // (self.width // self.groups)
-        mine = group == jnp.arange(self.groups)[:, None, None]  # [G, 1, W]
-        each = jnp.where(mine | (not apart), x[..., None, :, :], jnp.zeros((), x.dtype))
-        return each.reshape(*x.shape[:-2], -1, self.width)
+        return jnp.concatenate([x, jnp.zeros_like(x) if whole else NIBBLE * x], axis=-1)
 
-    def gathered(self, x: Float[Array, "*n P GM W"]) -> Float[Array, "*n M D"]:
+    def gathered(self, x: Float[Array, "*n GM W"]) -> Float[Array, "*n M D"]:
         """The channels in their order, each from its group's rows."""
-        lead, groups = x.shape[:-3], self.groups
-        x = x.reshape(*lead, self.parts, groups, -1, groups, self.width // groups)
-        x = jnp.stack([x[..., group, :, group, :] for group in range(groups)], axis=-2)  # [*n, P, M, G, W / G]
-        return jnp.moveaxis(x, -4, -1).reshape(*lead, -1, self.dim)
+        if self.halves == 2:
+            x = x[..., : self.dim] + NIBBLE * x[..., self.dim :]
+        x = jnp.swapaxes(x.reshape(*x.shape[:-1], self.parts, -1), -1, -2)
+        x = x.reshape(*x.shape[:-3], self.groups, -1, self.groups, self.dim // self.groups)
+        x = jnp.stack([x[..., group, :, group, :] for group in range(self.groups)], axis=-2)  # [*n, M, G, D / G]
+        return x.reshape(*x.shape[:-2], self.dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lying:
+    """Keys or values `[B, Hk, S, D]` as a block of a prompt reads them, a head at a time: as they lie, and their scales
+    and lows."""
+
+    form: Form
+    codes: jax.Array  # [B, Hk, S, N], or [B, Hk, N, S]
+    scales: tuple[Float[Array, "B Hk G S"], ...]
+
+    @classmethod
+    def of(cls, x: jax.Array | Codes, dtype: Any) -> "Lying":
+        """Floats lie `[S, D]`, as XLA lays them out for it; codes lie where they lie."""
+        if not isinstance(x, Codes):
+            return cls(Form.of(x, False, str(dtype)), x, ())
+        columns = blocks_of.slots_along_lanes(*x.codes.shape[-2:])
+        both = (jnp.swapaxes(y, -1, -2).astype(jnp.float32) for y in (x.scale, x.low) if y is not None)
+        codes = jnp.swapaxes(x.codes, -1, -2) if columns else x.codes
+        return cls(Form.of(x, columns, str(dtype)), codes, tuple(both))
+
+    def specs(self, block: int, at: Any) -> tuple[Any, list]:
+        """Blocks of so many slots of the codes, and of scales and lows; `at` gives row, head and number of a block."""
+        form, width = self.form, self.codes.shape[-2 if self.form.columns else -1]
+
+        def lie(*grid: Any) -> tuple:
+            row, head, number = at(*grid)
+            return (row, head, 0, number) if form.columns else (row, head, number, 0)
+
+        def beside(*grid: Any) -> tuple:
+            row, head, number = at(*grid)
+            return row, head, 0, number
+
+        shape = (1, 1, width, block) if form.columns else (1, 1, block, width)
+        return pl.BlockSpec(shape, lie), [pl.BlockSpec((1, 1, form.groups, block), beside)] * len(self.scales)
+
+    def spread(self, x: Float[Array, "B Hk M T D"], **how: bool) -> Float[Array, "B Hk GM T W"]:
+        """`Form.spread`, over the query heads of a KV head."""
+        return jnp.swapaxes(self.form.spread(jnp.swapaxes(x, 2, 3), **how), 2, 3)
+
+    def gathered(self, x: Float[Array, "B Hk GM T W"]) -> Float[Array, "B Hk M T D"]:
+        """`Form.gathered`, over the query heads of a KV head."""
+        return jnp.swapaxes(self.form.gathered(jnp.swapaxes(x, 2, 3)), 2, 3)
+
+    def asked(self, x: Float[Array, "B Hk M T D"]) -> list[Float[Array, "B Hk GM T 1"]]:
+        """The sums of queries that a low and what is added are multiplied with, where there are any."""
+        if not self.form.coded:
+            return []
+        return [jnp.sum(self.spread(x.astype(jnp.float32), whole=True), axis=-1, keepdims=True)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and lows."""
+        return self.codes.nbytes + sum(x.nbytes for x in self.scales)
+
+
+class Scales:
+    """Scales and lows of a block of keys or values, each `[H, S]`, and what is multiplied with the codes themselves."""
+
+    def __init__(self, form: Form, inputs: list, one_set: bool = False):
+        """Takes those that there are from the inputs; `one_set`: a block has one set of slots, and all its groups."""
+        self.form, self.one_set = form, one_set
+        self.scale = inputs.pop(0) if form.scaled else None
+        self.low = inputs.pop(0) if form.lowered else None
+
+    def of(self, ref: Any, group: int) -> jax.Array:
+        """A group's."""
+        here = ref[0, 0, group : group + 1] if self.one_set else None
+        x = here if here is not None else ref[0] if self.form.groups == 1 else ref[0, :, group]
+        return blocks_of.halves(x) if x.dtype == jnp.int16 else x
+
+    def logits(self, query: jax.Array, block: jax.Array, asked: Any) -> jax.Array:
+        """q . k of every query head and slot of the block, float32: queries by group, and their sums."""
+        form = self.form
+        found = product(query, form.numbers(block), contract=1 if form.columns else 2)
+        members = found.shape[1] // form.groups
+        every = []
+        for group in range(form.groups):
+            mine = slice(group * members, (group + 1) * members)
+            one, sums = found[:, mine], None if asked is None else asked[:, mine]
+            if form.added:
+                one = one - form.added * sums
+            if self.scale is not None:
+                one = one * self.of(self.scale, group)[:, None]
+            if self.low is not None:
+                one = one + self.of(self.low, group)[:, None] * sums
+            every.append(one)
+        return functools.reduce(jnp.add, every)
+
+    def read(self, weights: jax.Array, block: jax.Array, filled: jax.Array) -> tuple[jax.Array, Any]:
+        """The values by their weights `[H, M, S]`, for each group, and what is added to all channels of the group, if
+        anything is: from the lows, and from where the numbers begin. The rounding of a weight counts from the middle of
+        the numbers, as if they were around 0.
+        """
+        form, dtype = self.form, block.dtype if not self.form.coded else jnp.dtype(self.form.dtype)
+        scaled, more = [], []
+        for group in range(form.groups):
+            one, low = weights, None
+            if self.scale is not None:
+                scale = jnp.where(filled, self.of(self.scale, group), 0.0)
+                one = weights * scale[:, None]
+            if self.low is not None:
+                low = weights * jnp.where(filled, self.of(self.low, group), 0.0)[:, None]
+            rounded = one.astype(dtype)
+            scaled.append(rounded)
+            if form.bits is not None:
+                back = (form.middle - form.added) * one - form.middle * rounded.astype(jnp.float32)
+                low = back if low is None else low + back
+            more.append(None if low is None else jnp.sum(low, axis=2, keepdims=True))
+        rows = scaled[0] if len(scaled) == 1 else jnp.concatenate(scaled, axis=1)
+        found = product(rows, form.numbers(block), contract=2 if form.columns else 1)
+        if more[0] is None:
+            return found, None
+        return found, more[0] if len(more) == 1 else jnp.concatenate(more, axis=1)
+
+
+def for_groups(x: jax.Array, groups: int) -> jax.Array:
+    """What is known of every query head, for each group of channels."""
+    return x if groups == 1 else jnp.concatenate([x] * groups, axis=1)
+
+
+def product(a: jax.Array, b: jax.Array, contract: int) -> jax.Array:
+    """One matrix product per set of slots, [H, M, N], in float32: over the last axis of a and axis `contract` of b."""
+    axes = (((2,), (contract,)), ((0,), (0,)))
+    return lax.dot_general(a, b, axes, precision=blocks_of.exact(b.dtype), preferred_element_type=jnp.float32)

@@ -16,8 +16,7 @@ multiple of 8 XLA may have the heads or the rows innermost, and copies the cache
 
 Of codes (`tpu_codes`) a block of numbers is made on the chip; a scale of keys multiplies the logits, one of values the
 weights. The token itself, which counts as exact as it comes, is what the softmax begins with, and its slot counts as
-empty. Scales and lows are float16, which the chip has not: XLA makes them wider as a block comes into the kernel
-(`allow_input_fusion`), so that they move as they lie.
+empty. Scales and lows are float16, which the chip has not: they come as their bits.
 
 A pool is one set of slots, in which each query head sees its own segment. Heads go through a block a few at a time, as
 many as fill the sublanes of a register, and those whose segments do not meet the block are left out. H are the sets of
@@ -42,12 +41,13 @@ from pallas_kernels.arguments import Judge, Rule, Token
 from pallas_kernels.codes import Codes
 from pallas_kernels.decode_attend_score.victim import HEADS
 from pallas_kernels.masking import MASKED, biased, soft_cap
-from pallas_kernels.tpu_codes import Form
+from pallas_kernels.tpu_codes import Form, Scales, for_groups
 
 BLOCK_BYTES = 2**20  # of K, and of V, at a time: long enough to hide the start of a copy
 MOST_STEPS = 2**17  # of the grid: which block is there in each lies in scalar memory, 4 bytes each
 LAST = jnp.iinfo(jnp.int32).max
 RUNS = 4  # of comparisons side by side
+ALL = slice(None)
 
 
 class Step(NamedTuple):
@@ -165,7 +165,7 @@ def step(
         blocks_of.round_up(x.shape[-1], blocks_of.SUBLANES if along else blocks_of.LANES) * x.dtype.itemsize
         for x, along in zip(lies, columns, strict=True)
     )
-    wide = sets * sum(form.width * form.parts for form in forms) * query.dtype.itemsize  # bytes of a slot's numbers
+    wide = sets * sum(form.width for form in forms) * query.dtype.itemsize  # bytes of a slot's numbers
     wide = wide if any(form.coded for form in forms) else 0
     blocks, block = blocks_of.even_blocks(slots, BLOCK_BYTES // max(row_bytes, wide // 8))
     both = (0.0, 0.0) if judge.rule is None else (judge.weight, judge.bias)
@@ -214,7 +214,7 @@ def step(
 
     some = (sets, plan.members)
     own = jnp.broadcast_to(jnp.arange(kv_heads)[:, None], (kv_heads, heads // kv_heads)).reshape(-1)
-    queries = forms[0].spread(query.reshape(batch, *some, dim), apart=True)  # [B, H, P, G M, W]
+    queries = forms[0].spread(query.reshape(batch, *some, dim))  # [B, H, G M, W]
     first: list[jax.Array] = []  # what the softmax begins with, and what a low of keys multiplies
     if plan.coded:
         wide_query = query.reshape(batch, heads, dim).astype(jnp.float32)
@@ -224,10 +224,9 @@ def step(
             alone = alone + logit_bias[_in_slots(slot, sets)][:, own]
         here = (slot < slots)[:, own]  # else it is another device's
         alone = jnp.where(here, alone, MASKED)
-        given = jnp.where(here[..., None], value.astype(jnp.float32)[:, own], 0.0)
-        given = forms[1].spread(given.reshape(batch, *some, dim), apart=False)
-        asked = jnp.sum(forms[0].spread(wide_query.reshape(batch, *some, dim), apart=True), axis=(2, 4))
-        first = [alone.reshape(batch, *some, 1), given, asked[..., None]]
+        given = jnp.where(here[..., None], value.astype(jnp.float32)[:, own], 0.0).reshape(batch, *some, dim)
+        asked = jnp.sum(forms[0].spread(wide_query.reshape(batch, *some, dim), whole=True), axis=-1, keepdims=True)
+        first = [alone.reshape(batch, *some, 1), forms[1].spread(given, apart=False, whole=True), asked]
     new = tuple(_entry(x, along) for x, along in zip(token.entry, columns, strict=True))
     lies = tuple(jnp.swapaxes(x, -1, -2) if along else x for x, along in zip(lies, columns, strict=True))
     untouched = pl.BlockSpec(memory_space=pltpu.HBM)
@@ -235,7 +234,7 @@ def step(
     if interpret:
         lies = tuple(plan.whole(x, along) for x, along in zip(lies, columns, strict=True))
     coded = [_scales(x, code, position, slot) for x, code in ((keys, token.key_code), (values, token.value_code))]
-    scales = [x.astype(jnp.float32) for found in coded for x in found.values()]
+    scales = [lax.bitcast_convert_type(x, jnp.int16) for found in coded for x in found.values()]
     line, now = pl.BlockSpec((1, sets, block), block_before), pl.BlockSpec((1, sets, block), place_block)
     lanes = (kv_heads, blocks_of.LANES)
     tiles = [
@@ -248,9 +247,10 @@ def step(
     if with_mass and judge.group == "each":
         each = pl.BlockSpec((1, *some, block), lambda *at: (*block_before(*at)[:2], 0, block_before(*at)[2]))
         masses = [(jax.ShapeDtypeStruct((batch, *some, slots), jnp.float32), each)]
-    found = (forms[1].parts, forms[1].groups * plan.members, forms[1].width)
+    found = (sets, forms[1].groups * plan.members, forms[1].width)
+    exact = query.dtype if forms[1].halves == 1 else jnp.float32  # or its two halves would be rounded apart
     outs = [
-        (jax.ShapeDtypeStruct((batch, sets, *found), query.dtype), attended(sets, *found)),
+        (jax.ShapeDtypeStruct((batch, *found), exact), attended(*found)),
         (jax.ShapeDtypeStruct((batch, *some, 1), jnp.float32), attended(*some, 1)),
         (jax.ShapeDtypeStruct((batch, kv_heads, 1), jnp.int32), looked(kv_heads, 1)),
         *masses,
@@ -259,7 +259,7 @@ def step(
     scratch: dict[str, Any] = {
         "top": pltpu.VMEM((*some, 1), jnp.float32),
         "total": pltpu.VMEM((*some, 1), jnp.float32),
-        "context": pltpu.VMEM((found[0], sets, *found[1:]), jnp.float32),
+        "context": pltpu.VMEM(found, jnp.float32),
         "held": pltpu.VMEM((plan.buffers, sets, blocks_of.LANES), jnp.int32),
         "worth": pltpu.VMEM(lanes, jnp.float32),
         "age": pltpu.VMEM(lanes, jnp.int32),
@@ -268,8 +268,8 @@ def step(
         "value_tiles": pltpu.VMEM((kv_heads, *tiles[1]), lies[1].dtype),
         "copied": pltpu.SemaphoreType.DMA,
     }
-    if forms[1].coded:
-        scratch["shift"] = pltpu.VMEM((sets, found[1], 1), jnp.float32)
+    if forms[1].shifts:
+        scratch["shift"] = pltpu.VMEM((*found[:2], 1), jnp.float32)
     if with_mass:
         scratch |= {
             "logits": pltpu.VMEM((plan.buffers, *some, plan.width), jnp.float32),
@@ -294,8 +294,6 @@ def step(
         *((factor, line) for factor in factors),
         *((added, now) for added in more),
     )
-    at_scales = len(scalars) + 7 + len(first)
-    fused = [at_scales <= at < at_scales + len(scales) for at in range(len(scalars) + len(inputs))]
     call = pl.pallas_call(
         functools.partial(_kernel, plan, len(outs), tuple(scratch)),
         out_shape=[shape for shape, _ in outs],
@@ -308,8 +306,7 @@ def step(
         ),
         input_output_aliases={len(scalars) + 3: len(outs) - 2, len(scalars) + 4: len(outs) - 1},  # the cache
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=blocks_of.VMEM_BYTES,
-            allow_input_fusion=fused if scales else None,
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=blocks_of.VMEM_BYTES
         ),
         cost_estimate=pl.CostEstimate(
             flops=4 * batch * heads * slots * dim,
@@ -317,7 +314,7 @@ def step(
             bytes_accessed=sum(x.nbytes for x in lies) + 2 * sum(x.size for x in scales)
             + 4 * (2 + len(factors) + len(more)) * positions.size + sum(4 * shape.size for shape, _ in masses)
             + queries.nbytes + sum(x.nbytes for x in (*new, *first))
-            + math.prod(outs[0][0].shape) * query.dtype.itemsize
+            + math.prod(outs[0][0].shape) * outs[0][0].dtype.itemsize
             + 4 * batch * (heads + kv_heads)
             + sum(batch * kv_heads * math.prod(tile) * x.dtype.itemsize for tile, x in zip(tiles, lies, strict=True)),
         ),
@@ -330,7 +327,7 @@ def step(
         x = (jnp.swapaxes(x, -1, -2) if along else x)[:, :, :slots]
         beside = {name: _by_slot(scale) for name, scale in some.items()}
         after.append(dataclasses.replace(held, codes=x, **beside) if isinstance(held, Codes) else x)
-    output = forms[1].gathered(output)
+    output = forms[1].gathered(output).astype(query.dtype)
     keys, values = after
     chosen = jnp.where(position[:, None] < 0, slot, jnp.minimum(aim[..., 0], slots - 1))
     return Step(output, lse[..., 0], mass[0] if mass else None, keys, values, chosen)
@@ -354,7 +351,7 @@ def _kernel(
     scratch, refs = dict(zip(names, refs[-len(names) :], strict=True)), refs[: -len(names)]
     outputs, inputs = refs[-outs:], list(refs[:-outs])
     alone, given, asked = (inputs.pop(0) for _ in range(3)) if plan.coded else (None, None, None)
-    of_keys, of_values = (_Scales(form, inputs) for form in (plan.keys, plan.values))
+    of_keys, of_values = (Scales(form, inputs) for form in (plan.keys, plan.values))
     weight = inputs.pop(0) if plan.weight is None else None
     bias = inputs.pop(0) if plan.bias is None else None
     added = inputs.pop(0) if plan.biased else None
@@ -392,8 +389,7 @@ def _kernel(
         if plan.coded:
             top[...] = jnp.where(runs, alone[0], MASKED)
             total[...] = jnp.where(runs, (alone[0] > MASKED).astype(jnp.float32), 0.0)
-            for part in range(plan.values.parts):
-                context[part] = jnp.where(runs, given[0, :, part], 0.0)
+            context[...] = jnp.where(runs, given[0], 0.0)
         else:
             top[...] = jnp.full(top.shape, MASKED, jnp.float32)
             total[...] = jnp.zeros(total.shape, jnp.float32)
@@ -502,14 +498,15 @@ def _kernel(
 
         def through(band):
             rows = plan.rows_of(band)
-            some = of_keys.logits(query, keys[0], asked, rows) * plan.scale
+            sums = None if asked is None else _rows(asked, rows, plan.keys.groups)
+            some = of_keys.logits(_rows(query, rows, plan.keys.groups), keys[0], sums) * plan.scale
             mine: Any = owned(row, index, band, plan.members // plan.kv_heads) if plan.pooled else True
             sees = seen[:, None] & mine
             some = biased(soft_cap(some, plan.softcap), None if added is None else added[0][:, None])
             some = jnp.where(sees, some, MASKED)
             if plan.with_mass:
                 kept = some
-                if plan.coded:
+                if alone is not None:
                     kept = jnp.where(own[:, None] & mine, alone[0, :, rows], some)
                 scratch["logits"][buffer, :, rows, at] = kept
             higher = jnp.maximum(top[:, rows], jnp.max(some, axis=2, keepdims=True))
@@ -519,21 +516,21 @@ def _kernel(
             total[:, rows] = total[:, rows] * shrink + jnp.sum(weights, axis=2, keepdims=True)
             new, more = of_values.read(weights, values[0], place >= 0)
             for group in range(plan.values.groups):
-                to = _of_group(rows, group, plan.members)
-                of = _of_group(slice(None), group, weights.shape[1])
-                for part, one in enumerate(new):
-                    context[part, :, to] = context[part, :, to] * shrink + one[:, of]
+                here, found = (_of_group(x, group, size) for x, size in ((rows, plan.members), (ALL, some.shape[1])))
+                context[:, here] = context[:, here] * shrink + new[:, found]
                 if shift is not None and more is not None:
-                    shift[:, to] = shift[:, to] * shrink + more[:, of]
+                    shift[:, here] = shift[:, here] * shrink + more[:, found]
 
         each_band(row, through)
 
     @pl.when(there & (block == plan.blocks - 1))
     def _finish():
         whole = jnp.where(total[...] > 0, total[...], 1.0)
-        for part in range(plan.values.parts):
-            found = context[part] if shift is None else context[part] + shift[...]
-            output[0, :, part] = (found / _for_groups(whole, plan.values.groups)).astype(output.dtype)
+        found = context[...]
+        if shift is not None:  # a code's numbers share what is added to it
+            first = lax.broadcasted_iota(jnp.int32, found.shape, 2) < plan.values.dim
+            found = found + jnp.where(first, shift[...], 0.0)
+        output[0] = (found / for_groups(whole, plan.values.groups)).astype(output.dtype)
         lse[0] = jnp.where(total[...] > 0, top[...] + jnp.log(whole), -jnp.inf)
         if plan.with_mass:
             scratch["normal"][buffer] = jnp.where(total[...] > 0, top[...] + jnp.log(whole), jnp.inf)
@@ -602,81 +599,16 @@ def _kernel(
         each_head(wait, once_per_tile=True)
 
 
-class _Scales:
-    """Scales and lows of a block of keys or values, each `[H, S]`, and what is multiplied with the codes themselves."""
-
-    def __init__(self, form: Form, inputs: list):
-        """Takes those that there are from the inputs."""
-        self.form = form
-        self.scale = inputs.pop(0) if form.scaled else None
-        self.low = inputs.pop(0) if form.lowered else None
-
-    def of(self, ref: Any, group: int) -> jax.Array:
-        """A group's."""
-        return ref[0] if self.form.groups == 1 else ref[0, :, group]
-
-    def logits(self, query: Any, block: jax.Array, asked: Any, rows: slice) -> jax.Array:
-        """q . k of some query heads and every slot of the block, float32: queries by parts and groups, and their
-        sums."""
-        form = self.form
-        members = query.shape[3] // form.groups
-        groups = [_of_group(rows, group, members) for group in range(form.groups)]
-
-        def of(part: int) -> jax.Array:
-            every = [query[0, :, part, mine] for mine in groups]
-            return every[0] if form.groups == 1 else jnp.concatenate(every, axis=1)
-
-        found = [_product(of(part), x, contract=1 if form.columns else 2) for part, x in enumerate(form.numbers(block))]
-        found = functools.reduce(jnp.add, found)
-        width = found.shape[1] // form.groups
-        every = []
-        for group, mine in enumerate(groups):
-            one, sums = found[:, group * width : (group + 1) * width], None if asked is None else asked[0, :, mine]
-            if form.added:
-                one = one - form.added * sums
-            if self.scale is not None:
-                one = one * self.of(self.scale, group)[:, None]
-            if self.low is not None:
-                one = one + self.of(self.low, group)[:, None] * sums
-            every.append(one)
-        return functools.reduce(jnp.add, every)
-
-    def read(self, weights: jax.Array, block: jax.Array, filled: jax.Array) -> tuple[list[jax.Array], Any]:
-        """The parts of the values by their weights `[H, M, S]`, for each group, and what is added to all channels of
-        the group: from the lows, and from where the numbers begin. The rounding of a weight counts from the middle of
-        the numbers, as if they were around 0.
-        """
-        form, dtype = self.form, block.dtype if not self.form.coded else jnp.dtype(self.form.dtype)
-        scaled, more = [], []
-        for group in range(form.groups):
-            one, low = weights, None
-            if self.scale is not None:
-                scale = jnp.where(filled, self.of(self.scale, group), 0.0)
-                one = weights * scale[:, None]
-            if self.low is not None:
-                low = weights * jnp.where(filled, self.of(self.low, group), 0.0)[:, None]
-            rounded = one.astype(dtype)
-            scaled.append(rounded)
-            if form.bits is not None:
-                back = (form.middle - form.added) * one - form.middle * rounded.astype(jnp.float32)
-                low = back if low is None else low + back
-            more.append(None if low is None else jnp.sum(low, axis=2, keepdims=True))
-        rows = scaled[0] if len(scaled) == 1 else jnp.concatenate(scaled, axis=1)
-        found = [_product(rows, x, contract=2 if form.columns else 1) for x in form.numbers(block)]
-        if more[0] is None:
-            return found, None
-        return found, more[0] if len(more) == 1 else jnp.concatenate(more, axis=1)
-
-
 def _of_group(rows: slice, group: int, members: int) -> slice:
-    """Rows of a group of channels, of which each has so many: of all query heads, or of some."""
+    """Some of the rows of a group of channels, of which each has so many."""
     first, behind, _ = rows.indices(members)
     return slice(group * members + first, group * members + behind)
 
 
-def _for_groups(x: jax.Array, groups: int) -> jax.Array:
-    """What is known of every query head, for each group of channels."""
-    return x if groups == 1 else jnp.concatenate([x] * groups, axis=1)
+def _rows(ref: Any, rows: slice, groups: int) -> jax.Array:
+    """Some query heads' rows `[1, H, G M, _]` of every group of channels."""
+    every = [ref[0, :, _of_group(rows, group, ref.shape[2] // groups)] for group in range(groups)]
+    return every[0] if groups == 1 else jnp.concatenate(every, axis=1)
 
 
 def _wide(dtype: Any) -> Any:
@@ -728,12 +660,6 @@ def _scales(
 
     both = {"scale": (held.scale, new.scale), "low": (held.low, new.low)}
     return {name: written(x, one) for name, (x, one) in both.items() if x is not None and one is not None}
-
-
-def _product(a: jax.Array, b: jax.Array, contract: int) -> jax.Array:
-    """One matrix product per set of slots, [H, M, N], in float32: over the last axis of a and axis `contract` of b."""
-    axes = (((2,), (contract,)), ((0,), (0,)))
-    return lax.dot_general(a, b, axes, precision=blocks_of.exact(b.dtype), preferred_element_type=jnp.float32)
 
 
 def _worth(plan: _Plan, score: jax.Array | None, place: jax.Array, now, room, recent) -> tuple[jax.Array, jax.Array]:

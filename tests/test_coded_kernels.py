@@ -11,12 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.sharding import Layout
+from jaxkv.store import pool, reading, slots
 from jaxkv.store.codec import Plain
+from jaxkv.store.codecs import Codecs
+from jaxkv.store.entries import Entries
 from jaxkv.store.floats import Fp8
 from jaxkv.store.integers import Int
 from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
+from pallas_kernels.choices import choices
 from pallas_kernels.codes import Codes
 from pallas_kernels.decode_attend_score import api as decode_api
+from pallas_kernels.prefill_attend import api as attend_api
+from pallas_kernels.prefill_attend_mass import api as mass_api
 from pallas_kernels.ragged_decode import api as ragged_api
 from tests.test_kernels import HOW, softmax_weights
 
@@ -206,3 +213,104 @@ def test_three_bits_are_read_by_the_reference():
         decode_api.decode_attend_score(
             token, held, jnp.zeros((1, 2), jnp.int32), Judge(*jnp.ones((2, 1), jnp.int32)), scale=1.0, **KERNEL
         )
+
+
+def prompt_block(how, names, dtype, dim, slots, length=24):
+    rng = np.random.default_rng(dim + slots)
+    token, lies, positions = case(rng, names, dtype, dim, slots, batch=2)
+    query = jnp.asarray(rng.normal(size=(2, token.query.shape[1], length, dim)), dtype)
+    at = jnp.asarray(np.where(np.arange(length) < 3, -1, slots + np.arange(length)), jnp.int32)[None].repeat(2, 0)
+    bias = jnp.asarray(np.log(rng.integers(1, 9, positions.shape)), jnp.float32)
+    softmax = {"scale": dim**-0.5, "softcap": 20.0, "bias": bias}
+    for operation, arrays, more in (
+        (attend_api.prefill_attend, lies, {"with_lse": True}),
+        (mass_api.prefill_attend_mass, lies[:1], {"reduce": "mean"}),
+    ):
+        got, expected = (
+            jax.jit(lambda *x, how=how, call=operation, more=more: call(*x, **softmax, **more, **how))(
+                query, *arrays, at, positions
+            )
+            for how in (how, {"implementation": "reference"})
+        )
+        padding = np.asarray(at)[:, None] < 0  # of no meaning
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            a, b = (np.asarray(x, np.float64) for x in (a, b))
+            if a.shape[2] == length:
+                skip = padding if a.ndim == 3 else padding[..., None]
+                a, b = (np.where(skip, 0.0, x) for x in (a, b))
+            np.testing.assert_allclose(a, b, atol=LIMIT[dtype], rtol=LIMIT[dtype])
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("names", [PAIRS[0], PAIRS[2], PAIRS[3], PAIRS[5], PAIRS[8]], ids=lambda names: "-".join(names))
+@pytest.mark.parametrize("dtype, dim", [("float32", 64), ("bfloat16", 128)])
+def test_a_block_of_a_prompt_on_tpu(names, dtype, dim):
+    prompt_block(KERNEL, names, dtype, dim, 136)
+
+
+# ---- the stores
+
+
+def stores(rng, codecs, kind):
+    """A layer of 2 rows, as slots or as a pool, with empty slots; a token, and a judge."""
+    positions = np.where(np.arange(24) < np.array([20, 9])[:, None, None], np.arange(24), -1)
+    positions = jnp.asarray(np.broadcast_to(positions, (2, 2, 24)), jnp.int32)
+    x, y = (jnp.asarray(rng.normal(size=(2, 2, 24, 64)), jnp.float32) for _ in range(2))
+    entries = Entries(x, y, positions, {})
+    if kind == "slots":
+        beside = codecs.beside(2, 2, 64, jnp.float32)
+        layer = slots.empty(2, 2, 0, 64, jnp.float32, codecs=codecs, beside=beside)
+        layer = layer.rebuilt(entries, entries.filled, 24, jnp.full(2, 24, jnp.int32), layer.beside)
+    else:
+        layer = pool.empty(2, 2, 64, jnp.float32, codecs=codecs, beside=codecs.beside(2, 2, 64, jnp.float32))
+        layer = layer.rebuilt(entries, entries.filled, 24, jnp.full(2, 48, jnp.int32), layer.beside)
+    layer = layer.aimed(layer.empty_slot(jnp.full(2, 30, jnp.int32), None))
+    new = (jnp.asarray(rng.normal(size=(2, heads, 64)), jnp.float32) for heads in (6, 2, 2))
+    token = Token(*new, jnp.asarray([20, 9], jnp.int32))
+    shape = layer.scored(layer.positions).shape
+    factors = (jnp.asarray(rng.random(shape), jnp.float32) for _ in range(2))
+    return layer, token, Judge(*jnp.full((2, 2), 24, jnp.int32), *factors, Rule("each"))
+
+
+@pytest.mark.parametrize("kind", ["slots", "pool"])
+@pytest.mark.parametrize("codecs", [
+    Codecs(Int(4, hadamard=True), Int(8, channels=32, hadamard=True)), Codecs(Fp8(), Plain()), Codecs(Int(3), Int(2)),
+    Codecs(Int(4), Int(4), residual=6), Codecs(Int(4), Int(4, symmetric=True), initial=4),
+], ids=["turned", "fp8", "3 and 2", "residual", "initial"])  # fmt: skip
+def test_a_store_gives_what_it_gave_decoded(codecs, kind, monkeypatch):
+    """Three steps, the second without the last row, and the codes of slots that no token came to."""
+
+    def run():
+        layer, token, judge = stores(np.random.default_rng(5), codecs, kind)
+        parts, before = [], layer.entries
+        for step in range(3):
+            at = jnp.where(jnp.arange(2) < (1 if step == 1 else 2), token.position + step, -1)
+            part, layer = layer.step(
+                Layout(None), token._replace(position=at), judge, None, scale=0.125, window=None, softcap=None,
+                implementation="reference", with_mass=True,
+            )  # fmt: skip
+            parts.append(part)
+            token = token._replace(query=part.output)
+        return parts, before, layer
+
+    parts, before, after = run()
+    monkeypatch.setattr("jaxkv.store.store.reading", lambda *_: reading.Decoded())
+    old_parts, _, old = run()
+    for part, other in zip(parts, old_parts, strict=True):
+        for a, b in zip(part, other, strict=True):
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=2e-5, rtol=2e-5)
+    assert np.array_equal(after.positions, old.positions) and np.array_equal(after.next_slot, old.next_slot)
+    touched = np.asarray(after.positions != before.positions)
+    assert touched.sum() == 10
+    for a, b in zip(jax.tree.leaves((after.entries.keys, after.entries.values)),
+                    jax.tree.leaves((before.keys, before.values)), strict=True):  # fmt: skip
+        assert np.array_equal(np.asarray(a)[~touched], np.asarray(b)[~touched])
+
+
+def test_what_runs_of_a_coded_cache(unchecked):
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 64, "slots": 64, "dtype": "bfloat16", "platform": "tpu"}
+    of = lambda codec: lambda x: codec.as_codes(codec.encode(x))  # noqa: E731
+    for bits, runs in ((4, "mosaic_tpu"), (3, "reference")):
+        found = choices(**shape, codes=(of(Int(bits)), of(Int(bits))))
+        assert found["decode_attend_score"].implementation == found["ragged_decode"].implementation == runs
+        assert found["prefill_attend"].implementation == "mosaic_tpu"

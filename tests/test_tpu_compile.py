@@ -233,7 +233,7 @@ def test_decode_kernels_move_each_block_once(shape, pooled, counts, rows):
     positions, now = held_rows(rows, batch, sets, width)
     (block,) = {each.block_shape[-1].block_size for each in call.params["grid_mapping"].block_mappings[5:7]}
     blocks = -(-width // block)
-    walk = tpu_blocks.Walk(width, False, block, blocks)
+    walk = tpu_blocks.Walk(width, block, blocks)
     order = walk.order(jnp.asarray(positions), jnp.asarray(now), None)
     zeros = jnp.zeros(batch, jnp.int32)
     borders = [jnp.zeros((batch, kv_heads + 1), jnp.int32)] * pooled
@@ -248,9 +248,9 @@ def test_decode_kernels_move_each_block_once(shape, pooled, counts, rows):
         assert seen == {*zip(*map(np.ndarray.tolist, np.nonzero(due)), strict=True)}
     if rows != "full":
         return
-    tiles = call.params["jaxpr"].invars[-2 - 2].aval  # in front of the semaphore, logits and their sums
-    assert tiles.shape[:2] == (2, kv_heads)  # of K and of V
-    written = batch * int(np.prod(tiles.shape)) * 2
+    tiles = [x.aval for x in call.params["jaxpr"].invars[-3 - 2 : -3]]  # before the semaphore, logits and their sums
+    assert [each.shape[0] for each in tiles] == [kv_heads, kv_heads]  # of K and of V
+    written = batch * sum(int(np.prod(each.shape)) for each in tiles) * 2
     everything = sum(total for _, total in operands) + written
     cache = operands[3][1] + operands[4][1]
     out = sum(total for _, total in operands[call.params["grid_mapping"].num_inputs :]) + written

@@ -4,6 +4,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
+from jaxkv.store.codec import Codec
 from jaxkv.store.codecs import Codecs
 from pallas_kernels.arguments import Token
 
@@ -14,6 +15,10 @@ class Decoded:
     def lent(self, store: Any) -> tuple[Any, Any]:
         """Keys and values as the pass takes them."""
         return store.keys, store.values
+
+    def form(self, codec: Codec, x: Float[Array, "*slots D"]) -> Any:
+        """Keys or values, of slots or a token, as the pass takes them."""
+        return x
 
     def asked(self, codecs: Codecs, token: Token) -> Token:
         """The token as the pass takes it."""
@@ -39,11 +44,12 @@ class AsCodes(Decoded):
     def lent(self, store: Any) -> tuple[Any, Any]:
         return store.codecs.keys.as_codes(store.entries.keys), store.codecs.values.as_codes(store.entries.values)
 
+    def form(self, codec: Codec, x: Float[Array, "*slots D"]) -> Any:
+        return codec.as_codes(codec.encode(x))
+
     def asked(self, codecs: Codecs, token: Token) -> Token:
         keys, values = codecs.keys, codecs.values
-        codes = (
-            None if of.plain else of.as_codes(of.encode(x)) for of, x in ((keys, token.key), (values, token.value))
-        )
+        codes = (None if of.plain else self.form(of, x) for of, x in ((keys, token.key), (values, token.value)))
         return Token(keys.turn(token.query), keys.turn(token.key), values.turn(token.value), token.position, *codes)
 
     def answered(self, codecs: Codecs, output: Float[Array, "B Hq D"]) -> Float[Array, "B Hq D"]:

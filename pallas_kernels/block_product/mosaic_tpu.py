@@ -54,7 +54,9 @@ def block_product(
             total[...] = jnp.zeros(total.shape, jnp.float32)
 
         code = code_ref[...].astype(jnp.int32)
-        expanded = jnp.broadcast_to(_halves(scale_ref[...])[:, None], (tall // each, each, wide)).reshape(tall, wide)
+        expanded = jnp.broadcast_to(blocks_of.halves(scale_ref[...])[:, None], (tall // each, each, wide)).reshape(
+            tall, wide
+        )
         left = height - step * tall  # rows of codes that there are
         for number in range(parts.shape[0]):
             here = code if parts.shape[0] == 1 else code & 15 if number == 0 else code >> 4
@@ -64,7 +66,7 @@ def block_product(
                 row = jnp.where(lax.broadcasted_iota(jnp.int32, row.shape, 1) < left, row, jnp.zeros_like(row))
             total[...] += blocks_of.product(row, value.astype(row.dtype), 0)
         if offset_ref is not None:
-            more = _halves(offset_ref[...])
+            more = blocks_of.halves(offset_ref[...])
             if height % tall:
                 more = jnp.where(lax.broadcasted_iota(jnp.int32, more.shape, 0) * each < left, more, 0.0)
             total[...] += blocks_of.product(sum_ref[0], more, 0)
@@ -115,11 +117,3 @@ def _sums(rows: Float[Array, "N I"], groups: int, each: int, steps: int) -> Floa
     sums = rows.astype(jnp.float32).reshape(rows.shape[0], groups, -1).sum(-1)
     filled = jnp.pad(sums, ((0, 0), (0, steps * each - groups)))
     return jnp.swapaxes(filled.reshape(rows.shape[0], steps, each), 0, 1)
-
-
-def _halves(bits: Int[Array, "S O"]) -> Float[Array, "S O"]:
-    """`reference.halves` by hand: the chip has no float16."""
-    half = bits.astype(jnp.int32)
-    normal = lax.bitcast_convert_type(((half & 0x7FFF) << 13) + (112 << 23) | (half & 0x8000) << 16, jnp.float32)
-    small = (half & 0x3FF).astype(jnp.float32) * 2.0**-24
-    return jnp.where(half & 0x7C00 == 0, jnp.where(half < 0, -small, small), normal)

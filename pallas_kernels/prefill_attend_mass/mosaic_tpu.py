@@ -11,8 +11,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import tpu_blocks as blocks_of
-from pallas_kernels.codes import Codes, refuse_codes
+from pallas_kernels.codes import Codes
 from pallas_kernels.masking import MASKED, soft_cap
+from pallas_kernels.tpu_codes import Lying, Scales
 
 ROWS = 512  # queries times query heads of a group, at a time
 KEYS = 512  # keys at a time
@@ -33,21 +34,31 @@ def prefill_attend_mass(
     bias: Float[Array, "B Hk S"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B Hq S"]:
-    """`reference.prefill_attend_mass`, without a queries x keys array."""
+    """`reference.prefill_attend_mass`, without a queries x keys array. Codes become numbers on the chip.
+
+    Raises `NotImplementedError` for codes of 3 bits.
+    """
     del own_keys_last  # a hint, which the blocks here do not need: they look at positions
-    refuse_codes(keys)
     batch, heads, length, dim = queries.shape
     kv_heads, slots = keys.shape[1:3]
     group = heads // kv_heads
+    lies = Lying.of(keys, queries.dtype)
+    grouped = queries.reshape(batch, kv_heads, group, length, dim)
+    asked, spread = lies.asked(grouped), lies.spread(grouped)
     tiles, tile = blocks_of.even_blocks(length, ROWS // group, blocks_of.QUERIES)
     blocks, block = blocks_of.even_blocks(slots, KEYS)
     rows = group * tile
 
-    def masked_logits(i, j, at_ref, place_ref, query_ref, key_ref, bias_ref=None):
+    def masked_logits(i, j, at_ref, place_ref, query_ref, key_ref, *refs):
         """Logits [G*T, S] of a tile of queries over a block of keys, and who sees whom."""
+        refs = list(refs)
+        sums = refs.pop(0)[0, 0].reshape(1, -1, 1) if asked else None
+        scales = Scales(lies.form, refs, one_set=True)
+        bias_ref = refs.pop(0) if bias is not None else None
         at = jnp.concatenate([blocks_of.queries_at(at_ref, i, length)] * group)
         seen = blocks_of.sees(at, blocks_of.keys_at(place_ref, j, slots), window)
-        logits = blocks_of.product(query_ref[0, 0].reshape(rows, dim), key_ref[0, 0], 1) * scale
+        query = query_ref[0, 0].reshape(1, -1, query_ref.shape[-1])
+        logits = scales.logits(query, key_ref[0], sums)[0] * scale
         logits = blocks_of.added(soft_cap(logits, softcap), bias_ref)
         return jnp.where(seen, logits, MASKED), seen
 
@@ -95,9 +106,14 @@ def prefill_attend_mass(
                 mass[0, 0] += jnp.sum(weights, axis=1)
 
     def specs(order: str) -> list[pl.BlockSpec]:
-        """Blocks of query positions, key positions, queries, keys, the biases if there are any and log-sum-exp, and of
-        mass, for a grid of (B, Hk, i, j) or (B, Hk, j, i).
+        """Blocks of query positions, key positions, queries, keys, what codes have, the biases if there are any and
+        log-sum-exp, and of mass, for a grid of (B, Hk, i, j) or (B, Hk, j, i).
         """
+
+        def rows_of(heads: int, size: int) -> pl.BlockSpec:
+            return spec((1, 1, heads, tile, size), lambda b, h, i, j: (b, h, 0, i, 0))
+
+        read, scales = lies.specs(block, lambda b, h, i, j: (b, h, j) if order == "ij" else (b, h, i))
 
         def spec(shape, index):
             return pl.BlockSpec(shape, index if order == "ij" else lambda b, h, j, i: index(b, h, i, j))
@@ -105,16 +121,19 @@ def prefill_attend_mass(
         return [
             spec((1, tile, 1), lambda b, h, i, j: (b, i, 0)),
             spec((1, 1, 1, block), lambda b, h, i, j: (b, h, 0, j)),
-            spec((1, 1, group, tile, dim), lambda b, h, i, j: (b, h, 0, i, 0)),
-            spec((1, 1, block, dim), lambda b, h, i, j: (b, h, j, 0)),
+            rows_of(*spread.shape[2::2]),
+            read,
+            *(rows_of(x.shape[2], 1) for x in asked),
+            *scales,
             *[spec((1, 1, 1, block), lambda b, h, i, j: (b, h, 0, j))] * (bias is not None),
             spec((1, 1, group, tile, 1), lambda b, h, i, j: (b, h, 0, i, 0)),
             spec((1, 1, group, block), lambda b, h, i, j: (b, h, 0, j)),
         ]
 
-    pairs, size = batch * heads * length * slots, keys.dtype.itemsize
+    pairs, size = batch * heads * length * slots, queries.dtype.itemsize
     beside = 4 * (1 + (bias is not None))  # bytes of a key's position, and of its bias
-    key_bytes, query_bytes = batch * kv_heads * slots * (size * dim + beside), batch * heads * length * (size * dim + 4)
+    key_bytes = lies.nbytes + batch * kv_heads * slots * beside
+    query_bytes = batch * heads * length * (size * dim + 4)
     call = functools.partial(
         pl.pallas_call,
         compiler_params=pltpu.CompilerParams(
@@ -126,8 +145,10 @@ def prefill_attend_mass(
     arrays = (
         query_positions[..., None],
         key_positions[:, :, None],
-        queries.reshape(batch, kv_heads, group, length, dim),
-        keys,
+        spread,
+        lies.codes,
+        *asked,
+        *lies.scales,
         *([] if bias is None else [bias[:, :, None]]),
     )
     *inner, lse_block, _ = specs("ij")

@@ -1,0 +1,102 @@
+"""The TPU kernels over codes through the real TPU compiler: what `test_tpu_compile.py` reads, of coded caches."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxkv.store.codec import Codec
+from jaxkv.store.floats import Fp8
+from jaxkv.store.integers import Int
+from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
+from pallas_kernels.decode_attend_score.mosaic_tpu import decode_attend_score
+from pallas_kernels.prefill_attend.mosaic_tpu import prefill_attend
+from pallas_kernels.prefill_attend_mass.mosaic_tpu import prefill_attend_mass
+from pallas_kernels.ragged_decode.mosaic_tpu import ragged_decode
+from tests.test_tpu_compile import NAMES_ONLY, in_place, made_of, on, pallas_calls
+
+pytestmark = pytest.mark.usefixtures("unchecked")  # codes of shapes
+CODECS = {"int8": Int(8), "int4": Int(4), "fp8": Fp8()}
+SHAPES = [(8, 8, 4, 4096, 128), (8, 3, 3, 1024, 64), (4, 2, 4, 1000, 128)]  # B, Hk, G, C, D
+
+
+def coded(codec: Codec, *shape: int):
+    """What lies in slots of this shape, and how wide its numbers are."""
+    return codec.as_codes(codec.encode(jnp.zeros(shape, jnp.bfloat16)))
+
+
+def step_arrays(codec: Codec, batch: int, kv_heads: int, group: int, slots: int, dim: int, pooled: bool):
+    """The arguments of a decode step over codes, as shapes."""
+
+    def arrays():
+        lead = (batch, kv_heads * slots) if pooled else (batch, kv_heads, slots)
+        new, row = jnp.zeros((batch, kv_heads, dim), jnp.bfloat16), jnp.zeros(batch, jnp.int32)
+        code = coded(codec, batch, kv_heads, dim)
+        token = Token(jnp.zeros((batch, kv_heads * group, dim), jnp.bfloat16), new, new, row, code, code)
+        keys, positions = coded(codec, *lead, dim), jnp.zeros(lead, jnp.int32)
+        offsets = jnp.zeros((batch, kv_heads + 1), jnp.int32)
+        held = Segments(keys, keys, positions, offsets) if pooled else Held(keys, keys, positions)
+        judge = Judge(row, row, jnp.zeros(lead, jnp.float32), rule=Rule("each"))
+        return token, held, jnp.zeros((batch, kv_heads), jnp.int32), judge
+
+    return jax.eval_shape(arrays)
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("pooled", [False, True], ids=["equal", "pool"])
+@pytest.mark.parametrize("name", ["v5e", "v6e"])
+def test_decode_kernels_read_codes_and_write_in_place(name, pooled, shape, codec):
+    """Nothing but the kernel has codes or numbers of all slots, and scales go into it by their bits."""
+    arrays = on(name, step_arrays(CODECS[codec], *shape, pooled))
+    compiled = in_place(functools.partial(ragged_decode if pooled else decode_attend_score, scale=0.1), *arrays)
+    keys = arrays[1].keys
+    cache_bytes = 2 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(keys))
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory.alias_size_in_bytes >= cache_bytes
+    assert memory.temp_size_in_bytes < max(cache_bytes // 4, 2**20)  # so no copy of the codes, and no numbers of them
+    assert made_of(keys.codes.shape, text) <= NAMES_ONLY and made_of(keys.shape, text) <= NAMES_ONLY
+    slots = ",".join(map(str, keys.shape[:-1]))
+    wider = re.findall(rf"= f32\[{slots}(?:,1)?\]\S* convert\(", text)
+    assert not wider, wider
+
+
+@pytest.mark.parametrize("pooled", [False, True], ids=["equal", "pool"])
+def test_a_step_over_codes_moves_little_more_than_they_are(pooled):
+    """What the kernel says that it moves: codes and scales, positions, weights and mass, and 5 % for all else."""
+    for codec, (batch, kv_heads, group, slots, dim) in itertools.product(CODECS.values(), SHAPES[:1]):
+        arrays = step_arrays(codec, batch, kv_heads, group, slots, dim, pooled)
+        kernel = functools.partial(ragged_decode if pooled else decode_attend_score, scale=0.1)
+        flat, form = jax.tree.flatten(arrays)
+        (call,) = pallas_calls(lambda *x: jax.tree.leaves(kernel(*jax.tree.unflatten(form, x))), *flat)  # noqa: B023
+        held = 2 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays[1].keys))
+        each = 4 * batch * kv_heads * slots  # bytes of what is known of every slot in a word
+        assert held + 3 * each <= call.params["cost_estimate"].bytes_accessed <= 1.05 * (held + 4 * each)
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("name", ["v5e", "v6e"])
+def test_prefill_kernels_read_codes(name, codec):
+    """Codes go into the kernels as they lie: nothing makes numbers of them, nor lays them out anew."""
+    for batch, kv_heads, group, length, slots, dim in ((1, 8, 4, 512, 3072, 128), (2, 3, 3, 40, 304, 64)):
+
+        def arrays(batch=batch, kv_heads=kv_heads, group=group, length=length, slots=slots, dim=dim):
+            query = jnp.zeros((batch, kv_heads * group, length, dim), jnp.bfloat16)
+            keys, place = (
+                coded(CODECS[codec], batch, kv_heads, slots, dim),
+                jnp.zeros((batch, kv_heads, slots), jnp.int32),
+            )
+            return query, keys, jnp.zeros((batch, length), jnp.int32), place
+
+        query, keys, at, place = on(name, jax.eval_shape(arrays))
+        attend = functools.partial(prefill_attend, scale=0.1, with_lse=True)
+        mass = functools.partial(prefill_attend_mass, scale=0.1)
+        moves = NAMES_ONLY | {"copy-start", "copy-done", "slice-start", "slice-done"}  # onto the chip, as they lie
+        for call, operands in ((attend, (query, keys, keys, at, place)), (mass, (query, keys, at, place))):
+            text = jax.jit(call).lower(*operands).compile().as_text()
+            assert made_of(keys.codes.shape, text) <= moves and made_of(keys.shape, text) <= moves
