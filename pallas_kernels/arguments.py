@@ -44,8 +44,8 @@ class Held(NamedTuple):
     """The slots of a layer where every KV head has C; a position of -1 is an empty slot. `bias` is added to the logits
     of each slot, after a soft cap."""
 
-    keys: Float[Array, "B Hk C D"] | Codes
-    values: Float[Array, "B Hk C D"] | Codes
+    keys: Any  # Float[Array, "B Hk C D"] or Codes
+    values: Any
     positions: Int[Array, "B Hk C"]
     bias: Float[Array, "B Hk C"] | None = None
 
@@ -65,8 +65,8 @@ class Segments(NamedTuple):
     each slot, after a soft cap.
     """
 
-    keys: Float[Array, "B P D"] | Codes
-    values: Float[Array, "B P D"] | Codes
+    keys: Any  # Float[Array, "B P D"] or Codes
+    values: Any
     positions: Int[Array, "B P"]
     offsets: Int[Array, "B Hk_1"]
     line: Line | None = None

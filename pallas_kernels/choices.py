@@ -39,8 +39,9 @@ def choices(
     floats = lambda *shape: jnp.zeros(shape, dtype)  # noqa: E731
     ints = lambda *shape: jnp.zeros(shape, jnp.int32)  # noqa: E731
 
-    def lying(*shape: int) -> list[Any]:
-        return [form(floats(*shape)) for form in codes or (lambda x: x, lambda x: x)]
+    def lying(*shape: int) -> tuple[Any, Any]:
+        x = floats(*shape)
+        return (x, x) if codes is None else (codes[0](x), codes[1](x))
 
     def step(call: Callable, held: Held | Segments) -> Any:
         new = floats(batch, kv_heads, head_dim)

@@ -6,6 +6,7 @@ values it multiplies the weight, and the output gets the sum of weight * low.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,10 +64,11 @@ def numbers(x: Float[Array, "*slots D"] | Codes) -> Float[Array, "*slots D"]:
     return x.numbers if isinstance(x, Codes) else x
 
 
-def refuse_codes(*arrays: jax.Array | Codes) -> None:
-    """Raises `NotImplementedError` where one is codes: what an implementation calls that reads none."""
+def refuse_codes(*arrays: jax.Array | Codes) -> tuple[Any, ...]:
+    """The arrays. Raises `NotImplementedError` where one is codes: for an implementation that reads none."""
     if any(isinstance(x, Codes) for x in arrays):
         raise NotImplementedError("it reads no codes")
+    return arrays
 
 
 def unpacked(codes: UInt8[Array, "*n N"], bits: int) -> UInt8[Array, "*n D"]:

@@ -217,7 +217,7 @@ class Scales:
         every = []
         for group in range(form.groups):
             mine = slice(group * members, (group + 1) * members)
-            one, sums = found[:, mine], None if asked is None else asked[:, mine]
+            one, sums = found[:, mine], (asked[:, mine] if self.form.coded else 0.0)
             if form.added:
                 one = one - form.added * sums
             if self.scale is not None:

@@ -350,7 +350,8 @@ def _kernel(
     query, new_key, new_value, keys, values, places, places_before, *refs = refs
     scratch, refs = dict(zip(names, refs[-len(names) :], strict=True)), refs[: -len(names)]
     outputs, inputs = refs[-outs:], list(refs[:-outs])
-    alone, given, asked = (inputs.pop(0) for _ in range(3)) if plan.coded else (None, None, None)
+    first: list[Any] = [inputs.pop(0) for _ in range(3)] if plan.coded else [None] * 3
+    alone, given, asked = first
     of_keys, of_values = (Scales(form, inputs) for form in (plan.keys, plan.values))
     weight = inputs.pop(0) if plan.weight is None else None
     bias = inputs.pop(0) if plan.bias is None else None

@@ -109,6 +109,7 @@ def decoded(got_token, lies, positions, slot, scale, bias=None):
     return output, mass
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("names", PAIRS, ids=lambda names: "-".join(names))
 def test_the_reference_reads_codes_as_what_they_stand_for(names):
     rng = np.random.default_rng(len(names[0]))
@@ -197,6 +198,7 @@ def test_a_pool_on_tpu(names, dtype, dim):
     ragged(KERNEL, names, dtype, dim, 72)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("names", [PAIRS[0], PAIRS[4]], ids=lambda names: "-".join(names))
 def test_a_pool_on_cpu(names):
     ragged({"implementation": "numba_cpu"}, names, "float32", 64, 40)
@@ -272,6 +274,7 @@ def stores(rng, codecs, kind):
     return layer, token, Judge(*jnp.full((2, 2), 24, jnp.int32), *factors, Rule("each"))
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("kind", ["slots", "pool"])
 @pytest.mark.parametrize("codecs", [
     Codecs(Int(4, hadamard=True), Int(8, channels=32, hadamard=True)), Codecs(Fp8(), Plain()), Codecs(Int(3), Int(2)),

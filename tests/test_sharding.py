@@ -277,6 +277,7 @@ def test_a_cache_goes_on_on_another_mesh(goldens, tmp_path, name):
 
 
 BY_TOKEN = {"keys": {"kind": "int", "bits": 4}, "values": {"kind": "int", "bits": 4}, "residual": 4}
+AS_CODES = {"keys": {"kind": "int", "bits": 8, "hadamard": True}, "values": {"kind": "fp8"}}  # read as they lie
 BY_CHANNEL = {**BY_TOKEN, "keys": {"kind": "int-by-channel", "bits": 4, "tokens": 4}, "residual": 8}
 FITTED = {**BY_TOKEN, "keys": {"kind": "channels", "window": 4}}
 STEP = 1.0  # of 4 bits: rounding, which is a mesh's own, may move a number by one
@@ -287,6 +288,7 @@ STEP = 1.0  # of 4 bits: rounding, which is a mesh's own, may move a number by o
     "name, store, axes",
     [
         ("h2o", BY_TOKEN, (2, 2, 2)),
+        ("h2o", AS_CODES, (2, 2, 2)),
         ("h2o", BY_CHANNEL, (1, 2, 4)),
         ("adakv-h2o", FITTED, (2, 2, 2)),
         ("minicache", {}, (2, 2, 2)),

@@ -170,7 +170,8 @@ def decode_attend_score(
         )
 
     each = _and_whole(heads)
-    new = Token(q, each, each, rows, *(None if code is None else each for code in (token.key_code, token.value_code)))
+    codes = (None if code is None else each for code in (token.key_code, token.value_code))
+    new = Token._make((q, each, each, rows, *codes))
     lies = Held._make((kv, kv, flat, None if held.bias is None else flat))
     ins = (new, lies, heads, _judge_specs(judge, rows, flat))
     outs = Attended._make((q, _but_last(q), flat if with_mass else None, kv, kv, flat, heads))
@@ -242,7 +243,7 @@ def ragged_decode(
 
     held = held._replace(line=None)  # keys and values cut out of it are read
     codes = (None if code is None else tokens for code in (token.key_code, token.value_code))
-    new = Token(tokens, tokens, tokens, rows, *codes)
+    new = Token._make((tokens, tokens, tokens, rows, *codes))
     lies = Segments._make((kv, kv, flat, few, None, None if held.bias is None else flat))
     ins = (new, lies, few, _judge_specs(judge, rows, flat))
     outs = Attended._make((tokens, few, flat if with_mass else None, kv, kv, flat, few))

@@ -100,6 +100,7 @@ class Int(Codec):
         return Codes(code.codes, code.scale, code.low, self.bits, offset, code.dtype)
 
     def of_codes(self, codes: Codes) -> IntCode:
+        assert codes.scale is not None
         return IntCode(codes.codes, codes.scale, codes.low, codes.dtype)
 
     def turn(self, x: Float[Array, "*n D"]) -> Float[Array, "*n D"]:

@@ -1,13 +1,13 @@
 """decode_attend_score in plain jnp: the meaning that every kernel must equal."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import Held, Judge, Token
-from pallas_kernels.codes import Codes, numbers, put
+from pallas_kernels.codes import numbers, put
 from pallas_kernels.decode_attend_score.victim import aim
 from pallas_kernels.masking import biased, filled, masked_softmax, soft_cap, visible
 
@@ -20,8 +20,8 @@ class Attended(NamedTuple):
     output: Float[Array, "B Hq D"]
     lse: Float[Array, "B Hq"]
     mass: Float[Array, "B Hk *G C"] | None
-    keys: Float[Array, "B Hk C D"] | Codes
-    values: Float[Array, "B Hk C D"] | Codes
+    keys: Any  # Float[Array, "B Hk C D"] or Codes
+    values: Any
     positions: Int[Array, "B Hk C"]
     next_slot: Int[Array, "B Hk"]
 

@@ -62,7 +62,7 @@ def prefill_attend(
         raise NotImplementedError("keys whose logits have a bias need the reference")
     if with_lse:
         raise NotImplementedError("prefill_attend for GPUs gives no log-sum-exp")
-    refuse_codes(keys, values)
+    floats = refuse_codes(keys, values)
     batch, heads, length, dim = queries.shape
     kv_heads, slots = keys.shape[1:3]
     blocks_of.check(dim, keys.dtype)
@@ -71,7 +71,7 @@ def prefill_attend(
     several = 64 if wide <= 128 else 32  # or the output would not fit in registers
     plan = _Plan(heads // kv_heads, wide, several, -(-slots // KEYS), ahead, scale, window, softcap)
     more = plan.blocks * KEYS - slots
-    keys, values = (jnp.pad(x, ((0, 0), (0, 0), (0, -slots % 8), (0, 0))) for x in (keys, values))
+    keys, values = (jnp.pad(x, ((0, 0), (0, 0), (0, -slots % 8), (0, 0))) for x in floats)
     rows = blocks_of.round_up(length, plan.queries)
     operand = blocks_of.operand(blocks_of.tile_width(dim), keys.dtype)
     (output,) = plgpu.kernel(

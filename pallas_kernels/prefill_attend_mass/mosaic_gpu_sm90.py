@@ -66,7 +66,7 @@ def prefill_attend_mass(
     if bias is not None:
         raise NotImplementedError("keys whose logits have a bias need the reference")
     del own_keys_last  # a hint, which the blocks here do not need: they look at positions
-    refuse_codes(keys)
+    (floats,) = refuse_codes(keys)
     batch, heads, length, dim = queries.shape
     kv_heads, slots = keys.shape[1:3]
     blocks_of.check(dim, keys.dtype)
@@ -77,7 +77,7 @@ def prefill_attend_mass(
     rows, width = plan.query_blocks * QUERIES, plan.key_blocks * KEYS
     arguments = (
         jnp.pad(queries, ((0, 0), (0, 0), (0, rows - length), (0, 0))).reshape(-1, rows, dim).astype(keys.dtype),
-        jnp.pad(keys, ((0, 0), (0, 0), (0, -slots % 8), (0, 0))).reshape(batch * kv_heads, -1, dim),
+        jnp.pad(floats, ((0, 0), (0, 0), (0, -slots % 8), (0, 0))).reshape(batch * kv_heads, -1, dim),
         jnp.repeat(jnp.pad(query_positions, ((0, 0), (0, rows - length)), constant_values=-1), heads, axis=0),
         jnp.pad(key_positions, ((0, 0), (0, 0), (0, width - slots)), constant_values=-1).reshape(-1, width),
     )

@@ -32,8 +32,9 @@ def ragged_decode(
     positions = placed(held.positions, token.position, slot)
     weight, bias = (x[:, None] if isinstance(x, jax.Array) else x for x in (judge.weight, judge.bias))
     added = None if held.bias is None else held.bias[:, None]
+    keys, values = jax.tree.map(lambda x: x[:, None], (held.keys, held.values))
     out = tpu_decode.step(
-        token, *jax.tree.map(lambda x: x[:, None], (held.keys, held.values)), positions[:, None], slot,
+        token, keys, values, positions[:, None], slot,
         judge._replace(weight=weight, bias=bias), held.offsets, added, scale=scale, window=None, softcap=softcap,
         with_mass=with_mass, interpret=interpret,
     )  # fmt: skip
