@@ -278,7 +278,7 @@ def alike(got, want):
             np.testing.assert_array_equal(ours, theirs, err_msg=name)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", CODED)
 @pytest.mark.parametrize("group", [1, 16])
 def test_codes_lower_for_cuda(name, group):
@@ -414,6 +414,7 @@ def test_ragged_codes_count_as_what_they_stand_for(codecs):
     alike(got, want)
 
 
+@pytest.mark.long
 def test_ragged_codes_lower_for_cuda():
     bundles, scale = pool([[250] * 4] * 2, 1000, 4, 128)
     bundles = coded((Int(8), Fp8()), bundles)
