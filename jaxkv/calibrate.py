@@ -78,7 +78,7 @@ def calibrate(
     Raises `BadValue` without a tokenizer, and for sizes that leave nothing to measure.
     """
     check_model(params)
-    check_arguments(length=length, windows=windows, needles=needles, seed=seed)
+    check_arguments(length=length, windows=windows, needles=needles, seed=seed, predictors=predictors)
     if params.tokenizer is None:
         raise BadValue("calibrate needs the model's tokenizer, and these params have none: load them with one")
     if length <= 4 * SKIP or length > params.config.max_position:
@@ -149,7 +149,7 @@ def _fitted(
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _unturned(weights, tokens: Int[Array, "B T"], *, config: ModelConfig) -> list[tuple[Array, Array]]:
+def _unturned(weights, tokens: Int[Array, "B T"], *, config: ModelConfig) -> tuple[tuple[Array, Array], ...]:
     """Per layer the keys before RoPE and the values `[T, N]` of all heads together."""
     back = -jnp.arange(tokens.shape[1], dtype=jnp.int32)[:, None]
 

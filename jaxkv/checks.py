@@ -171,6 +171,7 @@ ARGUMENTS: dict[str, Rule] = {
         "'reference', 'mosaic_tpu', 'mosaic_gpu_sm90', or None for the device's own",
     ),
     "scan_layers": SWITCH,
+    "predictors": SWITCH,
     "progress": HEARD,
     "batch": COUNT,
     "rows": COUNT,

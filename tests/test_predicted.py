@@ -14,6 +14,7 @@ from measured import calibrated
 from scipy.special import ndtr
 
 import jaxkv
+from jaxkv.calibrate import DAMP, SKIP, _predictors
 from jaxkv.errors import BadValue, UnknownName
 from jaxkv.policies import Higgs, Predicted
 from jaxkv.run import decode_logits
@@ -72,6 +73,43 @@ def test_grids_are_those_of_least_error():
     for bits, error in ((2, 0.1076), (4, 0.0095)):
         back = np.asarray(Higgs(bits).decode(Higgs(bits).encode(jnp.asarray(x))))
         assert np.mean((back - x) ** 2) / np.mean(x**2) == pytest.approx(error, rel=0.06)
+
+
+# ---- what predicts a layer
+
+
+def test_predictors_are_those_of_least_squares(tiny):
+    """Of the second layer, from what a cache has of the first: least squares with a row for each input that is small,
+    in NumPy, on keys and values that a cache without codes holds."""
+    params, rng = tiny(FAMILY), np.random.default_rng(0)
+    stretches = [rng.integers(0, 100, 90).astype(np.int32) for _ in range(2)]
+    found = _predictors(params, stretches)
+    plain = jaxkv.policy("full", rope="cache")
+    held = [jaxkv.prefill(params, tokens, policy=plain).layers for tokens in stretches]
+    low, up = (
+        [np.concatenate(each) for each in zip(*(skipped(layers[number]) for layers in held), strict=True)]
+        for number in range(2)
+    )
+    near = [np.stack([of_heads(row, 4) for row in x]) for x in low]
+
+    def ridge(given, x):
+        wide = np.concatenate([given, np.ones((len(given), 1))], axis=1)
+        damp = np.sqrt(DAMP * np.mean(np.sum(wide**2, axis=0))) * np.eye(wide.shape[1])
+        return np.linalg.lstsq(np.concatenate([wide, damp]), np.concatenate([x, np.zeros((len(damp), x.shape[1]))]))[0]
+
+    want = ridge(near[0], up[0])
+    guess = np.concatenate([near[0], np.ones((len(up[0]), 1))], axis=1) @ want
+    own = guess + np.stack([of_heads(row, 2) for row in up[0] - guess])
+    last = ridge(np.concatenate([own, near[1]], axis=1), up[1])
+    for name, matrix in (("key", want), ("value", last)):
+        assert not found[f"{name}_predictor"][0].any()
+        got = found[f"{name}_predictor"][1]
+        assert np.linalg.norm(got - matrix) < 0.05 * np.linalg.norm(matrix)  # points that are equally near
+
+
+def skipped(layer):
+    """What `in_order` gives, without the tokens that a calibration leaves out."""
+    return [x[SKIP:] for x in in_order(layer)]
 
 
 # ---- the chain of layers
