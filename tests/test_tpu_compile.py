@@ -510,7 +510,7 @@ def test_steps_move_their_weights_and_their_cache(name, phase, layers, unchecked
         assert tpu_programs.worse(found, before) == []
         assert tpu_programs.worse({**found, "beside": 2 * found["beside"]}, before), "what is worse is found"
     if phase == "decode":
-        assert found["beside"] < 1.03 * found["weights"]
+        assert found["beside"] < 1.15 * found["weights"]
         assert found["kernels"] / found["layers"] == pytest.approx(before["kernels"] / before["layers"], rel=0.01)
     else:
         assert found["beside"] > found["weights"]
