@@ -1,15 +1,20 @@
-"""Scores against bytes, of runs of `jaxkv eval bytes` and `bytes-code`: which split of the cache's bytes between tokens
-and bits says most.
+"""Scores against bytes, of runs of `jaxkv eval bytes`, `bytes-qwen`, `bytes-code` and `bytes-long`: which split of the
+cache's bytes between tokens and bits says most.
 
-Bytes are those of keys and values in bfloat16, and of what lies beside them, for a prompt of the asked length, as a
-share of the full cache's. Only questions that every policy and size has answered count.
+Bytes are those of keys and values in bfloat16, and of what lies beside them, when the prompt has been read (where the
+output is long, when it has been written), as a share of the full cache's. Only questions that every policy and size has
+answered count. Of several runs a policy's sizes stand in one row where their shares of the bytes are nearest to the
+same power of two.
 
-    jaxkv eval bytes --weights file --out results/bytes
-    python -m benchmarks.tokens_or_bits results/bytes --name tokens-or-bits-qwen --page
+    jaxkv eval bytes --out results/bytes
+    jaxkv eval bytes-long --out results/bytes-long
+    python -m benchmarks.tokens_or_bits results/bytes results/bytes-long --name tokens-or-bits-smollm2 --page
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +23,7 @@ import numpy as np
 
 import jaxkv
 from benchmarks.all_policies import ends, rounded
-from benchmarks.real_work import interval, named, of_task, percents
+from benchmarks.real_work import cell_of, interval, named, of_task, percents
 from benchmarks.report import RESULTS, into_page, write
 from jaxkv.evaluation import settings, summary
 from jaxkv.evaluation.plots import COLOURS, MARKERS
@@ -30,8 +35,14 @@ from jaxkv.weights.params import Params
 
 PAGE = Path(__file__).parent / "RESULTS.md"
 WHOLE = jaxkv.policy("full")
-HEADER = ("policy", "kept", "bytes", "needles", "KL", "code")
-Found = dict[str, list[float] | None]  # mean and the ends of its interval
+MEASURES = {
+    "needles": "needles, right",
+    "kl": "KL from the full cache",
+    "code": "code similarity",
+    "long": "long outputs",
+}  # in the order of the columns, with the titles of the picture's panels
+LONG = ("long-output", "recite")
+Found = dict[str, list[float]]  # of each measure that was taken: mean and the ends of its interval
 
 
 def bytes_of(params: Params, policy: Policy, tokens: int) -> int:
@@ -47,15 +58,24 @@ def share_of(params: Params, policy: Policy, tokens: Sequence[int]) -> float:
     return float(np.mean([bytes_of(params, policy, each) / bytes_of(params, WHOLE, each) for each in tokens]))
 
 
+def kind(task: str) -> str:
+    """The measure that a task belongs to."""
+    return "code" if task.startswith("longbench/") else "long" if task in LONG else "needles"
+
+
 def rows(params: Params, folder: Path) -> Iterator[dict[str, Any]]:
-    """Of each policy and size of a run: its share of the bytes, right answers and similarity per task, KL."""
+    """Of each policy and size of a run: its share of the bytes, what it has of every measure, and out of how many."""
     store = Store(folder)
     run = settings.from_dict(store.about()["settings"])
     records = list(store.records())
-    tasks = summary.grouped(summary.answers(records), lambda record: is_code(record["task"]))
-    answered = {code: of_task(some) for code, some in tasks.items()}
-    texts = {(r["policy"], r["budget"] if r["ratio"] is None else r["ratio"]): r for r in records if "kl" in r}
-    lengths = [record["prompt_tokens"] for _, asked in answered.values() for record in asked]
+    tasks = summary.grouped(summary.answers(records), lambda record: kind(record["task"]))
+    answered = {measure: of_task(some) for measure, some in tasks.items()}
+    texts = {cell_of(record): record["kl"] for record in records if "kl" in record}
+    lengths = [
+        record["length"] if measure == "long" else record["prompt_tokens"]
+        for measure, (_, asked) in answered.items()
+        for record in asked
+    ]
     if run.fidelity is not None and texts:
         lengths += [run.fidelity.prompt] * run.fidelity.texts
     if not lengths:
@@ -64,77 +84,74 @@ def rows(params: Params, folder: Path) -> Iterator[dict[str, Any]]:
         if cell.policy is None:
             continue
         key = (cell.label, cell.budget if cell.ratio is None else cell.ratio)
-        found: Found = {"needles": None, "kl": None, "code": None}
-        for code, (cells, asked) in answered.items():
-            scores = [record["score"] for record in cells[key]] if asked else []
-            if scores:
-                found["code" if code else "needles"] = (
-                    rounded(interval(scores)) if code else ends(summary.wilson(scores))
-                )
+        found: Found = {}
+        count: dict[str, int] = {}
+        for measure, (cells, asked) in answered.items():
+            scores = [record["score"] for record in cells.get(key, [])]
+            if not asked or not scores:
+                continue
+            count[measure] = len(scores)
+            found[measure] = rounded(interval(scores)) if measure == "code" else ends(summary.wilson(scores))
         if key in texts:
-            found["kl"] = rounded(interval(texts[key]["kl"]))
-        yield {
-            "policy": cell.label,
-            "size": key[1],
-            "bytes": round(share_of(params, cell.policy, lengths), 4),
-            "questions": {name: len(answered[code][1]) for code, name in NAMES.items() if code in answered},
-            **found,
-        }
+            found["kl"], count["kl"] = rounded(interval(texts[key])), len(texts[key])
+        share = round(share_of(params, cell.policy, lengths), 4)
+        yield {"policy": cell.label, "size": key[1], "bytes": share, "count": count, **found}
 
 
-NAMES = {False: "needles", True: "code"}
-
-
-def is_code(task: str) -> bool:
-    """Whether a task is one of LongBench's code tasks; the others are needles."""
-    return task.startswith("longbench/")
-
-
-def line(row: dict[str, Any]) -> tuple[str, ...]:
+def line(row: dict[str, Any], measures: Sequence[str]) -> tuple[str, ...]:
     """A row of the table."""
-    kl = "-" if row["kl"] is None else "{:.4f} ({:.4f}-{:.4f})".format(*(value + 0.0 for value in row["kl"]))
-    kept = named(row["size"])
-    return f"`{row['policy']}`", kept, f"{row['bytes']:.3f}", percents(row["needles"]), kl, percents(row["code"])
+    shown = (
+        "{:.4f} ({:.4f}-{:.4f})".format(*(value + 0.0 for value in row[name]))
+        if name == "kl" and name in row
+        else percents(row.get(name))
+        for name in measures
+    )
+    return f"`{row['policy']}`", named(row["size"]), f"{row['bytes']:.3f}", *shown
 
 
 def picture(found: Sequence[dict[str, Any]], path: Path) -> None:
     """A panel for each measure that was taken: the score against the share of the bytes, a line per policy."""
     from matplotlib.figure import Figure
 
-    wanted = [
-        (name, title)
-        for name, title in (
-            ("needles", "needles, right"),
-            ("kl", "KL from the full cache"),
-            ("code", "code similarity"),
-        )
-        if any(row[name] is not None for row in found)
-    ]
+    wanted = [(name, MEASURES[name]) for name in taken(found)]
     figure = Figure(figsize=(4.2 * len(wanted), 4.2), layout="constrained", dpi=150)
     panels = figure.subplots(1, len(wanted), squeeze=False)[0]
     for axes, (name, title) in zip(panels, wanted, strict=True):
         for number, (policy, some) in enumerate(summary.grouped(found, lambda row: row["policy"]).items()):
-            points = sorted((row["bytes"], row[name][0]) for row in some if row[name] is not None)
+            points = sorted((row["bytes"], row[name][0]) for row in some if name in row)
+            if not points:
+                continue
             look = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
-            line = "-" if number < len(COLOURS) else "--"
+            line = ("-", "--", ":")[number // len(COLOURS) % 3]
             axes.plot(*zip(*points, strict=True), line, label=policy, markersize=4, linewidth=1.2, **look)
         axes.set(xscale="log", xlabel="share of the full cache's bytes", title=title)
         if name == "kl":
             axes.set_yscale("log")
         axes.set_xticks([1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1], ["1/32", "1/16", "1/8", "1/4", "1/2", "1"])
         axes.minorticks_off()
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    lines = {mine.get_label(): mine for axes in panels for mine in axes.get_lines()}
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     figure.savefig(path, format="svg", metadata={"Date": None})
 
 
-def joined(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each policy and size of several runs, in order of policies and bytes."""
-    out: dict[tuple[str, Any], dict[str, Any]] = {}
-    for row in found:
-        mine = out.setdefault((row["policy"], row["size"]), dict(row, questions={}))
-        mine["questions"] |= row["questions"]
-        mine |= {name: row[name] for name in ("needles", "kl", "code") if row[name] is not None}
+def taken(found: Sequence[dict[str, Any]]) -> list[str]:
+    """The measures that some row has."""
+    return [name for name in MEASURES if any(name in row for row in found)]
+
+
+def joined(runs: Iterable[Iterable[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One row for each policy and size of several runs, in order of policies and bytes. Size and bytes are the first
+    run's that has the row."""
+    out: dict[tuple[str, int | None, int], dict[str, Any]] = {}
+    for run in runs:
+        seen: Counter[tuple[str, int | None]] = Counter()
+        for row in run:
+            near = None if row["size"] is None else round(-math.log2(row["bytes"]))
+            place = (row["policy"], near)
+            mine = out.setdefault((*place, seen[place]), row)
+            seen[place] += 1
+            mine["count"] |= row["count"]
+            mine |= {name: row[name] for name in MEASURES if name in row}
     order = list(dict.fromkeys(row["policy"] for row in out.values()))
     return sorted(out.values(), key=lambda row: (order.index(row["policy"]), row["bytes"]))
 
@@ -148,12 +165,14 @@ def main() -> None:
     options = parser.parse_args()
     about = Store(options.folders[0]).about()
     params = jaxkv.load(about["settings"]["model"], weights=about["settings"]["weights"])
-    found = joined([row for folder in options.folders for row in rows(params, folder)])
-    lines = list(map(line, found))
-    for each in (HEADER, *lines):
+    found = joined(rows(params, folder) for folder in options.folders)
+    measures = taken(found)
+    header = ("policy", "kept", "bytes", *("KL" if name == "kl" else name for name in measures))
+    lines = [line(row, measures) for row in found]
+    for each in (header, *lines):
         print("| " + " | ".join(each) + " |")
     if options.page:
-        into_page(PAGE, options.name, HEADER, lines)
+        into_page(PAGE, options.name, header, lines)
     path = RESULTS / f"{options.name}.svg"
     picture(found, path)
     model = {name: about["settings"][name] for name in ("model", "weights", "dtype")}

@@ -110,6 +110,9 @@ def test_many_policies_come_in_parts(lettered, data, monkeypatch):
     keys = [key for step in steps for key in step.keys]
     assert len(keys) == len(set(keys)) == 2 * len(run.cells())
     assert runner.cost(lettered, run).startswith("2 prompts run 2 times, for as many parts of the policies, 220 tokens")
+    monkeypatch.setattr(jobs, "TOGETHER", 3)
+    parts = [len(list(jobs.parts(run_of(data, *names).cells()))) for names in (("snapkv", "h2o"), ("snapkv", "laq"))]
+    assert parts == [1, 2], "three policies with full; laq's first pass counts as one more"
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ import pytest
 from letters import Letters
 
 import jaxkv
+from benchmarks import tokens_or_bits
 from jaxkv import cli
 from jaxkv.configs import config_files
 from jaxkv.errors import BadValue, UnknownName
@@ -239,3 +240,37 @@ def test_the_help_names_every_shipped_run(capsys):
         cli.main(["eval", "--help"])
     said = capsys.readouterr().out
     assert all(re.search(rf"\b{name}\b", said) for name in config_files("evals"))
+
+
+def test_tokens_or_bits_of_two_runs_stand_in_one_row(tiny, tmp_path):
+    """Bytes by hand: two layers of alike slots, so that shares are those of the slots. Sizes are a ratio here, a budget
+    there; the answers of a run are of one measure each."""
+    params = tiny("llama3")
+    folders = [tmp_path / name for name in ("needles", "long")]
+    tasks = (
+        {"task": "passkey", "length": 64, "prompt_tokens": 64},
+        {"task": "recite", "length": 128, "prompt_tokens": 64},
+    )
+    sizes = ({"ratios": [0.75, 0.5]}, {"budgets": [32]})
+    for folder, task, size in zip(folders, tasks, sizes, strict=True):
+        store = Store(folder)
+        run = settings.from_dict({"policies": ["full", {"name": "tova", **size}], "tasks": [{"name": task["task"]}]})
+        store.open(settings.to_dict(run), "tiny")
+        store.add(
+            {
+                "key": f"{cell.label} {cell.budget} {cell.ratio} {number}", "kind": "answer", "source": "jaxkv",
+                "policy": cell.label, "budget": cell.budget, "ratio": cell.ratio,
+                "example": f"{number}", "question": 0, "score": float(number % 2), **task,
+            }
+            for cell in run.cells()
+            for number in range(4)
+        )  # fmt: skip
+    found = tokens_or_bits.joined(tokens_or_bits.rows(params, folder) for folder in folders)
+    said = [(row["policy"], row["size"], row["bytes"], row["count"]) for row in found]
+    assert said == [
+        ("full", None, 1.0, {"needles": 4, "long": 4}),
+        ("tova", 0.75, 0.25, {"needles": 4, "long": 4}),
+        ("tova", 0.5, 0.5, {"needles": 4}),
+    ]
+    assert tokens_or_bits.taken(found) == ["needles", "long"]
+    assert tokens_or_bits.line(found[2], ("needles", "long")) == ("`tova`", "1/2", "0.500", "50 (15-85)", "-")

@@ -17,7 +17,7 @@ from jaxkv.policies.policy import Policy
 from jaxkv.weights.params import Params
 
 HELD = 8192  # tokens of prompts whose caches wait for each other
-TOGETHER = 24  # policies that ask of one prefill: their programs stay in the process while all prompts run
+TOGETHER = 16  # policies that ask of one prefill, twice those that draft: their programs stay while all prompts run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,16 +151,22 @@ def title_of(some: Sequence[Share]) -> str:
 
 
 def parts(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
-    """The cells that can be measured, `TOGETHER` policies at a time or a bit fewer, those of the same decode steps next
-    to each other."""
+    """The cells that can be measured, `TOGETHER` policies at a time or a bit fewer (one that drafts counts as two),
+    those of the same decode steps next to each other."""
     steps: dict[Policy, dict[str, list[Cell]]] = {}
     for cell in cells:
         if cell.policy is not None:
             steps.setdefault(cell.policy.decoding, {}).setdefault(cell.label, []).append(cell)
     policies = [sizes for labels in steps.values() for sizes in labels.values()]
-    count = -(-len(policies) // TOGETHER)
+    drafting = sum(_drafts(sizes[0].policy) for sizes in policies)
+    count = -(-(len(policies) + drafting) // TOGETHER)
     for some in itertools.batched(policies, -(-len(policies) // count) if count else 1):
         yield [cell for sizes in some for cell in sizes]
+
+
+def _drafts(policy: Policy | None) -> bool:
+    """Whether the policy has a first pass, with programs of its own."""
+    return policy is not None and policy.prefill is not None and policy.prefill.observe.drafts
 
 
 def cost(shares: Sequence[Share], own: Sequence[Job], tokenizer: Any) -> str:
