@@ -278,8 +278,8 @@ class Eval:
     """Measure what policies cost on text: tasks, fidelity, memory, speed. Goes on where it was stopped."""
 
     run: Positional[str] = "default"
-    """A TOML file, or a shipped run: allocators, bytes, bytes-code, bytes-long, bytes-qwen, catalogue, dapq, default,
-    flagship, gsm8k, heads, long-output, longbench, merging, needles, retrieval, ruler, text."""
+    """A TOML file, or a shipped run: ahead, allocators, bytes, bytes-code, bytes-long, bytes-qwen, catalogue, dapq,
+    default, flagship, gsm8k, heads, long-output, longbench, merging, needles, retrieval, ruler, text."""
     model: str | None = None
     """Instead of the run's model."""
     dtype: str | None = None
