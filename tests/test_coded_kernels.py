@@ -174,6 +174,21 @@ def test_equal_heads_on_tpu_of_every_kind(names, dtype, dim, slots):
     equal_heads(KERNEL, names, dtype, dim, slots, window=90 if slots == 264 else None, counts=dim == 64)
 
 
+@pytest.mark.some(1)
+@pytest.mark.parametrize("names", [PAIRS[2], ("plain", "int4"), ("e4m3", "plain")], ids=lambda names: "-".join(names))
+def test_a_token_whose_slot_is_another_devices(names):
+    """It is neither written nor attended to, head by head; the mass is each query head's, for the merge."""
+    token, lies, positions = case(np.random.default_rng(1), names, "float32", 64, 40)
+    slot = jnp.asarray([[3, 40], [2, 1], [47, 5]], jnp.int32)
+    arguments = token, Held(*lies, positions), slot, Judge(*jnp.full((2, 3), 40, jnp.int32), group="each")
+    got, expected = (
+        decode_api.decode_attend_score(*arguments, scale=0.1, **how)
+        for how in (KERNEL, {"implementation": "reference"})
+    )
+    same(got, expected, LIMIT["float32"])
+    assert np.all(np.asarray(got.lse)[2, :3] == -np.inf), "an empty head to which the token does not come"
+
+
 def ragged(how, names, dtype, dim, slots):
     rng = np.random.default_rng(dim + slots)
     token, lies, positions = case(rng, names, dtype, dim, slots, pooled=True)
