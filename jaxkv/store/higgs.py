@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Float16, UInt8
 from jaxkv.errors import BadValue
 from jaxkv.store.codec import Codec, small
 from jaxkv.store.integers import packed, turned
+from pallas_kernels.codes import split, unpacked
 
 LEVELS = (0.1284, 0.388, 0.6568, 0.9423, 1.2562, 1.618, 2.069, 2.7326)  # Lloyd and Max's, and their negatives
 PLANE = (

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Float16, Int, UInt8
 from jaxkv.errors import BadValue
 from jaxkv.store.codec import Codec, small
 from jaxkv.store.integers import BITS, check_packing, packed, steps_of
+from pallas_kernels.codes import unpacked
 
 
 @jax.tree_util.register_dataclass
