@@ -46,7 +46,8 @@ class Predicted(Fitting):
     pairs: ClassVar[bool] = True
 
     def __post_init__(self):
-        Higgs(self.bits), Higgs(self.first_bits)  # which check their numbers
+        for bits in (self.bits, self.first_bits):
+            Higgs(bits)  # which checks it
         if self.basis not in LEARNED:
             raise unknown("basis of codec 'predicted'", self.basis, LEARNED)
 
