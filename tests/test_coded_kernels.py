@@ -165,7 +165,7 @@ def test_equal_heads_on_tpu(names, dtype, dim, slots):
     equal_heads(KERNEL, names, dtype, dim, slots, counts=slots == 40, cap=20.0 if dim == 128 else None)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [7, 40, 264])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("dtype", list(LIMIT))

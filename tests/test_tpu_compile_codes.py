@@ -45,11 +45,14 @@ def step_arrays(codec: Codec, batch: int, kv_heads: int, group: int, slots: int,
     return jax.eval_shape(arrays)
 
 
+CHIPS = ["v5e", pytest.param("v6e", marks=pytest.mark.slow)]
+
+
 @pytest.mark.some(2)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("pooled", [False, True], ids=["equal", "pool"])
-@pytest.mark.parametrize("name", ["v5e", "v6e"])
+@pytest.mark.parametrize("name", CHIPS)
 def test_decode_kernels_read_codes_and_write_in_place(name, pooled, shape, codec):
     """Nothing but the kernel has codes or numbers of all slots, and scales go into it by their bits."""
     arrays = on(name, step_arrays(CODECS[codec], *shape, pooled))
@@ -80,7 +83,7 @@ def test_a_step_over_codes_moves_little_more_than_they_are(pooled):
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("name", ["v5e", "v6e"])
+@pytest.mark.parametrize("name", CHIPS)
 def test_prefill_kernels_read_codes(name, codec):
     """Codes go into the kernels as they lie: nothing makes numbers of them, nor lays them out anew."""
     for batch, kv_heads, group, length, slots, dim in ((1, 8, 4, 512, 3072, 128), (2, 3, 3, 40, 304, 64)):
