@@ -255,7 +255,8 @@ def prompt_block(how, names, dtype, dim, slots, length=24):
             if a.shape[2] == length:
                 skip = padding if a.ndim == 3 else padding[..., None]
                 a, b = (np.where(skip, 0.0, x) for x in (a, b))
-            np.testing.assert_allclose(a, b, atol=LIMIT[dtype], rtol=LIMIT[dtype])
+            # entries go up to 20, and both sides round a weight to 8 bits: 20 / 2^9 each
+            np.testing.assert_allclose(a, b, atol=2 * LIMIT[dtype], rtol=LIMIT[dtype])
 
 
 @pytest.mark.some(2)
