@@ -7,6 +7,7 @@ It gives the function the address of a frame of machine words; here is what is n
 
 import ctypes
 import inspect
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -148,6 +149,19 @@ def free(typing, address):
     return types.void(types.intp), code
 
 
+@emitted
+def let_others_run(typing):
+    """Give the core to a thread that waits for one, where the system has POSIX's call for that."""
+
+    def code(context, builder, signature, args):
+        if os.name == "posix":
+            form = ir.FunctionType(ir.IntType(32), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, form, "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return types.void(), code
+
+
 def _own_word(builder: Any) -> Any:
     """A word that belongs to the compiled handler itself."""
     module = builder.module
@@ -252,7 +266,7 @@ def registered(name: str, units: Callable, body: Callable) -> str:
                 left(block)
         work(block)
         while added(block + 8 * DONE, 0) < count:
-            pass
+            let_others_run()  # the helper that has the last unit may be waiting for this core
         left(block)
         return 0
 
