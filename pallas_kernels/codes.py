@@ -2,7 +2,8 @@
 
 A slot's numbers are `low + scale * (code - offset)`, with a scale and perhaps a low for each run of D / G adjacent
 channels. So a scale of keys multiplies the logit of its run, and low adds low * (the sum of the query over the run); of
-values it multiplies the weight, and the output gets the sum of weight * low.
+values it multiplies the weight, and the output gets the sum of weight * low. Scales and lows are float16 numbers, held
+as the int16 of their bits: TPUs have no float16, and their kernels read the bits where they lie.
 """
 
 import dataclasses
@@ -10,7 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float16, Int, Shaped, UInt8
+from jax import lax
+from jaxtyping import Array, Float, Float16, Float32, Int, Int16, Shaped, UInt8
 
 UNITS = {8: (1, 1), 4: (2, 1), 3: (8, 3), 2: (4, 1), 1: (8, 1)}  # so many integers lie in so many bytes
 
@@ -25,8 +27,8 @@ class Codes:
     """
 
     codes: Shaped[Array, "*slots N"]
-    scale: Float16[Array, "*slots G"] | None
-    low: Float16[Array, "*slots G"] | None = None
+    scale: Int16[Array, "*slots G"] | None
+    low: Int16[Array, "*slots G"] | None = None
     bits: int = dataclasses.field(default=8, metadata={"static": True})
     offset: int = dataclasses.field(default=0, metadata={"static": True})
     dtype: str = dataclasses.field(default="float32", metadata={"static": True})
@@ -53,15 +55,25 @@ class Codes:
         if self.offset:
             x = x - self.offset
         if self.scale is not None:
-            x = self.scale.astype(jnp.float32)[..., None] * x
+            x = halves(self.scale)[..., None] * x
         if self.low is not None:
-            x = self.low.astype(jnp.float32)[..., None] + x
+            x = halves(self.low)[..., None] + x
         return x.reshape(self.shape).astype(self.dtype)
 
 
 def numbers(x: Float[Array, "*slots D"] | Codes) -> Float[Array, "*slots D"]:
     """Keys or values as floats."""
     return x.numbers if isinstance(x, Codes) else x
+
+
+def bits_of(x: Float16[Array, "*n"]) -> Int16[Array, "*n"]:
+    """The bits of float16 numbers, as scales and lows are held."""
+    return lax.bitcast_convert_type(x, jnp.int16)
+
+
+def halves(bits: Int16[Array, "*n"]) -> Float32[Array, "*n"]:
+    """The float16 numbers of these bits, as float32."""
+    return lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
 
 
 def refuse_codes(*arrays: jax.Array | Codes) -> tuple[Any, ...]:

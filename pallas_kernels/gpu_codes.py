@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import Held, Segments, Token
-from pallas_kernels.codes import Codes
+from pallas_kernels.codes import Codes, halves
 from pallas_kernels.gpu_blocks import KEYS, QUERIES, SQUARE, Decode, per_key, per_query
 
 
@@ -51,7 +51,7 @@ class Side:
     def scratch(self, name: str, stages: int, block: int, wide: int, dim: int) -> dict[str, Any]:
         """Shared memory for blocks of codes, and for the new token's."""
         codes = {f"{name}_codes": plgpu.SMEM((stages, block, wide * self.bits // 8), self.dtype)}
-        lines = {f"{name}_{part}": plgpu.SMEM((stages, block), jnp.float16) for part in self.parts[1:]}
+        lines = {f"{name}_{part}": plgpu.SMEM((stages, block), jnp.int16) for part in self.parts[1:]}
         return codes | lines | {f"{name}_new": plgpu.SMEM((dim * self.bits // 8,), self.dtype)}
 
 
@@ -147,7 +147,7 @@ def factors(side: Side | None, name: str, mem: dict[str, Any], stage, own, full=
     and 0 where it is not `full`."""
     found: dict[str, Any] = {"scale": None, "low": None}
     for part in () if side is None else side.parts[1:]:
-        x = plgpu.layout_cast(mem[f"{name}_{part}"][stage], KEYS).astype(jnp.float32)
+        x = halves(plgpu.layout_cast(mem[f"{name}_{part}"][stage], KEYS))
         x = jnp.where(own, 1.0 if part == "scale" else 0.0, x)
         found[part] = x if full is None else jnp.where(full, x, 0.0)
     return found["scale"], found["low"]

@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import tpu_blocks as blocks_of
-from pallas_kernels.codes import Codes
+from pallas_kernels.codes import Codes, halves
 
 EXPONENT, FROM = 0x43004300, 128  # of two numbers of 16 bits: those from 128 on, in steps of 1
 TILE = 32  # rows of bytes that lie as one piece
@@ -155,7 +155,7 @@ class Lying:
         if not isinstance(x, Codes):
             return cls(Form.of(x, False, str(dtype)), x, ())
         columns = blocks_of.slots_along_lanes(*x.codes.shape[-2:])
-        both = (jnp.swapaxes(y, -1, -2).astype(jnp.float32) for y in (x.scale, x.low) if y is not None)
+        both = (halves(jnp.swapaxes(y, -1, -2)) for y in (x.scale, x.low) if y is not None)
         codes = jnp.swapaxes(x.codes, -1, -2) if columns else x.codes
         return cls(Form.of(x, columns, str(dtype)), codes, tuple(both))
 

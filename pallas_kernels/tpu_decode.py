@@ -16,7 +16,7 @@ multiple of 8 XLA may have the heads or the rows innermost, and copies the cache
 
 Of codes (`tpu_codes`) a block of numbers is made on the chip; a scale of keys multiplies the logits, one of values the
 weights. The token itself, which counts as exact as it comes, is what the softmax begins with, and its slot counts as
-empty. Scales and lows are float16, which the chip has not: they come as their bits.
+empty.
 
 A pool is one set of slots, in which each query head sees its own segment. Heads go through a block a few at a time, as
 many as fill the sublanes of a register, and those whose segments do not meet the block are left out. H are the sets of
@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Float16, Int
+from jaxtyping import Array, Float, Int, Int16
 
 from pallas_kernels import tpu_blocks as blocks_of
 from pallas_kernels.arguments import Judge, Rule, Token
@@ -234,7 +234,7 @@ def step(
     if interpret:
         lies = tuple(plan.whole(x, along) for x, along in zip(lies, columns, strict=True))
     coded = [_scales(x, code, position, slot) for x, code in ((keys, token.key_code), (values, token.value_code))]
-    scales = [lax.bitcast_convert_type(x, jnp.int16) for found in coded for x in found.values()]
+    scales = [x for found in coded for x in found.values()]
     line, now = pl.BlockSpec((1, sets, block), block_before), pl.BlockSpec((1, sets, block), place_block)
     lanes = (kv_heads, blocks_of.LANES)
     tiles = [
@@ -629,12 +629,12 @@ def _in_slots(slot: Int[Array, "B Hk"], sets: int) -> tuple[jax.Array, ...]:
     return jnp.arange(slot.shape[0])[:, None], heads[None], slot
 
 
-def _by_group(x: Float16[Array, "B H S G"]) -> Float16[Array, "B H *G S"]:
+def _by_group(x: Int16[Array, "B H S G"]) -> Int16[Array, "B H *G S"]:
     """Scales or lows as they lie in memory, without the dimension of the groups where there is one."""
     return x[..., 0] if x.shape[-1] == 1 else jnp.swapaxes(x, -1, -2)
 
 
-def _by_slot(x: Float16[Array, "B H *G S"]) -> Float16[Array, "B H S G"]:
+def _by_slot(x: Int16[Array, "B H *G S"]) -> Int16[Array, "B H S G"]:
     """The inverse."""
     return x[..., None] if x.ndim == 3 else jnp.swapaxes(x, -1, -2)
 
@@ -648,7 +648,7 @@ def _scales(
     sets, slots = held.codes.shape[1:3]
     row, of, at = _in_slots(jnp.where(position[:, None] < 0, slots, slot), sets)
 
-    def written(x: jax.Array, one: Float16[Array, "B Hk G"]) -> jax.Array:
+    def written(x: jax.Array, one: Int16[Array, "B Hk G"]) -> jax.Array:
         x = _by_group(x)
         if x.ndim == 3:
             return x.at[row, of, at].set(one[..., 0], mode="drop")

@@ -20,7 +20,7 @@ from jaxkv.store import slots, window
 from jaxkv.store.entries import PIECE, Entries
 from jaxkv.store.integers import hadamard_matrix, packed
 from jaxkv.store.window import WINDOW
-from pallas_kernels.codes import unpacked
+from pallas_kernels.codes import halves, unpacked
 
 FAMILY = "llama3"
 INTEGERS = [
@@ -150,14 +150,14 @@ def test_every_code_is_within_its_bound(codec, row, flat):
     size = float(jnp.max(jnp.abs(x)))
     assert np.isfinite(off).all()
     if isinstance(codec, Int):
-        step = np.repeat(np.asarray(code.scale, np.float64), 16 // code.scale.shape[-1], axis=-1)
+        step = np.repeat(np.asarray(halves(code.scale), np.float64), 16 // code.scale.shape[-1], axis=-1)
         if codec.hadamard:  # the turn keeps lengths
             assert np.linalg.norm(off) <= 0.5 * np.linalg.norm(step) * 1.001 + 1e-5 * size + 1e-6
         else:
             assert (off <= 0.5001 * step + 1e-6 * size).all()
     elif isinstance(codec, Fp8):
         least = np.abs(np.asarray(x, np.float64)) * 2.0 ** (-4 if codec.form == "e4m3" else -3)
-        scale = 1.0 if code.scale is None else float(code.scale[0])
+        scale = 1.0 if code.scale is None else float(halves(code.scale[0]))
         inside = np.abs(np.asarray(x)) <= codec.most * scale
         assert (off[inside] <= least[inside] * 1.001 + scale * 2.0**-9).all()
     else:

@@ -17,7 +17,8 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxkv.errors import BadValue
 from pallas_kernels.block_product import block_product
-from pallas_kernels.block_product.reference import GROUP, halves, numbers
+from pallas_kernels.block_product.reference import GROUP, numbers
+from pallas_kernels.codes import halves
 
 PANEL = 64
 LARGE_PAGE = 2**21  # bytes

@@ -5,12 +5,12 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float16, Shaped
+from jaxtyping import Array, Float, Int16, Shaped
 
 from jaxkv.errors import BadValue
 from jaxkv.store.codec import Codec
 from jaxkv.store.integers import outwards
-from pallas_kernels.codes import Codes
+from pallas_kernels.codes import Codes, bits_of
 
 FORMS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
@@ -18,10 +18,11 @@ FORMS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FloatCode:
-    """Floats of 8 bits, and the scale of each slot (None: 1). `dtype` is that of what was encoded."""
+    """Floats of 8 bits, and the scale of each slot, the int16 of a float16's bits (None: 1). `dtype` is that of what
+    was encoded."""
 
     codes: Shaped[Array, "*slots D"]
-    scale: Float16[Array, "*slots"] | None
+    scale: Int16[Array, "*slots"] | None
     dtype: str = dataclasses.field(metadata={"static": True})
 
 
@@ -53,6 +54,7 @@ class Fp8(Codec):
         if self.scaled:
             scale = outwards(jnp.max(jnp.abs(wide), axis=-1), int(self.most))
             wide = wide / jnp.where(scale > 0, scale.astype(jnp.float32), 1.0)[..., None]
+            scale = bits_of(scale)
         return FloatCode(jnp.clip(wide, -self.most, self.most).astype(FORMS[self.form]), scale, str(x.dtype))
 
     def decode(self, code: FloatCode) -> Float[Array, "*slots D"]:

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float16, Shaped, UInt8
+from jaxtyping import Array, Float, Float16, Int16, Shaped, UInt8
 
 from jaxkv.errors import BadValue
 from jaxkv.store.codec import Codec, small
-from pallas_kernels.codes import UNITS, Codes, split
+from pallas_kernels.codes import UNITS, Codes, bits_of, split
 
 BITS = (8, 4, 3, 2)
 
@@ -20,14 +20,15 @@ BITS = (8, 4, 3, 2)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IntCode:
-    """Integers packed into bytes, the scale of each of G groups, and its lowest value (None: the scale is symmetric).
+    """Integers packed into bytes, the scale of each of G groups, and its lowest value (None: the scale is symmetric):
+    float16 numbers, as the int16 of their bits.
 
     `dtype` is that of what was encoded.
     """
 
     codes: UInt8[Array, "*slots N"]
-    scale: Float16[Array, "*slots G"]
-    low: Float16[Array, "*slots G"] | None
+    scale: Int16[Array, "*slots G"]
+    low: Int16[Array, "*slots G"] | None
     dtype: str = dataclasses.field(metadata={"static": True})
 
 
@@ -87,7 +88,8 @@ class Int(Codec):
             clip = jnp.where((least < 0) & (largest > 0), jnp.float32(self.clip), 1.0)
             scale, low = ranged(clip * least, clip * largest, self.bits)
             codes = numbered(groups, scale[..., None], low[..., None], 2**self.bits - 1)
-        return IntCode(packed(codes.reshape(wide.shape), self.bits), scale, low, str(x.dtype))
+        beside = bits_of(scale), None if low is None else bits_of(low)
+        return IntCode(packed(codes.reshape(wide.shape), self.bits), *beside, str(x.dtype))
 
     def decode(self, code: IntCode) -> Float[Array, "*slots D"]:
         if not self.hadamard:

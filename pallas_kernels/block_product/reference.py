@@ -9,8 +9,9 @@ bits: kernels for TPU take no float16.
 from collections.abc import Callable
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
+
+from pallas_kernels.codes import halves
 
 GROUP = 32  # inputs that share a scale
 AT_ONCE = 16  # panels whose numbers are made together
@@ -30,11 +31,6 @@ def numbers(
     if offset is not None:
         found = found + jnp.expand_dims(halves(offset), axis)
     return found.reshape(*before, -1, *behind)
-
-
-def halves(bits: Int[Array, "..."]) -> Float[Array, "..."]:
-    """The float16 numbers of these bits, as float32."""
-    return lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
 
 
 def block_product(
