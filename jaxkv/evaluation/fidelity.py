@@ -74,20 +74,20 @@ def fidelity(params: Params, policy: Policy, against: Reference) -> Fidelity:
 
 
 def together(params: Params, policies: Sequence[Policy], against: Reference, *, chunk: int) -> list[Fidelity]:
-    """`fidelity` of each policy, from one prefill of each text; at most `chunk` of them are decoded side by side. Every
-    policy must be able to share a prefill of this length (`one_prefill.apart`)."""
-    found: list[list[tuple[Any, ...]]] = [[] for _ in policies]
-    for row, (ids, continuation) in enumerate(zip(against.prompt, against.continuation, strict=True)):
-        prompt = one_prefill.hear(params, ids)
-        for numbers, held, logits in one_prefill.followed(prompt, policies, continuation, chunk=chunk):
-            full = jnp.broadcast_to(against.log_probabilities[row], logits.shape)
-            rows = jnp.broadcast_to(jnp.asarray(continuation), logits.shape[:2])
-            said = zip(*map(np.asarray, _compare(full, jax.nn.log_softmax(logits), rows)), strict=True)
-            for number, layers, figures in zip(numbers, held, said, strict=True):
-                found[number].append((*figures, np.stack([_kept(each[None], len(ids)) for each in layers])))
+    """`fidelity` of each policy, from one prefill of each text; at most `chunk` rows, of any texts, are decoded side by
+    side. Every policy must be able to share a prefill of this length (`one_prefill.apart`)."""
+    found: list[dict[int, tuple[Any, ...]]] = [{} for _ in policies]  # of each policy, by text
+    asked = ((one_prefill.hear(params, ids), policies) for ids in against.prompt)
+    for places, held, logits in one_prefill.followed(params, asked, against.continuation, chunk=chunk):
+        rows = np.array([row for row, _ in places])
+        mine = jax.nn.log_softmax(logits)
+        figures = _compare(against.log_probabilities[rows], mine, jnp.asarray(against.continuation[rows]))
+        for (row, number), layers, said in zip(places, held, zip(*map(np.asarray, figures), strict=True), strict=True):
+            kept = np.stack([_kept(each[None], against.prompt.shape[1]) for each in layers])
+            found[number][row] = (*said, kept)
     out = []
     for texts in found:
-        kl, top1, loss, full_loss, kept = zip(*texts, strict=True)
+        kl, top1, loss, full_loss, kept = zip(*(texts[row] for row in range(len(against.prompt))), strict=True)
         share, overlap = shares(np.concatenate(kept, axis=1), against.mass)
         out.append(Fidelity(np.array(kl), np.array(top1), np.exp(loss), np.exp(full_loss), share, overlap))
     return out

@@ -260,18 +260,23 @@ def answers(
 
 
 def followed(
-    prompt: Prompt, policies: Sequence[Policy], continuation: Int[np.ndarray, "N"], *, chunk: int
-) -> Iterator[tuple[list[int], list[list[np.ndarray]], Float[Array, "R N V"]]]:
-    """Of each policy its number, the positions that every layer's heads hold of the prompt `[Hk, C]`, and the logits
-    after every token of a continuation that is forced through decode; in batches of at most `chunk`."""
-    for steps, some in batches([(prompt, policies)], len(continuation), chunk=chunk):
-        numbers = [number for (_, number), _ in some]
-        cache = _together(prompt.params, steps, some, [EMPTY] * len(some))
+    params: Params,
+    asked: Iterable[tuple[Prompt, Sequence[Policy]]],
+    continuations: Int[np.ndarray, "B N"],
+    *,
+    chunk: int,
+) -> Iterator[tuple[list[Place], list[list[np.ndarray]], Float[Array, "R N V"]]]:
+    """For each policy asked of each prompt its place, the positions that every layer's heads hold of the prompt
+    `[Hk, C]`, and the logits after every token of the prompt's continuation, which is forced through decode; in batches
+    of at most `chunk`."""
+    for steps, some in batches(asked, continuations.shape[1], chunk=chunk):
+        places = [place for place, _ in some]
+        cache = _together(params, steps, some, [EMPTY] * len(some))
         views = list(map(np.asarray, _positions(cache.layers)))
-        held_by = [[view[row] for view in views] for row in range(len(numbers))]
-        _, logits = follow(prompt.params, cache, np.tile(continuation, (len(numbers), 1)))
+        held_by = [[view[row] for view in views] for row in range(len(places))]
+        _, logits = follow(params, cache, continuations[[question for question, _ in places]])
         assert logits is not None
-        yield numbers, held_by, logits
+        yield places, held_by, logits
 
 
 def _together(params: Params, steps: Policy, some: list[tuple[Place, Kept]], pending: Sequence[int]) -> KVCache:
