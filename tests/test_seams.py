@@ -1,7 +1,10 @@
 """The seams between rooms: nobody outside a room asks which kind of a thing it holds, and arrows go one way."""
 
 import ast
+import builtins
+import dis
 from pathlib import Path
+from types import CodeType
 
 import pytest
 
@@ -30,6 +33,20 @@ def calls(file: Path, *names: str):
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
             yield node
+
+
+def unknown_names(code: CodeType, known: frozenset[str]):
+    """Names that code and what is in it read and nobody has set: `known` are those of the module, and Python's own."""
+    some = list(dis.get_instructions(code))
+    set_here = {each.argval for each in some if each.opname == "STORE_NAME"}  # by a class
+    yield from (
+        each.argval
+        for each in some
+        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME") and each.argval not in known | set_here
+    )
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from unknown_names(inner, known)
 
 
 def imports(file: Path):
@@ -115,3 +132,15 @@ def test_arrows_go_one_way(home):
 def test_kernels_know_arrays_only():
     kernels = ROOT.parent / "pallas_kernels"
     assert not [file for file in kernels.rglob("*.py") for module, _ in imports(file) if module.startswith("jaxkv")]
+
+
+@pytest.mark.parametrize("folder", ["jaxkv", "pallas_kernels", "benchmarks", "tests"])
+def test_every_name_that_code_reads_is_set(folder):
+    """A missing import, which the linters cannot see beside shapes that are written as names."""
+    own = frozenset(dir(builtins)) | {"__file__", "__name__", "__doc__", "__path__", "__annotations__"}
+    files = sorted((ROOT.parent / folder).rglob("*.py"))
+    assert files
+    for file in files:
+        code = compile(file.read_text(encoding="utf-8"), str(file), "exec")
+        known = own | {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_NAME"}
+        assert not set(unknown_names(code, known)), file

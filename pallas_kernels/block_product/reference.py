@@ -9,6 +9,7 @@ bits: kernels for TPU take no float16.
 from collections.abc import Callable
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.codes import halves
