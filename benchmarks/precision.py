@@ -5,6 +5,7 @@ cache's bytes holds under each store. Bytes are those that the arrays take where
 scales are the same in any dtype, the residual window is counted in 2 bytes a number. Rows that are there already stay
 in the JSON file.
 
+    jaxkv calibrate smollm2-135m --predictors # once, for `aquakv`
     python -m benchmarks.precision
     python -m benchmarks.precision --time    # a decode step with every entry held, over the plain one's, in turns
 """
@@ -41,45 +42,49 @@ STORES = {
     "3 bits, turned": Codecs(Int(3, hadamard=True), Int(3, hadamard=True)),
     "2 bits, keys by channel": Codecs(IntByChannel(2, 32), Int(2, 32), residual=32),
     "half of the channels": Codecs(Sparse(0.5), Sparse(0.5), residual=32),
-    **{name: catalogue()[name].store for name in ("think", "cskv", "rotatekv", "squat", "gear", "minicache")},
     "values in pairs, all layers": Codecs(values=Paired(after=0.0)),
 }
+METHODS = ("kv-heads", "think", "cskv", "aquakv", "qaq", "rotatekv", "squat", "gear", "minicache")
 AT_EQUAL_BYTES = ("bfloat16", "8 bits", "4 bits, turned", "4 bits, keys by channel", "2 bits, keys by channel")
 SHARES = (2, 4, 8, 16, 32)
 
 
-def everything(store: Codecs) -> jaxkv.Policy:
-    """The policy that holds all entries under a store."""
-    return dataclasses.replace(jaxkv.policy("full"), store=store)
+def everything() -> dict[str, jaxkv.Policy]:
+    """Policies that hold all entries, under each store and under that of each method, by label."""
+    full = jaxkv.policy("full")
+    stores = {label: dataclasses.replace(full, store=store) for label, store in STORES.items()}
+    methods = {name: catalogue()[name] for name in METHODS}
+    return stores | {name: dataclasses.replace(full, store=of.store, rope=of.rope) for name, of in methods.items()}
 
 
-def taken(store: Codecs, slots: int, config: ModelConfig) -> int:
-    """Bytes of keys and values of one row in bfloat16."""
-    return size_of(everything(store), config, "bfloat16", [slots] * config.num_layers).keys_values
+def taken(policy: jaxkv.Policy, slots: int, config: ModelConfig) -> int:
+    """Bytes of keys and values of one row in bfloat16, with so many slots for a head."""
+    return size_of(policy, config, "bfloat16", [slots] * config.num_layers).keys_values
 
 
-def budget_of(store: Codecs, share: int, tokens: int, config: ModelConfig) -> int:
+def budget_of(policy: jaxkv.Policy, share: int, tokens: int, config: ModelConfig) -> int:
     """The most entries that a share of the full cache's bytes holds, 0 for none, at most all of the text."""
-    most = taken(Codecs(), tokens, config) // share
-    return bisect.bisect_right(range(1, tokens + 1), most, key=lambda count: taken(store, count, config))
+    most = taken(jaxkv.policy("full"), tokens, config) // share
+    return bisect.bisect_right(range(1, tokens + 1), most, key=lambda count: taken(policy, count, config))
 
 
-def cases(options: argparse.Namespace, config: ModelConfig) -> Iterator[tuple[str, Codecs, int | None, jaxkv.Policy]]:
-    """What is measured: its label, store, budget (None: everything), and policy."""
-    for label, store in STORES.items():
-        yield label, store, None, everything(store)
+def cases(options: argparse.Namespace, config: ModelConfig) -> Iterator[tuple[str, int | None, jaxkv.Policy]]:
+    """What is measured: its label, budget (None: everything), and policy."""
+    whole = everything()
+    for label, policy in whole.items():
+        yield label, None, policy
     for share in options.shares:
         for label in AT_EQUAL_BYTES:
-            budget = budget_of(STORES[label], share, options.tokens + options.new_tokens, config)
+            budget = budget_of(whole[label], share, options.tokens + options.new_tokens, config)
             if budget >= options.least:
                 chosen = jaxkv.policy(options.policy, budget=budget, store=STORES[label])
-                yield f"1/{share} {label}", STORES[label], budget, chosen
+                yield f"1/{share} {label}", budget, chosen
 
 
 def place(row: dict[str, Any]) -> tuple[int, int]:
     """Where a row stands: everything held first, then by bytes, largest first."""
     if row["budget"] is None:
-        return 0, list(STORES).index(row["case"])
+        return 0, [*STORES, *METHODS].index(row["case"])
     share, label = row["case"].split(" ", 1)
     return int(share[2:]), list(STORES).index(label)
 
@@ -87,11 +92,11 @@ def place(row: dict[str, Any]) -> tuple[int, int]:
 def measured(params: Any, against: Reference, options: argparse.Namespace, known: dict) -> Iterator[dict[str, Any]]:
     """Of each case that is not known yet: entries, share of the bytes, KL and top-1."""
     config, text = params.config, options.tokens + options.new_tokens
-    for label, store, budget, policy in cases(options, config):
+    for label, budget, policy in cases(options, config):
         if label in known:
             continue
         found = fidelity(params, policy, against)
-        held = taken(store, budget or text, config) / taken(Codecs(), text, config)
+        held = taken(policy, budget or text, config) / taken(jaxkv.policy("full"), text, config)
         row = {"case": label, "budget": budget, "bytes": held, "kl": float(found.kl.mean())}
         row["top1"] = float(found.top1.mean())
         print(label, f"budget {budget} bytes {held:.3f} KL {row['kl']:.5f} top-1 {row['top1']:.3f}", flush=True)
@@ -99,15 +104,14 @@ def measured(params: Any, against: Reference, options: argparse.Namespace, known
 
 
 def timed(params: Any, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Of each store seconds per token, and over those of plain keys and values."""
+    """Of each store milliseconds per token, and over those of plain keys and values."""
     rows = prose_rows(params.tokenizer, 1, options.tokens)
-    plain = decoded(params, everything(Codecs()), rows, options.new_tokens)
-    for label, store in STORES.items():
-        if store == Codecs():
+    plain = decoded(params, jaxkv.policy("full"), rows, options.new_tokens)
+    for label, policy in everything().items():
+        if policy.store == Codecs():
             continue
-        took = in_turns(
-            {"coded": decoded(params, everything(store), rows, options.new_tokens), "plain": plain}, options.rounds
-        )
+        coded = decoded(params, policy, rows, options.new_tokens)
+        took = in_turns({"coded": coded, "plain": plain}, options.rounds)
         row = {"case": label, "step": ratios(took["coded"], took["plain"])[TURNS]}
         row |= {f"{name}_ms": 1000 * statistics.median(times) for name, times in took.items()}
         print(*(f"{value:.2f}" if isinstance(value, float) else value for value in row.values()), flush=True)
@@ -129,6 +133,8 @@ def main() -> None:
     parser.add_argument("--name", default="precision", help="of the JSON file in benchmarks/results")
     options = parser.parse_args()
     params = jaxkv.load(options.model, dtype=jnp.float32)
+    for policy in everything().values():
+        params.learned_for(policy.learns, policy.name)  # says what to run where something was not measured
     if options.time:
         results = list(timed(params, options))
         path = write(f"{options.name}-time", {**vars(options), "results": results})
