@@ -69,21 +69,24 @@ PROMPT = (1, 8, 4, 1024, 4096, 128)  # B, Hk, G, queries, keys, D
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A kernel on a chip: "equal" or "ragged" heads and what a step does, or "prefill"."""
+    """A kernel on a chip: "equal" or "ragged" heads and what a step does, or "prefill"; over `codes`, or bfloat16."""
 
     kernel: str
     work: str
     dim: int
     chip: str
+    codes: str = ""
 
     @property
     def name(self) -> str:
         """As the table and the files name it."""
-        return f"{self.kernel} {self.work} D{self.dim} {self.chip}"
+        return " ".join(filter(None, (self.kernel, self.work, f"D{self.dim}", self.codes, self.chip)))
 
 
+CODES = ("int8", "int4", "fp8")  # a scale for each entry; of integers a lowest value too
 CASES = [
     *(Case(*each) for each in itertools.product(("equal", "ragged"), WORK, SIZES, CHIPS)),
+    *(Case(*each) for each in itertools.product(("equal", "ragged"), ("chooses",), (128,), CHIPS, CODES)),
     *(Case("prefill", work, 128, chip) for work, chip in itertools.product(("attends", "weighs"), CHIPS)),
 ]
 CALLS = {
@@ -111,7 +114,8 @@ def compiled(case: Case) -> dict[str, Any]:
         program = jax.jit(function, donate_argnums=donated).lower(*arrays).compile()
     text, memory = program.as_text(), program.memory_analysis()
     assert text is not None and memory is not None
-    made = made_of(arrays[0]["keys"].shape, text) if donated else Counter()
+    keys = jax.tree.leaves(arrays[0]["keys"])[0] if donated else None  # the codes, where there are some
+    made = Counter() if keys is None else made_of(keys.shape, text)
     return {
         "temporary": memory.temp_size_in_bytes,
         "copies": sum(count for name, count in made.items() if name not in MOVES_NOTHING),
@@ -132,8 +136,9 @@ def steps(case: Case) -> tuple[Any, tuple, tuple[int, ...]]:
     each = (batch, kv_heads, slots) if case.kernel == "equal" else (batch, kv_heads * slots)
     of: Any = jax.ShapeDtypeStruct
     new, row = of((batch, kv_heads, dim), jnp.bfloat16), of((batch,), jnp.int32)
-    token = Token(of((batch, kv_heads * group, dim), jnp.bfloat16), new, new, row)
-    cache = {name: of((*each, dim), jnp.bfloat16) for name in ("keys", "values")}
+    codes = (held(case, (batch, kv_heads)),) * 2 if case.codes else ()
+    token = Token(of((batch, kv_heads * group, dim), jnp.bfloat16), new, new, row, *codes)
+    cache = {name: held(case, each) for name in ("keys", "values")}
     cache |= {"positions": of(each, jnp.int32), "slot": of((batch, kv_heads), jnp.int32)}
     weight = of(each, jnp.float32)
     options: dict[str, Any] = {"scale": 0.1, "with_mass": case.work != "attends"}
@@ -156,6 +161,17 @@ def steps(case: Case) -> tuple[Any, tuple, tuple[int, ...]]:
         return jax.lax.fori_loop(0, 4, step, (cache, token, jnp.zeros(each)))
 
     return loop, (cache, token, row, weight, of((batch, kv_heads + 1), jnp.int32)), (0,)
+
+
+def held(case: Case, slots: tuple[int, ...]) -> Any:
+    """Keys or values of so many slots, as shapes."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxkv.policies import Codecs, Fp8, Int
+
+    codec = {"": Codecs().keys, "int8": Int(8), "int4": Int(4), "fp8": Fp8()}[case.codes]
+    return jax.eval_shape(lambda: codec.as_codes(codec.encode(jnp.zeros((*slots, case.dim), jnp.bfloat16))))
 
 
 def prompt_block(case: Case) -> tuple[Any, tuple, tuple[int, ...]]:
@@ -293,13 +309,14 @@ def dumped(module: str, *options: str) -> tuple[dict[str, Any], dict[str, list[t
 def measured(case: Case) -> dict[str, Any]:
     """The case, compiled in a process of its own, and what its schedule says."""
     facts, kernels = dumped(NAME, "--one", case.name)
-    found = max((each for _, each in kernels[CALLS[case.kernel, case.work]]), key=lambda each: sum(each.values()))
-    return {"name": case.name, **facts, "regions": found} | bound(case, found)
+    steps, found = max(kernels[CALLS[case.kernel, case.work]], key=lambda each: sum(each[1].values()))
+    return {"name": case.name, **facts, "regions": found} | bound(case, steps, found)
 
 
-def bound(case: Case, found: dict[str, int]) -> dict[str, Any]:
-    """Bundles and cycles of a block, and the whole kernel's cycles over those of its bytes (or its products)."""
-    from pallas_kernels import tpu_blocks
+def bound(case: Case, steps: int, found: dict[str, int]) -> dict[str, Any]:
+    """Bundles and cycles of a block, and the whole kernel's cycles over those of its bytes (or its products); its grid
+    has so many steps."""
+    import jax
 
     chip = CHIPS[case.chip]
     if case.kernel == "prefill":
@@ -315,21 +332,21 @@ def bound(case: Case, found: dict[str, int]) -> dict[str, Any]:
             "bound": round(cycles),
             "over": found["attends"] / cycles - 1,
         }
-    from pallas_kernels.tpu_decode import BLOCK_BYTES, bands
+    from pallas_kernels.tpu_decode import bands
 
-    batch, kv_heads, group, slots, dim = SIZES[case.dim]
-    sets, width = (kv_heads, slots) if case.kernel == "equal" else (1, kv_heads * slots)
-    columns = tpu_blocks.slots_along_lanes(width, dim)
-    wide = dim if columns else tpu_blocks.round_up(dim, tpu_blocks.LANES)
-    blocks, block = tpu_blocks.even_blocks(width, BLOCK_BYTES // (sets * wide * 2))
+    batch, kv_heads, group, slots, _ = SIZES[case.dim]
+    blocks = steps // (batch + chip.cores)  # each core goes one row further, to look back
     scores, chooses = case.work != "attends", case.work == "chooses"
-    held = sets * block  # entries of a block
-    needed = held * (4 * dim + 4 + 4 * scores + 4 * chooses)  # K, V, positions, masses, weights
-    moved = needed + 4 * held + 4 * held  # positions again: for the row before, and to see which blocks are due
-    cycles = (needed + 4 * held) / chip.bytes_per_cycle
+    entries = kv_heads * slots / blocks  # of a block
+    entry = 2 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held(case, (1,))))  # bytes of K and V
+    needed = entries * (entry + 4 + 4 * scores + 4 * chooses)  # and positions, masses, weights
+    moved = needed + 4 * entries + 4 * entries  # positions again: for the row before, and to see which blocks are due
+    cycles = (needed + 4 * entries) / chip.bytes_per_cycle
     some = len(bands(kv_heads, group)) if case.kernel == "ragged" else 1
     met = (1 + (some - 1) / blocks) / some  # of the heads' bands a block meets one, and one more at every border
     attends, back = met * found["attends"], met * found.get("weighs", 0) + found.get("looks back", 0)
+    if case.codes and case.kernel == "ragged":
+        attends += found["clears"]  # numbers of the codes, made once for all heads that meet a block
     run = attends + back + found["steps"]
     rows = batch / chip.cores
     last = max(cycles, run + found.get("ends", 0) + found["writes"])  # a row's block with the new token, say the last

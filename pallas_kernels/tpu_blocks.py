@@ -152,9 +152,12 @@ def any_seen(at: jax.Array, place: jax.Array, window: int | None) -> jax.Array:
     return seen if window is None else seen & (jnp.min(jnp.where(at < 0, far, at)) - jnp.max(place) < window)
 
 
-def halves(bits: Int[Array, "..."]) -> Float[Array, "..."]:
-    """The float16 numbers of these bits, as float32, by hand: the chip has no float16."""
+def halves(bits: Int[Array, "..."], signed: bool = True) -> Float[Array, "..."]:
+    """The float16 numbers of these bits, none of them negative if not `signed`, as float32, by hand: the chip has no
+    float16."""
     half = bits.astype(jnp.int32)
-    normal = lax.bitcast_convert_type(((half & 0x7FFF) << 13) + (112 << 23) | (half & 0x8000) << 16, jnp.float32)
-    small = (half & 0x3FF).astype(jnp.float32) * 2.0**-24
-    return jnp.where(half & 0x7C00 == 0, jnp.where(half < 0, -small, small), normal)
+    size = half & 0x7FFF if signed else half
+    normal = (size << 13) + (112 << 23)
+    small = lax.bitcast_convert_type(size.astype(jnp.float32) * 2.0**-24, jnp.int32)
+    found = jnp.where(size < 0x400, small, normal)
+    return lax.bitcast_convert_type(found | (half & -(2**31)) if signed else found, jnp.float32)

@@ -204,15 +204,15 @@ class Scales:
         self.low = inputs.pop(0) if form.lowered else None
 
     def of(self, ref: Any, group: int) -> jax.Array:
-        """A group's."""
+        """A group's; scales are never negative."""
         here = ref[0, 0, group : group + 1] if self.one_set else None
         x = here if here is not None else ref[0] if self.form.groups == 1 else ref[0, :, group]
-        return blocks_of.halves(x) if x.dtype == jnp.int16 else x
+        return blocks_of.halves(x, signed=ref is self.low) if x.dtype == jnp.int16 else x
 
-    def logits(self, query: jax.Array, block: jax.Array, asked: Any) -> jax.Array:
-        """q . k of every query head and slot of the block, float32: queries by group, and their sums."""
+    def logits(self, query: jax.Array, numbers: jax.Array, asked: Any) -> jax.Array:
+        """q . k of every query head and slot of a block of `Form.numbers`, float32: queries by group, and `asked`."""
         form = self.form
-        found = product(query, form.numbers(block), contract=1 if form.columns else 2)
+        found = product(query, numbers, contract=1 if form.columns else 2)
         members = found.shape[1] // form.groups
         every = []
         for group in range(form.groups):
@@ -227,12 +227,12 @@ class Scales:
             every.append(one)
         return functools.reduce(jnp.add, every)
 
-    def read(self, weights: jax.Array, block: jax.Array, filled: jax.Array) -> tuple[jax.Array, Any]:
+    def read(self, weights: jax.Array, numbers: jax.Array, filled: jax.Array) -> tuple[jax.Array, Any]:
         """The values by their weights `[H, M, S]`, for each group, and what is added to all channels of the group, if
-        anything is: from the lows, and from where the numbers begin. The rounding of a weight counts from the middle of
-        the numbers, as if they were around 0.
+        anything is: from the lows, and from where the `Form.numbers` begin. The rounding of a weight counts from the
+        middle of the numbers, as if they were around 0.
         """
-        form, dtype = self.form, block.dtype if not self.form.coded else jnp.dtype(self.form.dtype)
+        form = self.form
         scaled, more = [], []
         for group in range(form.groups):
             one, low = weights, None
@@ -241,14 +241,14 @@ class Scales:
                 one = weights * scale[:, None]
             if self.low is not None:
                 low = weights * jnp.where(filled, self.of(self.low, group), 0.0)[:, None]
-            rounded = one.astype(dtype)
+            rounded = one.astype(numbers.dtype)
             scaled.append(rounded)
             if form.bits is not None:
                 back = (form.middle - form.added) * one - form.middle * rounded.astype(jnp.float32)
                 low = back if low is None else low + back
             more.append(None if low is None else jnp.sum(low, axis=2, keepdims=True))
         rows = scaled[0] if len(scaled) == 1 else jnp.concatenate(scaled, axis=1)
-        found = product(rows, form.numbers(block), contract=2 if form.columns else 1)
+        found = product(rows, numbers, contract=2 if form.columns else 1)
         if more[0] is None:
             return found, None
         return found, more[0] if len(more) == 1 else jnp.concatenate(more, axis=1)

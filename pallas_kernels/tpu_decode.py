@@ -167,7 +167,8 @@ def step(
     )
     wide = sets * sum(form.width for form in forms) * query.dtype.itemsize  # bytes of a slot's numbers
     wide = wide if any(form.coded for form in forms) else 0
-    blocks, block = blocks_of.even_blocks(slots, BLOCK_BYTES // max(row_bytes, wide // 8))
+    least = dim * query.dtype.itemsize if offsets is not None else 0  # larger blocks of a pool's codes meet more heads
+    blocks, block = blocks_of.even_blocks(slots, BLOCK_BYTES // max(row_bytes, wide // 8, least))
     both = (0.0, 0.0) if judge.rule is None else (judge.weight, judge.bias)
     factors = [factor for factor in both if not isinstance(factor, float)]
     weight, bias = (factor if isinstance(factor, float) else None for factor in both)
@@ -268,6 +269,10 @@ def step(
         "value_tiles": pltpu.VMEM((kv_heads, *tiles[1]), lies[1].dtype),
         "copied": pltpu.SemaphoreType.DMA,
     }
+    for name, form in zip(("key_numbers", "value_numbers"), forms, strict=True):
+        if plan.pooled and form.coded:  # made once for all heads that meet the block
+            shape = (form.width, block) if form.columns else (block, form.width)
+            scratch[name] = pltpu.VMEM((sets, *shape), form.dtype)
     if forms[1].shifts:
         scratch["shift"] = pltpu.VMEM((*found[:2], 1), jnp.float32)
     if with_mass:
@@ -497,10 +502,19 @@ def _kernel(
                 for one in range(plan.sets):
                     values[0, one] = blocks_of.zero_empty(values[0, one], filled[one : one + 1], plan.values.columns)
 
+        once = {"key_numbers": (plan.keys, keys), "value_numbers": (plan.values, values)}
+        for name in once.keys() & scratch.keys():
+            form, codes = once[name]
+            scratch[name][...] = form.numbers(codes[0])
+
+        def numbers(name: str) -> jax.Array:
+            form, block_of = once[name]
+            return scratch[name][...] if name in scratch else form.numbers(block_of[0])
+
         def through(band):
             rows = plan.rows_of(band)
             sums = None if asked is None else _rows(asked, rows, plan.keys.groups)
-            some = of_keys.logits(_rows(query, rows, plan.keys.groups), keys[0], sums) * plan.scale
+            some = of_keys.logits(_rows(query, rows, plan.keys.groups), numbers("key_numbers"), sums) * plan.scale
             mine: Any = owned(row, index, band, plan.members // plan.kv_heads) if plan.pooled else True
             sees = seen[:, None] & mine
             some = biased(soft_cap(some, plan.softcap), None if added is None else added[0][:, None])
@@ -515,7 +529,7 @@ def _kernel(
             weights = jnp.where(sees, jnp.exp(some - higher), 0.0)
             top[:, rows] = higher
             total[:, rows] = total[:, rows] * shrink + jnp.sum(weights, axis=2, keepdims=True)
-            new, more = of_values.read(weights, values[0], place >= 0)
+            new, more = of_values.read(weights, numbers("value_numbers"), place >= 0)
             for group in range(plan.values.groups):
                 here, found = (_of_group(x, group, size) for x, size in ((rows, plan.members), (ALL, some.shape[1])))
                 context[:, here] = context[:, here] * shrink + new[:, found]

@@ -87,7 +87,7 @@ def prefill_attend(
 
             query = query_ref[0, 0].reshape(1, -1, query_ref.shape[-1])
             sums = None if asked_ref is None else asked_ref[0, 0].reshape(1, -1, 1)
-            logits = key_scales.logits(query, key_ref[0], sums)[0] * scale
+            logits = key_scales.logits(query, key_scales.form.numbers(key_ref[0]), sums)[0] * scale
             seen = blocks_of.sees(jnp.concatenate([at] * group), place, window)
             logits = blocks_of.added(soft_cap(logits, softcap), bias_ref)
             logits = jnp.where(seen, logits, MASKED)
@@ -96,7 +96,7 @@ def prefill_attend(
             weights = jnp.where(seen, jnp.exp(logits - higher), 0.0)
             top[...] = higher
             total[...] = total[...] * shrink + jnp.sum(weights, axis=1, keepdims=True)
-            new, more = value_scales.read(weights[None], value_ref[0], filled)
+            new, more = value_scales.read(weights[None], value_scales.form.numbers(value_ref[0]), filled)
             shrink = for_groups(shrink[None], form.groups)[0]
             context[...] = context[...] * shrink + new[0]
             if form.shifts:

@@ -58,7 +58,7 @@ def prefill_attend_mass(
         at = jnp.concatenate([blocks_of.queries_at(at_ref, i, length)] * group)
         seen = blocks_of.sees(at, blocks_of.keys_at(place_ref, j, slots), window)
         query = query_ref[0, 0].reshape(1, -1, query_ref.shape[-1])
-        logits = scales.logits(query, key_ref[0], sums)[0] * scale
+        logits = scales.logits(query, scales.form.numbers(key_ref[0]), sums)[0] * scale
         logits = blocks_of.added(soft_cap(logits, softcap), bias_ref)
         return jnp.where(seen, logits, MASKED), seen
 
