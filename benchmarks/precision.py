@@ -83,7 +83,7 @@ def cases(options: argparse.Namespace, config: ModelConfig) -> Iterator[tuple[st
 
 def place(row: dict[str, Any]) -> tuple[int, int]:
     """Where a row stands: everything held first, then by bytes, largest first."""
-    if row["budget"] is None:
+    if row.get("budget") is None:
         return 0, [*STORES, *METHODS].index(row["case"])
     share, label = row["case"].split(" ", 1)
     return int(share[2:]), list(STORES).index(label)
@@ -103,12 +103,12 @@ def measured(params: Any, against: Reference, options: argparse.Namespace, known
         yield row
 
 
-def timed(params: Any, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Of each store milliseconds per token, and over those of plain keys and values."""
+def timed(params: Any, options: argparse.Namespace, known: dict) -> Iterator[dict[str, Any]]:
+    """Of each store that is not known yet milliseconds per token, and over those of plain keys and values."""
     rows = prose_rows(params.tokenizer, 1, options.tokens)
     plain = decoded(params, jaxkv.policy("full"), rows, options.new_tokens)
     for label, policy in everything().items():
-        if policy.store == Codecs():
+        if policy.store == Codecs() or label in known:
             continue
         coded = decoded(params, policy, rows, options.new_tokens)
         took = in_turns({"coded": coded, "plain": plain}, options.rounds)
@@ -135,22 +135,27 @@ def main() -> None:
     params = jaxkv.load(options.model, dtype=jnp.float32)
     for policy in everything().values():
         params.learned_for(policy.learns, policy.name)  # says what to run where something was not measured
+    name = f"{options.name}-time" if options.time else options.name
+    path = RESULTS / f"{name}.json"
+    before = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else []
+    known = {row["case"]: row for row in before}
+
+    def stored(found: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+        results = [*before]
+        for row in found:
+            results = sorted([*results, row], key=place)
+            write(name, {**vars(options), "results": results})
+        return results
+
     if options.time:
-        results = list(timed(params, options))
-        path = write(f"{options.name}-time", {**vars(options), "results": results})
+        results = stored(timed(params, options, known))
         header = ("case", "a step over the plain one", "ms a token", "plain, ms")
-        shown = [tuple(row.values()) for row in results]
+        shown = [tuple(row[name] for name in ("case", "step", "coded_ms", "plain_ms")) for row in results]
         print(table(f"{options.tokens} tokens held, {options.new_tokens} more", header, shown))
-        print("written to", path)
         return
     whole = np.asarray(prose_rows(params.tokenizer, options.texts, options.tokens + options.new_tokens), np.int32)
-    path = RESULTS / f"{options.name}.json"
-    before = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else []
     against = reference(params, whole[:, : options.tokens], whole[:, options.tokens :])
-    results = [*before]
-    for row in measured(params, against, options, {row["case"]: row for row in before}):
-        results = sorted([*results, row], key=place)
-        write(options.name, {**vars(options), "results": results})
+    results = stored(measured(params, against, options, known))
     header = ("case", "entries a head", "bytes of bfloat16's", "KL", "same top token")
     shown = [(row["case"], row["budget"] or "all", row["bytes"], row["kl"], row["top1"]) for row in results]
     print(table(f"{options.policy}, {options.tokens} tokens of prose and {options.new_tokens} more", header, shown))

@@ -285,7 +285,7 @@ def regions(schedule: str) -> dict[str, int]:
 
 def dumped(module: str, *options: str) -> tuple[dict[str, Any], dict[str, list[tuple[int, dict[str, int]]]]]:
     """What a benchmark run with these options prints last, as JSON; and by a kernel's name, of each compiled the
-    steps of its grid and its `regions`."""
+    steps of its grid on one core and its `regions`."""
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
         own = {"LIBTPU_INIT_ARGS": flags, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1"}
@@ -315,7 +315,7 @@ def measured(case: Case) -> dict[str, Any]:
 
 def bound(case: Case, steps: int, found: dict[str, int]) -> dict[str, Any]:
     """Bundles and cycles of a block, and the whole kernel's cycles over those of its bytes (or its products); its grid
-    has so many steps."""
+    has so many steps on each core."""
     import jax
 
     chip = CHIPS[case.chip]
@@ -335,7 +335,7 @@ def bound(case: Case, steps: int, found: dict[str, int]) -> dict[str, Any]:
     from pallas_kernels.tpu_decode import bands
 
     batch, kv_heads, group, slots, _ = SIZES[case.dim]
-    blocks = steps // (batch + chip.cores)  # each core goes one row further, to look back
+    blocks = steps // (batch // chip.cores + 1)  # a core goes one row further, to look back
     scores, chooses = case.work != "attends", case.work == "chooses"
     entries = kv_heads * slots / blocks  # of a block
     entry = 2 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held(case, (1,))))  # bytes of K and V
@@ -346,7 +346,7 @@ def bound(case: Case, steps: int, found: dict[str, int]) -> dict[str, Any]:
     met = (1 + (some - 1) / blocks) / some  # of the heads' bands a block meets one, and one more at every border
     attends, back = met * found["attends"], met * found.get("weighs", 0) + found.get("looks back", 0)
     if case.codes and case.kernel == "ragged":
-        attends += found["clears"]  # numbers of the codes, made once for all heads that meet a block
+        attends += found.get("clears", 0)  # numbers of the codes, made once for all heads that meet a block
     run = attends + back + found["steps"]
     rows = batch / chip.cores
     last = max(cycles, run + found.get("ends", 0) + found["writes"])  # a row's block with the new token, say the last

@@ -521,6 +521,8 @@ SCHEDULED = [  # every kernel on v5e; and one of each on another chip
     *(f"prefill {work} D128 v5e" for work in ("attends", "weighs")),
     "ragged chooses D128 v6e",
     "prefill attends D128 v5p",
+    "equal chooses D128 int8 v5e",
+    "ragged chooses D128 int4 v5e",
 ]
 
 
