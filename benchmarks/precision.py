@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from benchmarks.family_cost import decoded
+from benchmarks.family_cost import decoded, first_layers
 from benchmarks.flat_cost import TURNS, in_turns, ratios
 from benchmarks.report import RESULTS, prose_rows, table, write
 from jaxkv.evaluation.fidelity import Reference, fidelity, reference
@@ -130,11 +130,14 @@ def main() -> None:
     parser.add_argument("--least", type=int, default=8, help="the smallest budget that is measured")
     parser.add_argument("--time", action="store_true", help="time decode steps instead")
     parser.add_argument("--rounds", type=int, default=5, help="with --time")
+    parser.add_argument("--layers", type=int, help="only the model's first ones: sooner compiled, for --time")
     parser.add_argument("--name", default="precision", help="of the JSON file in benchmarks/results")
     options = parser.parse_args()
     params = jaxkv.load(options.model, dtype=jnp.float32)
     for policy in everything().values():
         params.learned_for(policy.learns, policy.name)  # says what to run where something was not measured
+    if options.layers:
+        params = first_layers(params, options.layers)
     name = f"{options.name}-time" if options.time else options.name
     path = RESULTS / f"{name}.json"
     before = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else []
