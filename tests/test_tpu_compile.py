@@ -528,7 +528,7 @@ SCHEDULED = [  # every kernel on v5e; and one of each on another chip
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SCHEDULED)
-def test_schedules_get_no_worse(name):
+def test_schedules_get_no_worse(name, unchecked):
     """Bundles by what they do, copies and temporary memory, as `benchmarks.tpu_schedule` has stored them."""
     case = next(case for case in tpu_schedule.CASES if case.name == name)
     found, before = tpu_schedule.measured(case), tpu_schedule.stored()[name]
