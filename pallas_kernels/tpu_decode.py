@@ -502,14 +502,14 @@ def _kernel(
                 for one in range(plan.sets):
                     values[0, one] = blocks_of.zero_empty(values[0, one], filled[one : one + 1], plan.values.columns)
 
-        once = {"key_numbers": (plan.keys, keys), "value_numbers": (plan.values, values)}
-        for name in once.keys() & scratch.keys():
-            form, codes = once[name]
-            scratch[name][...] = form.numbers(codes[0])
+        sides = {"key_numbers": (plan.keys, keys), "value_numbers": (plan.values, values)}
+        for name, (form, lying) in sides.items():
+            if name in scratch:
+                scratch[name][...] = form.numbers(lying[0])
 
         def numbers(name: str) -> jax.Array:
-            form, block_of = once[name]
-            return scratch[name][...] if name in scratch else form.numbers(block_of[0])
+            form, lying = sides[name]
+            return scratch[name][...] if name in scratch else form.numbers(lying[0])
 
         def through(band):
             rows = plan.rows_of(band)
