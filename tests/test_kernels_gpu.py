@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ordered import pooled
+from test_coded_kernels import NONSENSE
 
 import jaxkv
 from jaxkv import run as programs
@@ -27,7 +28,7 @@ from jaxkv.store.codec import Plain
 from jaxkv.store.floats import Fp8
 from jaxkv.store.integers import Int
 from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
-from pallas_kernels.codes import Codes, bits_of
+from pallas_kernels.codes import Codes
 from pallas_kernels.decode_attend_score import reference
 from pallas_kernels.prefill_attend import reference as attend_reference
 from pallas_kernels.prefill_attend_mass import reference as mass_reference
@@ -226,8 +227,7 @@ def coded(codecs, bundles):
         return codec.as_codes(codec.encode(jnp.where(jnp.isnan(x), 0, x)))
 
     def poisoned(x):
-        nonsense = {"uint8": jnp.uint8(255), "int16": bits_of(jnp.float16(jnp.nan))}  # codes, and scales' bits
-        return jnp.where(hollow, nonsense.get(str(x.dtype), jnp.nan), x)
+        return jnp.where(hollow, NONSENSE.get(str(x.dtype), jnp.nan), x)
 
     keys, values = (jax.tree.map(poisoned, lies(codec, x)) for codec, x in zip(codecs, held[:2], strict=True))
     news = (lies(codec, x) for codec, x in zip(codecs, token[1:3], strict=True))
