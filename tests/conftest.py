@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import tempfile
+import zlib
 from pathlib import Path
 
 if not any(Path("/dev").glob("accel*")) and not any(Path("/dev").glob("vfio/*")):
@@ -41,6 +42,7 @@ GOLDENS = Path(__file__).parent / "goldens"
 
 def pytest_addoption(parser):
     parser.addoption("--large", action="store_true", help="run the tests that need the large model wheels")
+    parser.addoption("--part", default="0/1", help="K/N: of the tests, those whose names fall into part K of N")
 
 
 def pytest_unconfigure(config):
@@ -51,13 +53,15 @@ def pytest_unconfigure(config):
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
 def pytest_collection_modifyitems(config, items):
     for _, cases in itertools.groupby(items, lambda item: item.nodeid.split("[")[0]):
-        run = [case for case in cases if not {"slow", "large"} & {*case.keywords}]
+        run = [case for case in cases if not {"slow", "large", "long"} & {*case.keywords}]
         some = run and run[0].get_closest_marker("some")
         if some:
             chosen = random.Random(run[0].nodeid.split("[")[0]).sample(run, min(some.args[0], len(run)))
             for case in run:
                 if case not in chosen:
                     case.add_marker(pytest.mark.long)
+    part, parts = map(int, config.getoption("--part").split("/"))
+    items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part % parts]
     if config.getoption("--large"):
         return
     skip = pytest.mark.skip(reason="large models: opt in with --large")

@@ -172,6 +172,7 @@ class Flat(Score):
         return inputs.at[..., 1:].astype(jnp.float32)
 
 
+@pytest.mark.long
 def test_a_score_of_ones_own_gives_a_number_for_each_entry(lettered):
     def said(score):
         policy = Policy("mine", prefill=Phase(score=score), decode=Phase(score=score), budget=6)
@@ -213,6 +214,7 @@ def test_configs(goldens, changes, words):
         ModelConfig.from_hf({**facts, **changes})
 
 
+@pytest.mark.long
 def test_slots_are_those_that_the_text_needs(lettered):
     """A budget beyond all bounds runs as the full cache does, in as many slots, and a call that goes on adds some."""
     prompt = np.random.default_rng(0).integers(3, 90, 40).astype(np.int32)

@@ -16,7 +16,7 @@ PARAMS = [
 ]
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("model, name, block", PARAMS)
 def test_a_policy_does_what_it_did(model, name, block):
     found = behaviour.record(model, name, block)

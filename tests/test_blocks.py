@@ -70,6 +70,7 @@ def test_codes_are_the_nearest(kind, weight):
     assert (np.abs(meant(weight, kind) - weight) <= 0.5 * scale + 0.02 * scale * 15 + 1e-3 * largest).all()
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize("rows", [1, 2, 8, 33, 130])
@@ -98,6 +99,7 @@ def test_every_implementation_gives_the_product(implementation, kind, rows, outp
     np.testing.assert_allclose(jax.jit(product)(), want, atol=2e-5)
 
 
+@pytest.mark.some(10)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("group", [16, 32])
 @pytest.mark.parametrize("offset", [False, True])
@@ -120,6 +122,7 @@ def test_scales_for_some_of_the_inputs(implementation, group, offset, rows):
     np.testing.assert_allclose(got, x @ matrices, rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("kind", [kind for kind in FORMS if FORMS[kind].group])
 @pytest.mark.parametrize("outputs, inputs, rows", [(600, 4096 + 96, 3), (64, 5120, 300)])
 def test_a_large_matrix_in_tiles(kind, outputs, inputs, rows):
@@ -196,7 +199,7 @@ def test_all_matrices_are_in_blocks(model, kind):
     assert held <= count * {"int8": 1.07, "int8-g16": 9 / 8, "int4": 5 / 8}[kind]
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 def test_a_model_in_blocks_is_the_model_of_their_numbers(goldens, model):
     """The same tokens from the floats that the codes stand for."""
     floats = jaxkv.load(goldens / "tiny" / MODEL)
@@ -217,7 +220,7 @@ def test_a_model_in_blocks_is_the_model_of_their_numbers(goldens, model):
     assert generated(model, scan_layers=True).tokens.tolist() == want.tokens.tolist()
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 def test_from_saved_weights_and_over_a_mesh(goldens, model, kind, tmp_path):
     source = goldens / "tiny" / MODEL
     jaxkv.save_weights(jaxkv.load(source), tmp_path / "saved")

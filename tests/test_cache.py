@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,6 +75,7 @@ def test_keep_is_a_stable_top_k_in_time_order(case, slots, limit):
 ANY = st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0, 1.0, 1e-45, -3e38, 3e38, np.inf, -np.inf])
 
 
+@pytest.mark.long
 @given(
     st.sampled_from([1, 2, 33]).flatmap(lambda size: st.lists(ANY, min_size=size, max_size=size)), st.integers(0, 45)
 )

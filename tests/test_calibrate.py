@@ -48,6 +48,7 @@ def found(params):
     return jaxkv.calibrate(params, length=LENGTH, windows=3, needles=2)
 
 
+@pytest.mark.long
 def test_query_statistics(params, found):
     """Mean and covariance by NumPy's own, and the main direction by a singular value decomposition."""
     seen = [watched(params, tokens) for tokens in _windows(params, LENGTH, 3)]

@@ -77,6 +77,7 @@ def test_channels_as_released(goldens):
     np.testing.assert_array_equal(code[:, :, :-8], golden["think/pruned"])
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("block", [2048, 16])
 def test_channels_as_in_kvpress(goldens, tiny, block):
     """ThinKPress on a prompt of the tiny model, in one block and in several."""
@@ -88,6 +89,7 @@ def test_channels_as_in_kvpress(goldens, tiny, block):
     assert np.array_equal(mine, golden["kvpress/kept"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["think", "leank"])
 def test_a_method_keeps_its_channels(tiny, name):
     """Keys of the first layer have the channels chosen and no others, but for the newest; slots are that much smaller.
@@ -116,6 +118,7 @@ def test_a_method_keeps_its_channels(tiny, name):
 # ---- low rank
 
 
+@pytest.mark.long
 @given(
     seed=st.integers(0, 999),
     share=st.sampled_from([0.1, 0.25, 0.5, 1.0]),
@@ -146,6 +149,7 @@ def test_directions_of_the_prompt(seed, share, heads, held):
             assert least * 0.999 - 1e-3 <= off <= least * 1.01 + 5e-3 * sizes[0]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name, heads, kept", [("cskv", 1, (4, 12)), ("kv-heads", 2, (8, 8))])
 def test_a_method_holds_its_directions(tiny, name, heads, kept):
     """Keys and values of the first layer are projected on the model's directions, of each head or of both together, but
@@ -186,6 +190,7 @@ def seen_error(off, queries, rank, strength):
     return (off**2).sum() + strength * ((off @ few.T) ** 2).sum()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("bits", [2, 4])
 def test_errors_are_turned_as_released(goldens, bits):
     """SQuat's own functions on a block of 32 tokens, with its own directions of the queries: nearly the same numbers,
@@ -207,6 +212,7 @@ def test_errors_are_turned_as_released(goldens, bits):
         assert seen[0] == pytest.approx(seen[1], rel=0.15) and seen[0] < 0.5 * seen[2]
 
 
+@pytest.mark.long
 @given(seed=st.integers(0, 999), held=st.integers(0, 8), flat=st.booleans())
 @settings(max_examples=15, deadline=None)
 def test_turned_blocks_by_an_independent_form(seed, held, flat):
@@ -255,6 +261,7 @@ def test_any_policy_of_equal_layers(tiny, name, tmp_path):
         assert len(held) == len(set(held))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name, more",
     [("h2o", {"budget": 24, "store": STORE}), pytest.param("minicache", {"after": 0.0}, marks=pytest.mark.long)],

@@ -39,6 +39,7 @@ def ids(length, seed=0):
 # ---- packing
 
 
+@pytest.mark.long
 @given(bits=st.sampled_from([8, 4, 3, 2]), seed=st.integers(0, 999), width=st.sampled_from([8, 24, 64]))
 @settings(max_examples=30, deadline=None)
 def test_integers_lie_side_by_side(bits, seed, width):
@@ -139,6 +140,7 @@ NUMBERS = st.floats(-60000, 60000, width=32, allow_subnormal=False) | st.sampled
 )
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("codec", NAMED)
 @given(row=st.lists(NUMBERS, min_size=16, max_size=16), flat=st.booleans())
 @settings(max_examples=25, deadline=None)
@@ -165,6 +167,7 @@ def test_every_code_is_within_its_bound(codec, row, flat):
         np.testing.assert_allclose(np.sort(off[0])[::-1][: len(dropped)], dropped[::-1])
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("codec", NAMED)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_was_coded_codes_to_itself(codec, dtype):
@@ -197,6 +200,7 @@ def by_channel(x, positions, tokens, bits):
     return found
 
 
+@pytest.mark.long
 @given(seed=st.integers(0, 999), bits=st.sampled_from([8, 4, 3, 2]), held=st.integers(0, 21))
 @settings(max_examples=20, deadline=None)
 def test_blocks_by_an_independent_form(seed, bits, held):
@@ -223,6 +227,7 @@ def exact_of(params, cache):
     return np.stack([np.take_along_axis(np.asarray(x)[0], at, 1) for x in (layer.keys, layer.values)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ends", [13, 16, 23, 24, 29, 34])
 def test_blocks_of_a_text_are_those_of_its_tokens(tiny, ends):
     """KIVI's cache after a prompt of 13 tokens and steps: keys are blocks of the exact keys but for what is left of R
@@ -260,6 +265,7 @@ FORMS = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_method_holds_its_codes(tiny, name):
     """Every entry of the first layer is its own code, but for the newest, which are exact."""
@@ -290,6 +296,7 @@ def layer_of(codecs, positions, x):
     return empty.rebuilt(entries, entries.filled, positions.shape[-1], room, empty.beside)
 
 
+@pytest.mark.long
 @given(seed=st.integers(0, 999), residual=st.integers(1, 9))
 @settings(max_examples=20, deadline=None)
 def test_the_newest_are_read_as_they_came(seed, residual):
@@ -395,7 +402,7 @@ def test_any_policy_under_any_codec(tiny, name, store, tmp_path):
         assert one.tokens.tolist() == two.tokens.tolist()
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("store", ["window", "channel"])
 def test_merging_moves_what_the_window_holds(tiny, store):
     """A survivor that something is merged into is read as merged, though the window held it."""
@@ -453,7 +460,7 @@ def test_bytes_of_two_tiers_are_their_bits(name, upper, lower, times):
     assert alone / (4096 * 2 * 64 * 2) == pytest.approx((upper + times * lower) / 16, rel=0.03)
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "pyramidkv", "adakv-h2o", "global-h2o", "tiered-h2o", "tova"])
 def test_a_policy_of_so_many_bytes(tiny, name):
     """The largest budget whose cache takes no more, read off the arrays: one token more would, or as many as are
@@ -502,6 +509,7 @@ def test_info_and_stats_agree(tiny, goldens, capsys):
 # ---- as released
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_codes_as_kivi_packs_them(goldens, bits):
     """Keys by channel in blocks of 32 tokens and values by token in groups of 32 channels, by KIVI's own functions: the

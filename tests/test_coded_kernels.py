@@ -108,7 +108,7 @@ def decoded(got_token, lies, positions, slot, scale, bias=None):
     return output, mass
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("names", PAIRS, ids=lambda names: "-".join(names))
 def test_the_reference_reads_codes_as_what_they_stand_for(names):
     rng = np.random.default_rng(len(names[0]))
@@ -152,7 +152,7 @@ def equal_heads(how, names, dtype, dim, slots, cap=None, window=None, counts=Fal
 KERNEL = HOW["mosaic_tpu"] | {"implementation": "mosaic_tpu"}
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "names, dtype, dim, slots",
     [(pair, dtype, dim, slots) for pair, (dtype, dim, slots) in zip(
@@ -173,7 +173,7 @@ def test_equal_heads_on_tpu_of_every_kind(names, dtype, dim, slots):
     equal_heads(KERNEL, names, dtype, dim, slots, window=90 if slots == 264 else None, counts=dim == 64)
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("names", [PAIRS[2], ("plain", "int4"), ("e4m3", "plain")], ids=lambda names: "-".join(names))
 def test_a_token_whose_slot_is_another_devices(names):
     """It is neither written nor attended to, head by head; the mass is each query head's, for the merge."""
@@ -205,7 +205,7 @@ def ragged(how, names, dtype, dim, slots):
         assert np.array_equal(np.asarray(got.next_slot), np.asarray(expected.next_slot))
 
 
-@pytest.mark.some(2)
+@pytest.mark.long
 @pytest.mark.parametrize("names", [PAIRS[2], PAIRS[3], PAIRS[5]], ids=lambda names: "-".join(names))
 @pytest.mark.parametrize("dtype, dim", [("float32", 64), ("bfloat16", 128)])
 def test_a_pool_on_tpu(names, dtype, dim):
@@ -258,7 +258,7 @@ def prompt_block(how, names, dtype, dim, slots, length=24):
             np.testing.assert_allclose(a, b, atol=2 * LIMIT[dtype], rtol=LIMIT[dtype])
 
 
-@pytest.mark.some(2)
+@pytest.mark.long
 @pytest.mark.parametrize("names", [PAIRS[0], PAIRS[2], PAIRS[3], PAIRS[5], PAIRS[8]], ids=lambda names: "-".join(names))
 @pytest.mark.parametrize("dtype, dim", [("float32", 64), ("bfloat16", 128)])
 def test_a_block_of_a_prompt_on_tpu(names, dtype, dim):
@@ -289,7 +289,7 @@ def stores(rng, codecs, kind):
     return layer, token, Judge(*jnp.full((2, 2), 24, jnp.int32), *factors, Rule("each"))
 
 
-@pytest.mark.some(3)
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["slots", "pool"])
 @pytest.mark.parametrize("codecs", [
     Codecs(Int(4, hadamard=True), Int(8, channels=32, hadamard=True)), Codecs(Fp8(), Plain()), Codecs(Int(3), Int(2)),

@@ -246,6 +246,7 @@ def test_one_compilation_per_shape(tiny, name):
     assert [program._cache_size() for program in run.PROGRAMS] == before
 
 
+@pytest.mark.some(1)
 @chiefly("full", "streaming-llm", "h2o", "adakv-h2o")
 def test_scan_equals_stepping_by_hand(tiny, name):
     params, chosen = tiny(FAMILY), policy(name)

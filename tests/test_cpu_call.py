@@ -80,6 +80,7 @@ def _sum_of_squares(ins, outs, unit):
     floats(word(outs, 0), (rows,))[unit] = total
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("rows", [1, 2, 97])
 def test_every_unit_is_done_once(rows):
     """Hundreds of calls, one after the other and at the same time on eight devices, each over all threads."""

@@ -169,7 +169,7 @@ def in_a_line(golden, case):
     return placed(line.aimed(line.empty_slot(room, None)), beside, heads * (most + 1))
 
 
-@pytest.mark.some(3)
+@pytest.mark.long
 @pytest.mark.parametrize("lie", (in_slots, in_a_line), ids=("slots", "line"))
 @pytest.mark.parametrize("case", ("two", "four", "grouped"))
 def test_steps_as_released(golden, case, lie):

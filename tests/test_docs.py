@@ -62,6 +62,7 @@ def alone(monkeypatch):
     scorers.SCORERS.update(known)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", with_code())
 def test_the_code_of_a_page_runs(name, alone, unchecked, smollm2, monkeypatch, tmp_path):
     """From top to bottom in one namespace, on the first two layers of the model: the code is the same, sooner done."""

@@ -47,6 +47,7 @@ def memory(tiny, history):
     return jaxkv.episodes(tiny(FAMILY), history, policy=policy(), count=3)
 
 
+@pytest.mark.long
 def test_topics_are_found(memory):
     members = memory.members.reshape(3, 3)
     assert (members == members[0]).all() and len(set(members[0])) == 3
@@ -67,6 +68,7 @@ def watched(monkeypatch):
     return given
 
 
+@pytest.mark.long
 def test_the_nearest_windows_look(tiny, history, monkeypatch):
     """Of a topic's segments the nearest to its centre look, behind the instruction and in time order."""
     given = watched(monkeypatch)
@@ -81,6 +83,7 @@ def test_the_nearest_windows_look(tiny, history, monkeypatch):
         assert given[0][topic].tolist() == [91, 91, *segments[near].ravel()]
 
 
+@pytest.mark.long
 def test_windows_of_utterances(tiny, monkeypatch):
     """Four messages are a segment, with who said them; so are four lines of a text."""
     given = watched(monkeypatch)
@@ -95,6 +98,7 @@ def test_windows_of_utterances(tiny, monkeypatch):
     assert {tuple(row[row >= 0]) for row in given[1]} == {tuple(range(3, 28)), tuple(range(28, 53))}
 
 
+@pytest.mark.long
 def test_the_question_picks_its_topic(tiny, memory, history):
     """The answer is that of a cache which only its topic's segments have looked at."""
     params = tiny(FAMILY)
@@ -112,6 +116,7 @@ def test_the_question_picks_its_topic(tiny, memory, history):
             np.testing.assert_array_equal(np.asarray(mine.positions), np.asarray(theirs.positions))
 
 
+@pytest.mark.long
 def test_topics_keep_different_tokens_in_bounded_memory(tiny, memory, history):
     kept = [
         {int(p) for layer in memory.cache.layers for p in np.asarray(layer.positions[row]).ravel()} for row in range(3)
@@ -128,7 +133,7 @@ CODED = [
 ]
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("store", CODED, ids=["token", "channel"])
 def test_topics_in_codes(tiny, memory, history, store):
     """Every topic holds its codes, in fewer bytes; the question's goes on from them, by itself as beside the others."""

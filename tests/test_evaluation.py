@@ -226,6 +226,7 @@ def ids(rows: int, length: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 95, (rows, length)).astype(np.int32)
 
 
+@pytest.mark.long
 def test_full_against_itself_is_exact_and_eviction_is_not(tiny):
     params = tiny("llama3")
     known = reference(params, ids(2, 72)[:, :64], ids(2, 72)[:, 64:])
@@ -310,6 +311,7 @@ def finished(lettered, tmp_path_factory):
     return store, seen
 
 
+@pytest.mark.long
 def test_a_run_writes_every_record_once(finished):
     store, seen = finished
     records = list(store.records())
@@ -357,6 +359,7 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
         list(store.records())
 
 
+@pytest.mark.long
 def test_answers_are_those_of_generate(finished, lettered):
     """The recorded answer of an aware question is what generate gives for the whole prompt."""
     store, _ = finished
@@ -375,6 +378,7 @@ def test_answers_are_those_of_generate(finished, lettered):
     assert record["answer"] == lettered.tokenizer.decode(real)
 
 
+@pytest.mark.long
 def test_the_report_stands_alone(finished, tmp_path):
     store, _ = finished
     page = report([store.folder], tmp_path).read_text()

@@ -42,6 +42,7 @@ def ids(length, seed=0):
 # ---- partial attention is a monoid
 
 
+@pytest.mark.long
 @given(sizes=st.lists(st.integers(0, 5), min_size=2, max_size=4), seed=st.integers(0, 999))
 @settings(max_examples=20, deadline=None)
 def test_merged_parts_are_the_whole(sizes, seed):
@@ -105,7 +106,7 @@ def cuts(goldens, case):
                 before = cache(behind(after.keys, k), behind(after.values, v), at, after.tau)
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["two", "two-again", "four", "grouped"])
 def test_merging_equals_the_release(goldens, case):
     """Cut after cut: merged keys and values, and the threshold. Which entries leave is given, as the release chose."""
@@ -127,6 +128,7 @@ def test_merging_equals_the_release(goldens, case):
     assert number == 26
 
 
+@pytest.mark.long
 def test_rows_merge_apart_and_nothing_changes_where_nothing_leaves():
     rng, part = np.random.default_rng(1), Merge()
     keys, values = rng.standard_normal((2, 3, 2, 9, 4)).astype(np.float32)
@@ -210,6 +212,7 @@ def test_a_tier_that_cannot_be_is_refused():
         Demote(values=Channels())
 
 
+@pytest.mark.long
 def test_a_tier_as_many_times_the_budget(tiny):
     """`times` counts in slots of the budget, whichever way that was given; the bytes asked for are kept to."""
     params = tiny(FAMILY)
@@ -342,6 +345,7 @@ def test_a_second_tier_by_score_holds_the_best_of_what_the_first_has_lost(tiny, 
     assert full
 
 
+@pytest.mark.long
 def test_zipcache_as_released(goldens):
     """What its probes say of every token, and values in the tier of 2 bits; of policy `zipcache`."""
     golden, phase = arrays(goldens / "policies" / "zipcache.npz"), jaxkv.policy("zipcache", budget=64).prefill
@@ -398,7 +402,7 @@ def test_what_is_demoted_is_attended_to(tiny):
     assert np.abs(newest(near) - want).max() < 0.2 * np.abs(newest(far) - want).max()
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("bits, name", [(8, "h2o"), (4, "adakv-h2o"), (4, "global-h2o")])
 def test_any_policy_under_a_codec(tiny, bits, name):
     """The slots, pools and lines hold codes: a share of the bytes, as near to the keys as the code's step."""
@@ -444,6 +448,7 @@ def test_no_key_of_a_page_beats_its_bound():
     assert np.array_equal(np.asarray(after.low)[1], np.asarray(index.low)[1]), "a row that has finished stays"
 
 
+@pytest.mark.long
 def test_reading_every_page_is_reading_everything(tiny):
     params, rows = tiny(FAMILY), [ids(45, 1), ids(3, 2)]
     options = {"max_new_tokens": 12, "stop_tokens": ()}
@@ -455,6 +460,7 @@ def test_reading_every_page_is_reading_everything(tiny):
         np.testing.assert_allclose(np.where(held, mine.values, 0), np.where(held, theirs.values, 0), atol=1e-4)
 
 
+@pytest.mark.long
 def test_few_pages_are_read(tiny):
     """What is in no chosen page is not read: NaN there changes nothing. The bytes read are the index and the pages."""
     params = tiny(FAMILY)

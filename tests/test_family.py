@@ -148,7 +148,7 @@ def _check_twin(goldens, tiny, scored, monkeypatch, family, method, ratio):
             np.testing.assert_array_equal(ours, theirs, err_msg=where)
 
 
-@pytest.mark.some(2)
+@pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
 def test_kvpress_twins(goldens, tiny, scored, monkeypatch, method):
     """Scores and kept positions of every layer."""
@@ -178,6 +178,7 @@ REPLAYED = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "method", "ratio"), REPLAYED)
 def test_replay_as_in_kvpress(goldens, tiny, scored, family, method, ratio):
     """KVzip and KVzip+: scores, and what heads that compete for a layer's budget keep; the instruction in tokens."""
@@ -310,6 +311,7 @@ def test_lag_kv_keeps_the_newest_of_a_short_text(entries):
     assert (np.diff(got, axis=-1) > 0).all()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("pads", [0, 3])
 def test_non_causal_chunks_do_not_leak(pads):
     """Chunks of 8 of 20 tokens: the last has 4, and neither padding nor another chunk adds to its sums."""
@@ -508,6 +510,7 @@ def test_chunks(entries, by):
                 np.testing.assert_allclose(mine, score.mean(), rtol=RTOL)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
 @pytest.mark.parametrize("length", [60, 700])
 def test_mass_without_the_keys_that_come_later(reduce, length):
@@ -551,6 +554,7 @@ def _ids(length, seed=0):
     return np.random.default_rng(seed).integers(3, 120, length).astype(np.int32)
 
 
+@pytest.mark.long
 def test_keys_turned_to_their_places(tiny):
     """`rope="cache"` with any score: what is read is RoPE at places 0..n-1 of the keys before RoPE."""
     params, ids = tiny("llama3"), _ids(40)
@@ -562,6 +566,7 @@ def test_keys_turned_to_their_places(tiny):
         np.testing.assert_allclose(rotate(other.keys, other.positions, rope), one.keys, atol=2e-5)
 
 
+@pytest.mark.long
 def test_lookahead_tokens_are_the_drafts(tiny, monkeypatch):
     """LAQ: the observing tokens are what SnapKV under the same budget goes on with."""
     params, ids = tiny("llama3"), _ids(40)
@@ -602,6 +607,7 @@ def _weights(params, ids):
     return [weights[..., pad:, pad:] for weights in found]
 
 
+@pytest.mark.long
 def test_replay_looks_at_its_own_block(tiny):
     """KVzip: with a block as long as the prompt, its scores are the largest weights that a second copy of it gives."""
     params, ids = tiny("llama2"), _ids(30)
@@ -613,6 +619,7 @@ def test_replay_looks_at_its_own_block(tiny):
         assert np.array_equal(_held(held), want)
 
 
+@pytest.mark.long
 def test_replay_tells_where_a_block_begins(tiny, monkeypatch):
     """KVzip: behind the first block its instruction, behind every other one the continuation and the last 8 tokens
     before it; a row that begins later has its own first block."""
@@ -630,6 +637,7 @@ def test_replay_tells_where_a_block_begins(tiny, monkeypatch):
                 assert block[row][block[row] >= 0].tolist() == [int(x) for x in wanted], (number, row)
 
 
+@pytest.mark.long
 def test_the_replay_of_a_block_looks_with_its_instruction(tiny):
     """The first of two blocks by hand: the second copy of it, behind its instruction, and what is left of it."""
     params, ids = tiny("llama2"), _ids(30)
@@ -641,6 +649,7 @@ def test_the_replay_of_a_block_looks_with_its_instruction(tiny):
         assert np.array_equal(_held(held), np.sort(np.argsort(-peak, axis=-1)[:, :10], axis=-1))
 
 
+@pytest.mark.long
 def test_a_look_once(tiny):
     """MPCache: by the most that any query of the last fifth looks at a token, in the mean of all heads; a threshold at
     the last that stays keeps the same."""
@@ -692,6 +701,7 @@ def test_layers_that_cannot_share():
         jaxkv.policy("mpcache", budget=10, share=1.5)
 
 
+@pytest.mark.long
 def test_scope_keeps_the_prompt(tiny):
     """The prompt's half never changes; the new tokens live in the other half."""
     params = tiny("llama3")
@@ -705,7 +715,7 @@ def test_scope_keeps_the_prompt(tiny):
             assert set(new[-2:]) == {87, 88}
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["streaming-llm", "lagkv", "lazyeviction"])
 def test_two_thousand_steps(tiny, name):
     """Sinks, recents and the order of time hold to the end, where kvpress loses them (slots in score order)."""
@@ -725,6 +735,7 @@ def test_two_thousand_steps(tiny, name):
             assert set(range(last - recent + 1, last + 1)) <= set(held)
 
 
+@pytest.mark.long
 def test_where_cuts_come_at_intervals_slots_stand_in_time_order_around(tiny):
     params, rng = tiny("llama3"), np.random.default_rng(3)
     prompts = [rng.integers(0, 100, n).tolist() for n in (40, 5)]
@@ -752,6 +763,7 @@ def test_the_policies_of_the_docs():
         assert f"`{kind}`" in text, kind
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("case", ["half", "again", "thrice", "overlap", "steps"])
 def test_lacache_as_released(goldens, case):
     """What each layer keeps of a prompt at once, one or several passes long, and of a text token by token."""

@@ -25,6 +25,7 @@ def chosen_by_hand(mass, tokens, keep, window, kernel, budget, pool="max"):
     return np.sort(np.concatenate([best, np.arange(tokens - window, tokens)]))
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("pool", ["max", "avg"])
 @pytest.mark.parametrize("keep, budget", [(0.2, 4), (0.5, 4), (0.2, 20), (1.0, 4)])
 def test_the_choice_of_a_padded_batch(keep, budget, pool):
@@ -45,6 +46,7 @@ def test_the_choice_of_a_padded_batch(keep, budget, pool):
     np.testing.assert_array_equal(got[2][got[2] >= 0], [38, 39])
 
 
+@pytest.mark.long
 def test_deeper_layers_see_the_chosen_tokens_alone(tiny):
     """What they hold is among the tokens that the layer's own attention chose; the layers up to it hold others too."""
     params, tokens = tiny(FAMILY), np.random.default_rng(3).integers(3, 100, 60)
@@ -60,6 +62,7 @@ def test_deeper_layers_see_the_chosen_tokens_alone(tiny):
         assert (held <= set(going.tolist())) == (index > after)
 
 
+@pytest.mark.long
 def test_all_tokens_going_on_is_no_propagation(tiny):
     params, tokens = tiny(FAMILY), np.random.default_rng(4).integers(3, 100, 60)
     policy = jaxkv.policy("fastkv", budget=12, window=4, keep=1.0, after=1)

@@ -33,6 +33,7 @@ def cut(x, positions, newest, sinks):
     return after
 
 
+@pytest.mark.long
 @given(seed=st.integers(0, 999), held=st.integers(1, 14), goes=st.integers(0, 13), sinks=st.integers(0, 3))
 @settings(max_examples=25, deadline=None)
 def test_low_frequencies_by_scipy(seed, held, goes, sinks):
@@ -63,6 +64,7 @@ def test_low_frequencies_as_released(goldens, stay):
     np.testing.assert_allclose(np.asarray(after.keys)[:, :, 12 - stay :], golden[f"{name}/{stay}"], atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("block", [64, 16])
 def test_a_text_that_is_cut_again_and_again(tiny, block):
     """The first layer's keys before RoPE, which depend on their tokens alone, under `freqkv`'s rule in NumPy: after

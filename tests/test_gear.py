@@ -43,6 +43,7 @@ def geared(x, filled, codec):
     return back
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("by", ["channel", "token"])
 @given(seed=st.integers(0, 999), bits=st.sampled_from([4, 2]), held=st.integers(0, 8), kind=st.sampled_from("nkz"))
 @settings(max_examples=15, deadline=None)
@@ -77,6 +78,7 @@ def test_low_rank_of_a_matrix_that_has_it():
     np.testing.assert_allclose(np.swapaxes(left, -1, -2) @ left, np.broadcast_to(np.eye(2), (3, 2, 2)), atol=1e-5)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("by", ["channel", "token"])
 @pytest.mark.parametrize("bits", [2, 4])
 def test_blocks_as_released(goldens, by, bits):
@@ -91,6 +93,7 @@ def test_blocks_as_released(goldens, by, bits):
     assert theirs < 0.97 * np.linalg.norm(x - back)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ends", [17, 24, 30])
 def test_a_cache_of_blocks(tiny, ends):
     """Of a text's first layer the first eights are blocks of the exact keys, what came after them is exact."""
@@ -148,6 +151,7 @@ def test_a_clipped_range(row):
 # ---- the first tokens
 
 
+@pytest.mark.long
 @given(seed=st.integers(0, 999), initial=st.integers(1, 9), residual=st.integers(0, 5))
 @settings(max_examples=20, deadline=None)
 def test_the_first_are_read_as_they_came(seed, initial, residual):
@@ -164,6 +168,7 @@ def test_the_first_are_read_as_they_came(seed, initial, residual):
         np.testing.assert_array_equal(got[~whole & (positions >= 0)], codes[~whole & (positions >= 0)])
 
 
+@pytest.mark.long
 def test_a_text_whose_first_tokens_come_one_by_one(tiny):
     """A prompt shorter than the first tokens, and new ones after it."""
     params = tiny(FAMILY)

@@ -55,7 +55,7 @@ def test_every_form_of_prompt(lettered):
     assert len(rows_of([chat, chat], lettered.tokenizer, 256)[0]) == 2
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "name", "options"),
     [
@@ -92,7 +92,7 @@ def test_layers_in_a_loop_are_compiled_once(tiny):
     assert count[4, True] == count[8, True] < count[4, False] < count[8, False]
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "adakv-h2o"])
 def test_layers_that_are_alike_are_traced_once(tiny, name, monkeypatch):
     """Prefill and decode meet a kind of layer once, however many of it there are."""
@@ -115,6 +115,7 @@ def test_shapes_of_the_result(lettered):
     assert two.stats.cache_bytes == two.cache.nbytes
 
 
+@pytest.mark.long
 def test_stop_tokens_end_a_row_and_the_cache_stays(lettered):
     free = jaxkv.generate(lettered, [ids(9), ids(14, 1)], max_new_tokens=20, stop_tokens=())
     token = int(free.tokens[0, 4])
@@ -127,6 +128,7 @@ def test_stop_tokens_end_a_row_and_the_cache_stays(lettered):
         assert int(out.cache.layers[0].positions[row].max()) == int(out.cache.lengths[row]) - 1
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["full", "h2o"])
 def test_stop_strings_leave_nothing_behind_them(lettered, name):
     policy = jaxkv.policy(name, **({"budget": 16} if name == "h2o" else {}))
@@ -143,6 +145,7 @@ def test_stop_strings_leave_nothing_behind_them(lettered, name):
         assert np.array_equal(mine[mine >= 0], theirs[theirs >= 0])
 
 
+@pytest.mark.long
 def test_a_row_that_showed_its_stop_string_waits_for_the_others(lettered):
     """The other row goes on over several chunks."""
     prompts = [ids(20), ids(14, 1)]
@@ -161,6 +164,7 @@ def test_streamed_pieces_make_the_text(lettered):
     assert "".join(stream) == whole.text == stream.generation.text
 
 
+@pytest.mark.long
 def test_questions_branch_from_one_cache(tiny):
     params = tiny(FAMILY)
     policy = jaxkv.policy("snapkv", budget=16, window=6)
@@ -193,6 +197,7 @@ def texts_of(cache):
     return [text.tolist() for text in texts]
 
 
+@pytest.mark.long
 def test_a_cache_remembers_its_text(lettered, tmp_path):
     """After a prefill, samples, going on alone, a prompt, branching, one row, a save, and a forced continuation."""
     policy, rows = jaxkv.policy("h2o", budget=16, block=16), [ids(20), ids(9, 1)]
@@ -241,7 +246,7 @@ def test_a_longer_text_compiles_nothing(tiny):
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(second.cache))
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["full", "streaming-llm"])
 def test_repetition_penalty_counts_the_text_of_the_cache(tiny, name):
     """A prompt in two halves, in one, and going on after some tokens: the same text."""
@@ -273,6 +278,7 @@ def test_a_text_that_is_needed_and_not_known_is_refused(tiny):
         jaxkv.generate(params, ids(3), cache=dataclasses.replace(cache, tokens=cache.tokens[:, 1:]))
 
 
+@pytest.mark.long
 def test_endless_text_in_a_bounded_cache(tiny):
     params = tiny(FAMILY)
     beyond = params.config.max_position + 50
@@ -284,6 +290,7 @@ def test_endless_text_in_a_bounded_cache(tiny):
         jaxkv.generate(params, ids(beyond), policy=jaxkv.policy("h2o", budget=24), max_new_tokens=9)
 
 
+@pytest.mark.long
 def test_cutting_every_few_steps(tiny):
     params = tiny(FAMILY)
     policy = jaxkv.policy("h2o", budget=16, every=5)
@@ -396,6 +403,7 @@ np.savez(sys.argv[3], tokens=out.tokens, **{f"keys{i}": layer.keys for i, layer 
 """
 
 
+@pytest.mark.long
 def test_another_process_goes_on_bit_for_bit(goldens, tiny, tmp_path):
     params = tiny(FAMILY)
     begun = jaxkv.generate(
@@ -439,6 +447,7 @@ def test_chat_keeps_one_bounded_cache(monkeypatch, capsys, lettered):
     assert second["stats"]["seen"][0] > first["stats"]["seen"][0] and second["stats"]["kept"] == [16.0]
 
 
+@pytest.mark.long
 def test_chat_says_what_it_waits_for(monkeypatch, capsys, lettered):
     """On a terminal: that it compiles, for the first time; once the words come nothing stands between them."""
     lines = iter(["a question"])

@@ -106,7 +106,7 @@ CASES = {
 }
 
 
-@pytest.mark.some(3)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "budget", "options"), [(name, *case) for name, cases in CASES.items() for case in cases]
 )
@@ -162,7 +162,7 @@ def test_a_head_that_retrieves_nothing_keeps_its_base():
     assert quotas([1.0, 0.0, 0.0], jnp.array([[10, 20, 30]], jnp.int32)) == [10, 20, 30]
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("beta", [1.2, 1.5, 2.0])
 @pytest.mark.parametrize("which", ["copy", "reason"])
 def test_headkv_as_released(goldens, which, beta):
@@ -192,7 +192,7 @@ def test_how_many_heads_are_local(heads, count):
 # ---- curves
 
 
-@pytest.mark.some(2)
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["llama2", "llama3"])
 @pytest.mark.parametrize("ratio", ["0.3", "0.5", "0.75"])
 def test_curves_as_in_kvpress(goldens, tiny, family, ratio):
@@ -214,6 +214,7 @@ def test_curves_as_in_kvpress(goldens, tiny, family, ratio):
 by_curves = jax.jit(Curves().quotas)
 
 
+@pytest.mark.long
 @given(st.integers(0, 2**16), st.sampled_from([1, 2, 3, 8]), st.integers(6, 40), st.integers(41, 400))
 @settings(max_examples=60, deadline=None)
 def test_heads_share_in_proportion_but_for_what_each_keeps(seed, heads, budget, tokens):
@@ -337,6 +338,7 @@ def test_what_does_not_fit_is_refused(make, words):
         make()
 
 
+@pytest.mark.long
 def test_the_shares_compile_once_for_every_split(tiny):
     """What was measured is data: other scores, other borders, the same program and bytes."""
     params, policy = tiny(FAMILY), jaxkv.policy("headkv", budget=24, window=6)

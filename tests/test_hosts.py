@@ -68,7 +68,7 @@ def alone(name, tokens=12):
     return out.tokens.tolist()
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "processes, devices, mesh, names",
     [(2, 2, {"data": 2, "model": 2}, ("dapq-longflow", "h2o")), (4, 1, {"model": 2, "context": 2}, ("dapq-longflow",))],
@@ -96,6 +96,7 @@ def test_processes_together_give_what_one_gives(tmp_path, processes, devices, me
         assert [a + b for a, b in zip(found[name], more.tokens.tolist(), strict=True)] == alone(name, 17)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dies", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_one_process_killed_ends_the_other(tmp_path, dies):
     codes, texts, seconds = run(

@@ -107,7 +107,7 @@ RULES = {  # rule, weight, bias, limit as a share of the slots, recents
 }
 
 
-@pytest.mark.some(18)
+@pytest.mark.some(2)
 @cases(name=list(RULES), dtype=list(DTYPES), slots=[(40, None, True), (129, 90, True), (64, None, False)])
 def test_decode_attend_score_chooses_the_next_slot(how, name, dtype, slots):
     """The victim of the returned mass, by a plain loop."""
@@ -149,7 +149,7 @@ def test_decode_attend_score_chooses_the_next_slot(how, name, dtype, slots):
         assert np.array_equal(np.asarray(got.next_slot[b]), expected), (b, name)
 
 
-@pytest.mark.some(14)
+@pytest.mark.some(2)
 @cases(
     dtype=list(DTYPES),
     heads=[(3, 3, 64), (1, 16, 80), (2, 1, 96), (2, 4, 128), (1, 8, 256)],
@@ -200,7 +200,7 @@ def test_decode_attend_score(how, dtype, heads, slots):
     assert all(np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True) for a, b in zip(got, again, strict=True))
 
 
-@pytest.mark.some(2)
+@pytest.mark.long
 @cases(dtype=list(DTYPES), heads=[(3, 3, 64), (2, 4, 128), (1, 8, 256)], slots=[(40, None), (260, 90)])
 def test_parts_of_the_slots_are_the_whole(how, dtype, heads, slots):
     """Two devices' slots, each attended to by itself: merged by every query head's mass and log-sum-exp they are the
@@ -234,7 +234,7 @@ def test_parts_of_the_slots_are_the_whole(how, dtype, heads, slots):
         decode_api.decode_attend_score(token, held, slot, judge._replace(group="each", rule=Rule("each")), **options)
 
 
-@pytest.mark.some(2)
+@pytest.mark.long
 @cases(heads=[(3, 2, 256, 700), (8, 1, 64, 1100)], rule=[("each", 1.0), ("sum", 0.0)])
 def test_decode_attend_score_over_many_blocks(how, heads, rule):
     """Slots that fill several blocks, one of them with nothing in it; the oldest of equal scores goes, in whatever
@@ -281,7 +281,7 @@ def test_decode_attend_score_over_many_blocks(how, heads, rule):
         assert np.array_equal(np.asarray(got.next_slot[b]), expected)
 
 
-@pytest.mark.some(12)
+@pytest.mark.some(1)
 @cases(
     dtype=list(DTYPES),
     heads=[(3, 3, 64), (2, 4, 128), (2, 1, 96), (1, 16, 80), (1, 2, 256)],
@@ -310,7 +310,7 @@ def test_prefill_attend(how, dtype, heads, slots):
         np.testing.assert_allclose(np.asarray(got[b, head], np.float64), expected, atol=DTYPES[dtype])
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(1)
 @cases(
     dtype=list(DTYPES),
     heads=[(2, 3, 64), (1, 4, 128)],
@@ -341,7 +341,7 @@ def test_prefill_with_a_bias_and_the_log_sum_exp(how, dtype, heads, slots):
         np.testing.assert_allclose(np.asarray(mass[b, head], np.float64), weights.sum(0), atol=2e-5, rtol=1e-3)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @cases(dtype=list(DTYPES), sizes=[(600, 200, None), (1100, 300, 250)])
 def test_prefill_attend_when_the_own_keys_are_last(how, dtype, sizes):
     """Saying so changes nothing, and neither does a second run."""
@@ -366,7 +366,7 @@ def test_prefill_attend_when_the_own_keys_are_last(how, dtype, sizes):
     assert np.all(first[0, :, :20] == 0) and np.all(np.isfinite(first))
 
 
-@pytest.mark.some(16)
+@pytest.mark.some(5)
 @cases(
     reduce=["sum", "mean", "max"],
     heads=[
@@ -393,6 +393,7 @@ def test_prefill_attend_mass(how, reduce, heads, slots):
         np.testing.assert_allclose(np.asarray(got[b, head], np.float64), expected, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.some(2)
 @cases(reduce=["sum", "max"], heads=[(2, 3, 64, "float32")], slots=[(37, 5, None, None)])
 def test_queries_that_weigh_more_than_others(how, reduce, heads, slots):
     (kv_heads, group, dim, dtype), (slots, length, window, cap) = heads, slots
@@ -429,7 +430,7 @@ def test_attention_and_mass_share_their_softmax():
     assert dots[0] == dots[1] > 0
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(1)
 @cases(
     kind=["equal", "ragged"],
     choice=[(None, False), (Rule("each", sinks=2), True)],

@@ -130,7 +130,7 @@ CASES = {  # G, C, D, dtype, rule, more
 }  # fmt: skip
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_reference(name):
     group, slots, dim, dtype, rule, more = CASES[name]
@@ -141,6 +141,7 @@ def test_equals_the_reference(name):
     check(run(gpu, bundles, **more), run(reference, bundles, **more))
 
 
+@pytest.mark.long
 def test_splits_where_one_sees_nothing():
     """A head's slots on several programs, all the held ones on the first."""
     (token, _, _, judge), scale = inputs(1, 1, 4, 600, 128)
@@ -173,7 +174,7 @@ def test_ties_go_to_the_older_token():
     assert int(got.positions[0, 0, got.next_slot[0, 0]]) == int(np.min(np.asarray(got.positions)))
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("slots", [997, 1000])
 @pytest.mark.parametrize(("dim", "group"), [(64, 4), (80, 1), (96, 7), (128, 16), (256, 16)])
 @pytest.mark.parametrize("counts", [False, True])
@@ -259,7 +260,7 @@ def exactly(bundles):
             held._replace(keys=wide(held.keys), values=wide(held.values)), *others)  # fmt: skip
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", CODED)
 def test_codes_count_as_what_they_stand_for(name):
     keys, values, slots, dim, dtype, rule = CODED[name]
@@ -292,6 +293,7 @@ def test_codes_lower_for_cuda(name, group):
     assert "int4" in name or "symmetric=True" in str(keys) or operations(text) == {"custom_call"}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("said", "codec", "slots"),
     [("2 bits", Int(2), 64), ("2 scales", Int(8, channels=32), 64), ("codes of 76 slots", Int(8), 76)],
@@ -394,7 +396,7 @@ RAGGED = {  # sizes per row, P, G, D, dtype, rule, more
 }  # fmt: skip
 
 
-@pytest.mark.some(2)
+@pytest.mark.long
 @pytest.mark.parametrize("name", RAGGED)
 def test_ragged_equals_the_reference(name):
     *shape, more = RAGGED[name]
@@ -405,7 +407,7 @@ def test_ragged_equals_the_reference(name):
     check(ragged(ragged_gpu, bundles, **more), ragged(ragged_reference, bundles, **more))
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("codecs", [(Int(8), Int(8)), (Int(4), Fp8()), (Fp8(), Plain())], ids=str)
 def test_ragged_codes_count_as_what_they_stand_for(codecs):
     """With borders in a block, new tokens of several heads in one, and a row that has finished."""
@@ -422,6 +424,7 @@ def test_ragged_codes_lower_for_cuda():
     assert operations(flat(functools.partial(ragged_gpu.ragged_decode, scale=scale), bundles)) == {"custom_call"}
 
 
+@pytest.mark.long
 def test_ragged_ties_go_to_the_older_token():
     """Equal keys get equal mass to the last bit in whatever part of a head they lie."""
     (token, held, slot, judge), scale = pool([[9, 520, 71]], 600, 4, 128)
@@ -437,7 +440,7 @@ def test_ragged_ties_go_to_the_older_token():
         assert int(got.positions[0, slot]) == int(np.min(np.asarray(got.positions[0, begin:end])))
 
 
-@pytest.mark.some(2)
+@pytest.mark.long
 @pytest.mark.skipif(NATIVE, reason="copies are counted under the interpreter")
 @pytest.mark.parametrize("sizes", [[150, 150, 150], [1, 448, 1], [447, 1, 2], [64, 128, 258], [5, 3, 120]])
 def test_ragged_reads_each_block_once(monkeypatch, sizes):
@@ -457,7 +460,7 @@ def test_ragged_reads_each_block_once(monkeypatch, sizes):
     assert sorted(fetched) == [(row, at) for row in (1, 2) for at in range(0, sum(sizes), 64) for _ in "kv"]
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kv_heads", [1, 8])
 @pytest.mark.parametrize(("dim", "group"), [(64, 4), (80, 1), (96, 7), (128, 8), (256, 16)])
 @pytest.mark.parametrize("counts", [False, True])
@@ -530,6 +533,7 @@ PROMPTS = {  # Hq, Hk, T, past, D, dtype, options
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", PROMPTS)
 def test_prefill_equals_the_reference(name):
     *shape, options = PROMPTS[name]
@@ -539,6 +543,7 @@ def test_prefill_equals_the_reference(name):
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), atol=1.6e-2)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("name", "reduce"), list(zip(PROMPTS, ("sum", "max", "mean"), strict=True)))
 def test_mass_equals_the_reference(name, reduce):
     *shape, options = PROMPTS[name]
@@ -551,6 +556,7 @@ def test_mass_equals_the_reference(name, reduce):
     np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_mass_of_all_queries_some_of_which_weigh_more():
     queries, keys, _, asking, held = prompt(2, 1, 70, 90, 64)
     weights = jnp.linspace(0.1, 10.0, asking.size).reshape(asking.shape)
@@ -560,6 +566,7 @@ def test_mass_of_all_queries_some_of_which_weigh_more():
     np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 def test_prefill_lowers_for_cuda(dim):
     queries, keys, values, asking, held = prompt(4, 2, 100, 57, dim)
@@ -616,6 +623,7 @@ def lowered(program, config, policy, *args, **more) -> str:
     return flat.trace(*leaves).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["dapq-longflow", "adakv-h2o", "adakv"])
 def test_decode_of_a_model_lowers_for_cuda(name):
     """Two kernels a layer, whether its heads share a pool or not."""

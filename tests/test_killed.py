@@ -117,14 +117,17 @@ def evaluations(killed, tmp_path, kills):
     return resumed
 
 
+@pytest.mark.long
 def test_saving(killed, tiny, tmp_path):
     assert saves(killed, tiny, tmp_path, 2) > 0
 
 
+@pytest.mark.long
 def test_calibrating(killed, tmp_path):
     assert calibrations(killed, tmp_path, 2) >= 0
 
 
+@pytest.mark.long
 def test_evaluating(killed, tmp_path):
     evaluations(killed, tmp_path, 2)
 

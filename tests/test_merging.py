@@ -101,6 +101,7 @@ def test_every_choice_equals_its_form(part, seed, one):
         np.testing.assert_allclose(state.tau[0], tau, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 @given(seed=st.integers(0, 999), over=st.integers(1, 6), one=st.booleans())
 @settings(max_examples=8, deadline=None)
 def test_spreading_equals_its_form(seed, over, one):
@@ -137,7 +138,7 @@ RELEASED = [
 ]
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name, which, phase, options, near", RELEASED, ids=lambda x: x if isinstance(x, str) else "")
 def test_merging_as_released(goldens, name, which, phase, options, near, monkeypatch):
     """What stays and what leaves is given, as the release chose; keys, values and counts after it are equal."""
@@ -163,6 +164,7 @@ def test_merging_as_released(goldens, name, which, phase, options, near, monkeyp
         np.testing.assert_array_equal(np.asarray(new.weight)[0][stays], read("new_count").ravel())
 
 
+@pytest.mark.long
 def test_elastic_cache_grows_as_released(goldens):
     """Step by step, which tokens a head holds behind a prompt's cut: as many as the prompt's share, one place freed."""
     steps = arrays(goldens / "policies" / "merging.npz")["elastic-cache/steps"]
@@ -181,6 +183,7 @@ def test_elastic_cache_grows_as_released(goldens):
     assert len(at) == 24 and set(range(56, 60)) < set(at)
 
 
+@pytest.mark.long
 def test_residual_slots_as_released(goldens):
     """ZSMerge's after a prompt's cut and after each step, and attention over them and the others with 0.6 log n."""
     golden = arrays(goldens / "policies" / "merging.npz")
@@ -207,6 +210,7 @@ def test_residual_slots_as_released(goldens):
     np.testing.assert_allclose(whole.output[0], read("output"), atol=1e-5)
 
 
+@pytest.mark.long
 @given(seed=st.integers(0, 999), slots=st.integers(1, 5), cuts=st.integers(1, 4))
 @settings(max_examples=10, deadline=None)
 def test_residual_slots_stand_for_what_has_left(seed, slots, cuts):
@@ -350,7 +354,7 @@ def test_the_model_reads_an_entry_of_two_as_two(tiny):
     assert drafted.tokens.tolist() == jaxkv.generate(params, None, cache=weighed, **options).tokens.tolist()
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name, every", [("h2o", 1), ("h2o", 4), ("adakv-h2o", 4), ("global-h2o", 0), ("snapkv", 0)])
 def test_what_entries_stand_for_adds_up(tiny, name, every):
     """To the tokens seen, of every head, in slots, pools and lines; where all is taken up."""

@@ -79,6 +79,7 @@ def best(score, count, sinks, recent):
     return sorted(np.lexsort((at, -np.where(safe, np.inf, score)))[:count].tolist())
 
 
+@pytest.mark.long
 def test_prefixkv(apart):
     """The sizes by a search for the share of attention that fills the budget; one set of tokens for all heads."""
     params, tokens = apart, ids(TOKENS)
@@ -98,6 +99,7 @@ def test_prefixkv(apart):
         assert ours[layer] == [best(each, sizes[layer], 2, 1)] * len(ours[layer]), layer
 
 
+@pytest.mark.long
 def test_cake(apart):
     """Entropy and variance of the window's attention share out the budget; mean + gamma variance chooses the tokens."""
     params, tokens, window = apart, ids(TOKENS), 4
@@ -116,6 +118,7 @@ def test_cake(apart):
         assert ours[layer] == [best(head, sizes[layer], 0, window) for head in score.mean(axis=1)], layer
 
 
+@pytest.mark.long
 def test_d2o(apart):
     """The evener a layer's attention, the more of the budget."""
     params, tokens = apart, ids(TOKENS)
@@ -133,6 +136,7 @@ def test_d2o(apart):
         assert ours[layer] == [best(head, sizes[layer], 2, 4) for head in each], layer
 
 
+@pytest.mark.long
 def test_layers_that_are_spared_hold_the_text(tiny):
     """The first ones and the last, at decode and when a cache goes on too; the others share, and merge at each step."""
     params = tiny(FAMILY)
@@ -168,6 +172,7 @@ def test_simlayerkv(apart, lazy):
             assert ours[layer] == [best(head, sizes[layer], 2, 0) for head in each]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("safeguard", [0.0, 0.5])
 def test_one_budget_for_all(apart, safeguard):
     """global: every head its safeguard, and the best of all layers and heads together, up to a layer's ceiling."""
@@ -240,6 +245,7 @@ def test_layers_that_are_cut_as_they_come_keep_the_same(deep, share):
 # ---- the line
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_a_long_decode_loses_no_slot(tiny, name):
     """300 tokens: the bytes and borders stay, segments don't overlap, sinks and newest stay; or all is added."""
@@ -373,7 +379,7 @@ def forced(params, policy, tokens):
         yield kept
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("size", [16, 28])
 def test_cake_as_released(released, size):
     """Sizes of the layers under its cascade, and what they keep of the prompt and of 8 new tokens."""
@@ -384,6 +390,7 @@ def test_cake_as_released(released, size):
             assert heads == golden[f"cake/{size}/step{step}/layer{layer}"].tolist(), (step, layer)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ratio", "mean"), [(0.53, 33), (0.75, 18)])
 def test_prefixkv_as_released(released, ratio, mean):
     """Sizes of the layers, and what all of their heads keep of the prompt and of 8 new tokens."""

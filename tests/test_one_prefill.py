@@ -57,7 +57,7 @@ KINDS = (  # of store, flow, observer, codec, and of what decoding does; `-m slo
 NAMES = [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in sorted(catalogue())]
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_says_what_each_policy_says_alone(lettered, data, tmp_path, name):
     run = run_of(data, name) if name != "full" else run_of(data)
@@ -88,6 +88,7 @@ def test_longer_blocks_let_more_policies_share(data):
     assert blocks[0]["epicache"] == blocks[1]["epicache"] < 2048
 
 
+@pytest.mark.long
 def test_policies_that_decode_alike_stand_in_one_batch(lettered, data, tmp_path, monkeypatch):
     """snapkv, dapq and spans add tokens; dapq-longflow and longflow overwrite by the same rule."""
     batches = []
@@ -140,6 +141,7 @@ def test_what_is_said_of_a_policy_is_no_part_of_its_records_names(data):
     assert names[0] == names[1] != names[2]
 
 
+@pytest.mark.long
 def test_a_stopped_run_computes_only_what_is_missing(lettered, data, tmp_path, monkeypatch):
     run = run_of(data, "snapkv", "tova", share_prefill=True)
     whole = answers(runner.evaluate(lettered, run, tmp_path))

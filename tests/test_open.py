@@ -95,6 +95,7 @@ def positions(out):
     return [np.asarray(layer.positions).tolist() for layer in out.cache.layers]
 
 
+@pytest.mark.long
 def test_parts_of_ones_own_do_what_they_say(mine, lettered):
     """Without fading and without a stride they are the shipped ones; with them they keep other entries."""
     chosen = jaxkv.policy(mine / "strided.toml", budget=16)
@@ -136,6 +137,7 @@ def test_the_command_line(mine, lettered, monkeypatch, capsys):
     assert "no such file" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_an_evaluation(mine, lettered, monkeypatch, capsys, tmp_path):
     """A run's files lie beside it; what stands in them is part of its settings."""
     monkeypatch.setattr(jaxkv, "load", lambda *_, **__: lettered)

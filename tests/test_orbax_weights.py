@@ -33,6 +33,7 @@ def test_what_comes_back_is_what_was_saved(tiny, saved, family):
         np.testing.assert_array_equal(np.asarray(one[...]), np.asarray(other[...]), err_msg=str(where))
 
 
+@pytest.mark.long
 def test_on_a_mesh_every_device_has_its_part(tiny, saved):
     mesh = jaxkv.mesh(data=2, model=2, context=2)
     params, prompt = jaxkv.load(saved["llama3"], mesh=mesh), np.arange(3, 33)

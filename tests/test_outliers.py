@@ -38,6 +38,7 @@ def quantised(row, bits, share):
     return out, scale
 
 
+@pytest.mark.long
 @given(row=st.lists(NUMBERS, min_size=16, max_size=16), bits=st.sampled_from([2, 3, 4, 8]), flat=st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_slots_by_an_independent_form(row, bits, flat):
@@ -89,6 +90,7 @@ def test_bits_as_released(goldens):
         assert len(np.unique(np.ceil(mine))) > 1
 
 
+@pytest.mark.long
 def test_bytes_of_two_tiers(tiny):
     """4 and 2 bits, two float16 numbers and two outliers a head, within 3 % of what the arrays take; at 64 channels."""
     store = catalogue()["qaq"].store

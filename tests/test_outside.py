@@ -46,7 +46,7 @@ def file(request, tmp_path):
     return str(path)
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 def test_outside_parts_keep_the_contract(tiny, file, tmp_path):
     contract.test_rules_of_the_family(tiny, file)
     contract.test_save_and_restore_equals_going_on(tiny, file, tmp_path)
@@ -63,6 +63,7 @@ def test_each_part_is_short_and_says_what_it_is():
     assert issubclass(PARTS["values"].parts["half"], Codec)
 
 
+@pytest.mark.long
 def test_what_the_parts_do(tiny, tmp_path):
     """The layers' budgets, the bytes of the codes, the entries folded; each from its file."""
     params, made = tiny(contract.FAMILY), {}

@@ -65,6 +65,7 @@ def two_layers(rng, positions, codec=None):
     return layer(), layer()
 
 
+@pytest.mark.long
 @given(
     seed=st.integers(0, 999), toward=st.sampled_from([0.0, 0.3, 0.6, 1.0]), exact=st.sampled_from([0.0, 0.05, 0.4, 1.0])
 )
@@ -131,6 +132,7 @@ def test_which_layers_are_pairs(windows, lower):
     assert [i for i, role in enumerate(roles) if role == pairs.UPPER] == [i + 1 for i in lower]
 
 
+@pytest.mark.long
 def test_a_prompt_is_joined_and_joined_again(tiny):
     """What a prompt leaves by the independent form; behind another prompt the share apart is of both."""
     params, chosen = tiny(FAMILY), jaxkv.policy("minicache", **OF_TWO)
@@ -153,7 +155,7 @@ def test_a_prompt_is_joined_and_joined_again(tiny):
     assert more.layers[0].entries.keys.directions is not None and more.layers[1].entries.keys.directions is None
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("store", [{}, {"keys": {"kind": "plain"}}], ids=["both", "values"])
 def test_saved_and_gone_on_with(tiny, tmp_path, store):
     """Rows in another order, and a saved cache, say the same, behind prompts of several blocks."""

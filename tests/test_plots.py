@@ -42,7 +42,7 @@ def inside(figure):
     return min(box.x0, box.y0) >= -0.02 and box.x1 <= width + 0.02 and box.y1 <= height + 0.02
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("count, budgets", [(63, (128,)), (2, (128,)), (25, (72, 128))])
 def test_each_policy_has_a_line_of_its_own(count, budgets):
     names = [f"policy-{number}" for number in range(count)]

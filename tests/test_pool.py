@@ -72,7 +72,7 @@ def twin(method, budget):
     return dataclasses.replace(policy, prefill=prefill, decode=None, rope="text", allocate=share)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("family", "method", "ratio"), CASES)
 def test_kept_as_in_kvpress(goldens, tiny, family, method, ratio):
     """The same entries of every head, in every layer that kvpress compresses, and no more slots than whole pieces."""
@@ -96,6 +96,7 @@ def test_kept_as_in_kvpress(goldens, tiny, family, method, ratio):
         assert [pooled(layer) for layer in cache.layers] == [i in layers for i in range(len(cache.layers))]
 
 
+@pytest.mark.long
 def test_a_pyramid_of_layers_whose_heads_compete(tiny):
     """Layer budgets as PyramidKV's, shares of the heads as AdaKV's."""
     params, budget = tiny(FAMILY), 24
@@ -176,6 +177,7 @@ def check_pool(pool: Pool, room):
         assert (np.asarray(pool.positions)[row, offsets[row, -1] :] == EMPTY).all()
 
 
+@pytest.mark.long
 @given(layers())
 @settings(max_examples=40, deadline=None)
 def test_heads_compete_and_a_pool_is_built(case):
@@ -236,6 +238,7 @@ def step(pool: Pool, key, now, each, shift, guard):
     return pool.aimed(lowest(worth, pool.positions, pool.offsets))
 
 
+@pytest.mark.long
 @given(st.integers(0, 2**16), st.sampled_from([1, 3]), st.sampled_from([1, 4]))
 @settings(max_examples=4, deadline=None)
 def test_borders_move_over_a_long_decode(seed, shift, guard):
@@ -295,7 +298,7 @@ CASES = [
 TAKES = {"numba_cpu": ("float32",)}
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "how, shape, group, rule, counts, dtype",
     [(how, *case) for how in DECODES for case in CASES if case[-1] in TAKES.get(how, case)],
@@ -393,7 +396,7 @@ def test_a_line_is_read_where_it_lies(rule, counts):
 # ---- whole runs
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in POOLED]
 )
@@ -417,6 +420,7 @@ def test_bytes_are_the_budget(tiny, name):
         assert (np.ptp(held) if isinstance(policy.allocate, Across) else np.ptp(held, axis=-1).max()) > 0, "they differ"
 
 
+@pytest.mark.long
 def test_borders_move_while_decoding(tiny):
     """adakv-h2o: the same bytes and safeguard after 60 tokens, between other borders."""
     params = tiny(FAMILY)
@@ -432,6 +436,7 @@ def test_borders_move_while_decoding(tiny):
         assert int(np.asarray(layer.offsets)[0, -1]) == layer.total
 
 
+@pytest.mark.long
 def test_cuts_every_few_tokens_move_borders(tiny):
     """A decode phase that cuts every 4 tokens lets the heads compete at each cut, also with a score that compares."""
     params = tiny(FAMILY)

@@ -37,6 +37,7 @@ def nearest(x, bits):
     return grid[points].reshape(-1) @ turn.T * size / np.sqrt(len(x))
 
 
+@pytest.mark.long
 @given(seed=st.integers(0, 999), bits=st.sampled_from([2, 4]), scale=st.sampled_from([0.0, 1e-3, 1.0, 300.0]))
 @settings(max_examples=25, deadline=None)
 def test_points_by_an_independent_form(seed, bits, scale):
@@ -78,6 +79,7 @@ def test_grids_are_those_of_least_error():
 # ---- what predicts a layer
 
 
+@pytest.mark.long
 def test_predictors_are_those_of_least_squares(tiny):
     """Of the second layer, from what a cache has of the first: least squares with a row for each input that is small,
     in NumPy, on keys and values that a cache without codes holds."""
@@ -147,6 +149,7 @@ def chained(exact, learned):
     return out
 
 
+@pytest.mark.long
 def test_layers_by_an_independent_form(tiny):
     """A prompt, some steps, another prompt of two blocks and steps behind it: what was coded once stays as it is, and
     what is new is coded from what the layer made; first and newest tokens are exact."""

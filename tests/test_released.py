@@ -88,7 +88,7 @@ def assert_kept(cache, case):
             assert np.sort(held[held >= 0]).tolist() == want, f"layer {index} head {head}"
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("name", "case"), CASES)
 def test_what_a_prompt_leaves(goldens, tiny, name, case):
     file, cases = PROMPTS[name]
@@ -98,7 +98,7 @@ def test_what_a_prompt_leaves(goldens, tiny, name, case):
     assert_kept(jaxkv.prefill(params, theirs["ids"], policy=jaxkv.policy(name, budget=budget, **options)), theirs)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("level", ["pair", "pair-uniform"])
 @pytest.mark.parametrize(("case", "block", "budget"), [("p60-c20-b16", 20, 16), ("p90-c30-b24", 30, 24)])
 def test_epicache_block_by_block(goldens, tiny, case, block, budget, level):
@@ -165,7 +165,7 @@ def test_the_full_cache_generates_what_transformers_does(goldens, tiny, family):
     np.testing.assert_array_equal(jaxkv.generate(tiny(family), prompts, **options).tokens, theirs["greedy"])
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "case", "budget"),
     [
@@ -240,7 +240,7 @@ def test_simlayerkv_as_in_kvpress(goldens, tiny, lazy):
         assert _entries(layer) == [kept[kept >= 0].tolist()] * len(_entries(layer))
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "window", "threshold"), [("p24-w12", 12, 0.03), ("p16-w8", 8, 0.06)])
 def test_lazyeviction_up_to_its_first_eviction(goldens, ungrouped, case, window, threshold):
     """When each entry was last attended to and at what longest gap, and that what stays is worth the most there. Of the

@@ -35,7 +35,7 @@ def masks(layer, length):
     return out
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("ratio", ["0.5", "0.75"])
 @pytest.mark.parametrize("name", ["defensivekv", "layer-defensivekv"])
 def test_defensivekv_as_released(goldens, sharpened, scored, name, ratio):
@@ -52,6 +52,7 @@ def test_defensivekv_as_released(goldens, sharpened, scored, name, ratio):
         np.testing.assert_array_equal(masks(layer, len(ids)), kept)
 
 
+@pytest.mark.long
 def test_a2sf_as_released(goldens, sharpened, scored):
     """Scores and kept entries; and run in blocks, with room for all, each query is forgotten token by token as well."""
     golden = arrays(goldens / "policies" / "a2sf.npz")
@@ -67,6 +68,7 @@ def test_a2sf_as_released(goldens, sharpened, scored):
         np.testing.assert_allclose(sums, scores, rtol=RTOL, atol=1e-6)
 
 
+@pytest.mark.long
 def test_key_norm_spares_layers(goldens, tiny):
     """Spared layers hold the whole text, at decode and when a cache goes on too; the others what the release keeps:
     the ceil(ratio * n) keys of the smallest norm."""
@@ -87,6 +89,7 @@ def test_key_norm_spares_layers(goldens, tiny):
         np.testing.assert_array_equal(np.asarray(cache.held())[:, 0], [[seen, seen], [8, 8]])
 
 
+@pytest.mark.long
 def test_r_kv_as_released(goldens, sharpened, scored):
     """Scores and kept entries of a prompt: the maximum over the group comes before the softmax, which leaves the window
     out."""
@@ -98,6 +101,7 @@ def test_r_kv_as_released(goldens, sharpened, scored):
         np.testing.assert_array_equal(masks(layer, len(ids)), golden[f"layer{index}/kept_mask"])
 
 
+@pytest.mark.long
 def test_the_last_queries_lie_beside_the_slots(tiny):
     """R-KV's last eight queries after a prompt in blocks and some steps are those of one prefill of the whole text, for
     rows of any length; a row of six tokens has no more."""
@@ -114,6 +118,7 @@ def test_the_last_queries_lie_beside_the_slots(tiny):
             assert (np.abs(wanted[0]).max(axis=(0, 2)) > 0).sum() == min(len(text), 8)
 
 
+@pytest.mark.long
 def test_r_kv_cuts_with_the_last_queries(tiny):
     """A cut while decoding, by loops over what the slots and the queries beside them held just before."""
     params, ids = tiny("llama3"), np.random.default_rng(6).integers(0, 100, 40).astype(np.int32)
@@ -169,7 +174,7 @@ def test_windows_as_released(name, window, pool, kernel):
         assert (policy.flow.window, policy.flow.pool, policy.flow.kernel) == (window, pool, kernel)
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv", "fastkv"])
 def test_snapkv_scores_by_loops(tiny, scored, name):
     """With the released pool and kernel and a window of 8: pooled by query head, then summed (AdaKV: summed first)."""

@@ -102,7 +102,7 @@ def assert_same_cache(ours, theirs, atol=1e-4, windows=None):
         assert np.array_equal(on_host(getattr(ours, name)), on_host(getattr(theirs, name)))
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name, axes", CASES)
 def test_a_mesh_gives_what_one_device_gives(goldens, name, axes):
     folder = goldens / "tiny" / "llama3"
@@ -111,7 +111,7 @@ def test_a_mesh_gives_what_one_device_gives(goldens, name, axes):
     assert_same_cache(out.cache, expected(folder, name).cache)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
 @pytest.mark.parametrize("family, queries", [("llama3", 16), ("smollm2", 16), ("smollm2", 6)])
 def test_queries_are_shared_along_the_text(goldens, reduce, family, queries):
@@ -193,6 +193,7 @@ def test_windows_biases_and_cuts_every_few_steps(goldens, family, options):
     assert_same_cache(out.cache, one.cache, windows=[spec.window for spec in params.config.specs])
 
 
+@pytest.mark.long
 def test_weights_over_fsdp(goldens):
     folder = goldens / "tiny" / "llama3"
     params = jaxkv.load(folder, mesh=jaxkv.mesh(fsdp=4, model=2))
@@ -283,7 +284,7 @@ FITTED = {**BY_TOKEN, "keys": {"kind": "channels", "window": 4}}
 STEP = 1.0  # of 4 bits: rounding, which is a mesh's own, may move a number by one
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name, store, axes",
     [
@@ -319,7 +320,7 @@ def test_codes_on_a_mesh(goldens, tmp_path, name, store, axes):
 POOLED = {"allocate": {"kind": "adaptive", "safeguard": 0.2}}  # without moves of borders, which move entries
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "name, axes, options",
     [
@@ -417,6 +418,7 @@ def test_a_mesh_with_strange_axes_is_refused(goldens):
         jaxkv.load(goldens / "tiny" / "llama3", mesh=mesh)
 
 
+@pytest.mark.long
 def test_the_command_line_on_a_mesh(goldens, monkeypatch, capsys):
     load, given = jaxkv.load, []
 

@@ -133,6 +133,7 @@ def module_of(dependency: str) -> str:
     return MODULES_OF.get(dependency, dependency.replace("-", "_"))
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("extra", [*LIBRARY, "bench", "docs", "dev"])
 def test_declared_is_used(extra):
     """Each dependency is imported in a place that its extra is for, or stands where it is used without an import."""

@@ -184,6 +184,7 @@ def test_estimates_are_right_on_average():
     assert (np.abs(np.mean(above, axis=0) - want) < 4 * error).all()
 
 
+@pytest.mark.long
 def test_cuts_change_no_sample():
     """The sample is that of the text, in however many cuts it left; the clusters hold all of it."""
     keys, values, at = entries(np.random.default_rng(1), 24)

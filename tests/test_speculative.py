@@ -85,6 +85,7 @@ def assert_same_cache(plain, fast):
             np.testing.assert_allclose(np.asarray(mine)[live], np.asarray(theirs)[live], atol=1e-3)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "name", ["full", FLAGSHIP, *map(slow, ["longflow", "streaming-llm", "streaming-llm/text", "dapq", "h2o"])]
 )
@@ -317,13 +318,14 @@ LAYERS = [
 ]
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name, spec", LAYERS)
 @pytest.mark.parametrize("seed", range(3))
 def test_every_tree_of_six_nodes_equals_its_paths_token_by_token(name, spec, seed):
     assert_paths_come_one_by_one(policy(name, 16), spec, LEVEL, planted(LEVEL, EVERY, seed), seed)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["full", FLAGSHIP, slow("streaming-llm")])
 @pytest.mark.parametrize("widths", [(1, 1, 1, 1, 1), (3, 1, 2), slow((4,)), slow((1, 3, 2))])
 def test_trees_of_uneven_shapes_equal_their_paths_token_by_token(name, widths):
@@ -343,6 +345,7 @@ def test_nothing_is_compiled_again_while_rows_accept_different_lengths(tiny):
     assert fast.tokens.tolist() == plain.tokens.tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [FLAGSHIP, slow("full")])
 def test_a_stop_token_inside_a_draft_ends_its_row_there(tiny, name):
     """Some rows end early, one of them behind accepted drafts; nothing lies behind the stop token, and others go on."""
@@ -367,6 +370,7 @@ def test_a_stop_string_inside_a_draft_leaves_nothing_behind(tiny, name):
     assert_same_cache(plain.cache, fast.cache)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["full", slow("tova")])
 @pytest.mark.parametrize("steps", [7, slow(1), slow(2), slow(3)])
 def test_no_draft_goes_beyond_what_was_asked_or_the_context(tiny, steps, name):
@@ -380,6 +384,7 @@ def test_no_draft_goes_beyond_what_was_asked_or_the_context(tiny, steps, name):
     assert_same_cache(plain.cache, fast.cache)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [FLAGSHIP, slow("full")])
 def test_going_on_from_a_cache(tiny, name):
     params, method = tiny(FAMILY), PromptLookup(fallback=False)
@@ -401,6 +406,7 @@ def test_streamed_pieces_are_the_same(tiny):
     assert "".join(stream) == whole.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [FLAGSHIP, slow("full")])
 @pytest.mark.parametrize(
     "options",
@@ -510,6 +516,7 @@ DRAFTERS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name, drafter",
     [
@@ -546,6 +553,7 @@ def test_conditional_verification_follows_its_formula():
     assert True in cases and False in cases
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strictness", ["loose", slow("strict")])
 def test_conditional_verification_reports_its_departures(tiny, strictness):
     params = tiny(FAMILY)
@@ -620,6 +628,7 @@ def test_siblings_are_what_the_prefill_held_likelier(tiny):
         np.testing.assert_allclose(chance[0, column], exact[np.asarray(top[0, column])], rtol=1e-3)
 
 
+@pytest.mark.long
 def test_siblings_are_drawn_by_their_chances():
     method = AASD(depth=2, siblings=(2, 1), low=0.4)
     tokens = np.array([1, 2, 3, 4, 1, 2], np.int32)
@@ -712,7 +721,7 @@ def test_what_cannot_be_is_refused(tiny, call, words):
         call(tiny(FAMILY))
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("drafter", ["aasd", "self", slow("lookup"), slow("noisy")])
 @pytest.mark.parametrize("name", [FLAGSHIP, slow("full"), slow("streaming-llm")])
 def test_drafts_from_a_cache_change_nothing_when_greedy(tiny, name, drafter):
@@ -730,7 +739,7 @@ def test_drafts_from_a_cache_change_nothing_when_greedy(tiny, name, drafter):
         assert fast.stats.speculation.acceptance_length > 1
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("method", [PromptLookup(fallback=False), AASD(fallback=False)], ids=["lookup", "aasd"])
 def test_drafts_come_from_the_text_of_the_cache(tiny, method):
     """A cache whose text holds what the model is about to say: every draft is right. Not known, it drafts little."""

@@ -131,6 +131,7 @@ def test_a_block_has_few_sizes():
     assert len({rounded(count, SIZES) for count in range(1, 2049)}) == 24
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name, size", [("full", {}), ("snapkv", {"budget": 24, "window": 6}), ("h2o", {"budget": 24})])
 def test_near_sizes_share_programs(tiny, name, size):
     """Prompts of other lengths in one bucket, and other numbers of new tokens."""
@@ -146,6 +147,7 @@ def test_near_sizes_share_programs(tiny, name, size):
     assert [program._cache_size() for program in run.PROGRAMS] == compiled
 
 
+@pytest.mark.long
 def test_a_prompt_of_many_blocks_needs_two_programs(tiny):
     params, policy = tiny("llama3"), jaxkv.policy("h2o", budget=24, block=16)
     prompts = [np.arange(length, dtype=np.int32) + 3 for length in (40, 56, 90)]

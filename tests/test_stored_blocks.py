@@ -86,6 +86,7 @@ def told(params, **options):
     return jaxkv.generate(params, PROMPTS, policy=policy, max_new_tokens=8, stop_tokens=(), **options).tokens.tolist()
 
 
+@pytest.mark.long
 def test_a_model_of_mixed_blocks(file):
     """All layers are of one form, so that they can run as one loop; the tokens are those of the numbers."""
     floats, kept = jaxkv.load(file), jaxkv.load(file, weights="file")

@@ -36,7 +36,7 @@ def capped(logits, cap):
 # ---- a summary in the softmax
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("queries", [(), (5,)], ids=["decode", "prefill"])
@@ -82,7 +82,7 @@ def test_a_summary_counts_as_often_as_it_stands_for(dtype, cap, queries):
     assert np.array_equal(np.asarray(joined(lse, -1)), np.asarray(given)), "nor does it see the summary"
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("cap", [None, 5.0])
 def test_prefill_attends_to_it_as_to_so_many_keys(cap):
     """Several tiles of queries; padding stays 0. The kernel for Hopper, which has no log-sum-exp, says so."""

@@ -95,7 +95,7 @@ QUICK = ("v5e", "smollm2-135m")  # the one that is compiled by default
 NAMES_ONLY = {"parameter", "get-tuple-element", "bitcast", "custom-call", "tuple"}  # operations that move nothing
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("shape, dtype", [*((shape, "bfloat16") for shape in SHAPES), ("llama-3-8b", "float32")])
 @pytest.mark.parametrize("name", CHIPS)
 @pytest.mark.parametrize("counts", [False, True])
@@ -132,7 +132,7 @@ def pool_arrays(batch: int, kv_heads: int, group: int, slots: int, dim: int, cou
 POOLS = [name for name, (*_, slots, _) in SHAPES.items() if slots < 100_000]  # a row's logits stay on the chip
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("shape", POOLS)
 @pytest.mark.parametrize("name", CHIPS)
 @pytest.mark.parametrize("counts", [False, True])
@@ -145,7 +145,7 @@ def test_pool_kernel_compiles_and_writes_in_place(name, shape, counts):
     assert made_of(pool.shape, compiled.as_text()) <= NAMES_ONLY
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", CHIPS)
 def test_prefill_kernels_compile(name, dtype):
@@ -215,7 +215,7 @@ def held_rows(kind: str, batch: int, sets: int, slots: int) -> tuple[np.ndarray,
     return positions, now
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("rows", ["full", "finished", "hollow"])
 @pytest.mark.parametrize("pooled, counts", [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("shape", POOLS)
@@ -285,6 +285,7 @@ def needed(compiled) -> int:
     return found.argument_size_in_bytes + fresh + found.temp_size_in_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, family", PROGRAMS)
 def test_decode_step_copies_no_cache(name, family):
     config, policy = model(family), jaxkv.policy("dapq-longflow", budget=SLOTS)
@@ -324,7 +325,7 @@ def test_decode_step_copies_no_cache(name, family):
     assert len(re.findall(rf"= \(bf16\[{shape},[^=]*? copy-start\(", loop)) <= (3 if name == "v5p" else 1)
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["adakv-h2o", "layer-defensivekv"])
 def test_decode_step_of_a_pool_compiles(policy, unchecked):
     """Heads that share a layer's budget, layers that share the model's: a kernel a layer, and the cache in place."""

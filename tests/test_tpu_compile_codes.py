@@ -48,7 +48,7 @@ def step_arrays(codec: Codec, batch: int, kv_heads: int, group: int, slots: int,
 CHIPS = ["v5e", pytest.param("v6e", marks=pytest.mark.slow)]
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("pooled", [False, True], ids=["equal", "pool"])

@@ -47,6 +47,7 @@ def test_variants_of_the_config(goldens, tiny, family, variant):
     assert np.abs(np.asarray(plain) - golden["logits"]).max() > 0.05
 
 
+@pytest.mark.long
 def test_smollm2(goldens, smollm2):
     golden = arrays(goldens / "smollm2" / "logits.npz")
     prompts = ("short", "code", "chat", "medium", "long")
@@ -101,7 +102,7 @@ def test_some_weights_are_panels_on_cpu(smollm2):
     assert smollm2.weights["embed"][...].shape == (49152 // 64, 576, 64)
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("panels", [False, True])
 @pytest.mark.parametrize("family", TINY)
 def test_modules_abstract_and_loaded_weights_agree(tiny, family, panels):

@@ -75,6 +75,7 @@ def test_mixed_requests_get_what_each_gets_alone_and_nothing_is_compiled(engine,
         assert alone(params, engine.policy, prompt, speculative=WIDE, **asked) == tokens
 
 
+@pytest.mark.long
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ACTIONS)
 def test_arrivals_and_cancels_in_any_order(engine, known, actions):

@@ -132,6 +132,7 @@ def test_log_probabilities_are_those_of_the_models_own_logits(engine, params):
         assert [expected[token] for token, _ in chance.best] == pytest.approx([v for _, v in chance.best], abs=2e-4)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("length", [20, 70])
 def test_a_request_may_have_a_smaller_budget(engine, params, length):
     policy = jaxkv.policy("dapq-longflow", budget=24, block=32, count=6)

@@ -111,6 +111,7 @@ def running(params):
         yield address, engine
 
 
+@pytest.mark.long
 def test_chat_whole_and_streamed(running, params):
     address, engine = running
     expected = jaxkv.generate(params, CHAT, policy=engine.policy, max_new_tokens=9, stop_tokens=())

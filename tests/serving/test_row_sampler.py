@@ -42,6 +42,7 @@ def both():
     return draw
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [7, 3001])
 def test_rows_draw_as_alone(both, size):
     for seed, spread in itertools.product(range(6), (0.1, 5.0)):
