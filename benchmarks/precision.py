@@ -27,7 +27,7 @@ from benchmarks.flat_cost import TURNS, in_turns, ratios
 from benchmarks.report import RESULTS, prose_rows, table, write
 from jaxkv.evaluation.fidelity import Reference, fidelity, reference
 from jaxkv.models import ModelConfig
-from jaxkv.policies import Codecs, Fp8, Int, IntByChannel, Paired, Sparse, catalogue
+from jaxkv.policies import Codecs, Fp8, Int, IntBalanced, IntByChannel, Paired, Sparse, catalogue
 from jaxkv.sizes import size_of
 
 STORES = {
@@ -38,6 +38,8 @@ STORES = {
     "4 bits, groups of 32": Codecs(Int(4, 32), Int(4, 32)),
     "4 bits, turned": Codecs(Int(4, hadamard=True), Int(4, hadamard=True)),
     "4 bits, keys by channel": Codecs(IntByChannel(4, 32), Int(4, 32), residual=32),
+    "4 bits, keys balanced": Codecs(IntBalanced(4), Int(4)),
+    "4 bits, keys balanced, groups of 32": Codecs(IntBalanced(4, 32), Int(4, 32)),
     "keys 4, values 2": Codecs(Int(4, hadamard=True), Int(2, 32)),
     "3 bits, turned": Codecs(Int(3, hadamard=True), Int(3, hadamard=True)),
     "2 bits, keys by channel": Codecs(IntByChannel(2, 32), Int(2, 32), residual=32),
@@ -45,7 +47,10 @@ STORES = {
     "values in pairs, all layers": Codecs(values=Paired(after=0.0)),
 }
 METHODS = ("kv-heads", "think", "cskv", "aquakv", "qaq", "rotatekv", "squat", "gear", "minicache")
-AT_EQUAL_BYTES = ("bfloat16", "8 bits", "4 bits, turned", "4 bits, keys by channel", "2 bits, keys by channel")
+AT_EQUAL_BYTES = (
+    *("bfloat16", "8 bits", "4 bits, turned", "4 bits, keys balanced"),
+    *("4 bits, keys by channel", "2 bits, keys by channel"),
+)
 SHARES = (2, 4, 8, 16, 32)
 
 

@@ -285,7 +285,8 @@ def test_the_tier_holds_the_best_of_what_came(by, rounds, seed):
 
 @pytest.mark.long
 def test_a_second_tier_holds_what_the_first_has_lost(tiny):
-    """Both tiers together hold the newest of all that left; the tier costs 4 bits a channel and two numbers."""
+    """Both tiers together hold the newest of all that left; the tier costs 4 bits a channel and two numbers a slot, and
+    of the keys two numbers a channel."""
     params = tiny(FAMILY)
     plain = jaxkv.policy("h2o", budget=16, block=20)
     tiered = jaxkv.policy("tiered-h2o", budget=16, block=20, slots=8)
@@ -294,7 +295,7 @@ def test_a_second_tier_holds_what_the_first_has_lost(tiny):
     config = params.config
     per_slot = config.head_dim // 2 + 2 * 2
     pairs = config.num_layers * config.num_kv_heads * len(rows)
-    assert two.kv_bytes - one.kv_bytes == 2 * 8 * per_slot * pairs
+    assert two.kv_bytes - one.kv_bytes == (2 * 8 * per_slot + 2 * 4 * config.head_dim) * pairs
     out = jaxkv.generate(params, rows, policy=tiered, max_new_tokens=30, stop_tokens=())
     for cache, seen in ((two, (45, 3)), (out.cache, (74, 32))):
         layer = cache.layers[0]

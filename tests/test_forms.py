@@ -518,14 +518,14 @@ class Arkv(Tiered, Restless):
 class TieredSnapKv(Tiered, SnapKv):
     """What drafts for the next."""
 
-    codes = (in_bits(4, turned=True), in_bits(4))
+    codes, balance = (in_bits(4), in_bits(4)), "ranges"
 
 
 class TieredLaq(Tiered, Lookahead):
-    """Ours: what leaves stays in 4 bits, keys turned; at decode what got least attention leaves, the newest aside."""
+    """Ours: what leaves stays in 4 bits, key channels brought to one range; at decode what got least attention leaves, the newest aside."""
 
     every, recent, drafts = 1, BUDGET // 4, TieredSnapKv
-    codes = (in_bits(4, turned=True), in_bits(4))
+    codes, balance = (in_bits(4), in_bits(4)), "ranges"
     fresh: ClassVar[dict[str, float]] = {"attention": 0.0}
 
     def stats(self, seen: Prompt):

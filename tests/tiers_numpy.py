@@ -83,7 +83,7 @@ class Tiered:
 
     def __init__(self, budget: int):
         super().__init__(budget)
-        self.said, self.tiers, self.looked_at, self.factors = {}, {}, {}, {}
+        self.said, self.tiers, self.looked_at, self.balances = {}, {}, {}, {}
 
     def prompt(self, seen):
         worth = super().prompt(seen)
@@ -94,7 +94,11 @@ class Tiered:
             asked = largest(own).max(0) if self.balance == "queries" else 1.0
             by_key = np.sqrt(asked / np.abs(key).max(0)) if self.balance != "none" else 1.0
             by_value = 1 / np.sqrt(np.abs(value).max(0)) if self.balance == "channels" else 1.0
-            self.said[seen.layer, number], self.factors[seen.layer, number] = row, (by_key, by_value)
+            centre = 0.0
+            if self.balance == "ranges":
+                centre, by_key = (key.min(0) + key.max(0)) / 2, 2 / np.ptp(key, axis=0)
+            self.said[seen.layer, number] = row
+            self.balances[seen.layer, number] = ((centre, by_key), (0.0, by_value))
         return worth
 
     def step(self, head, mass, now):
@@ -105,8 +109,8 @@ class Tiered:
     def leave(self, head, stay, now, prompt):
         name, gone = (head.layer, head.number), np.setdiff1d(np.arange(len(head.at)), stay)
         key, value = (
-            code(x[gone] * factor) / factor
-            for x, factor, code in zip((head.key, head.value), self.factors[name], self.codes, strict=True)
+            code((x[gone] - centre) * factor) / factor + centre
+            for x, (centre, factor), code in zip((head.key, head.value), self.balances[name], self.codes, strict=True)
         )
         new = Held(head.at[gone], self.said[name][gone], key, value)
         none = Held(*(x[:0] for x in fields(new)))

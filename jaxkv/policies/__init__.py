@@ -94,6 +94,7 @@ from jaxkv.policies.score import Recency as Recency
 from jaxkv.policies.score import Score as Score
 from jaxkv.policies.score import ScoreInputs as ScoreInputs
 from jaxkv.policies.select import Select as Select
+from jaxkv.store.balanced import IntBalanced as IntBalanced
 from jaxkv.store.by_channel import IntByChannel as IntByChannel
 from jaxkv.store.channels import Channels as Channels
 from jaxkv.store.codec import Codec as Codec

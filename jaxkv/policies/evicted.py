@@ -16,13 +16,18 @@ from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
 from jaxkv.policies.score import ScoreInputs, draws
 from jaxkv.store import residue, sketch, summary, tier
-from jaxkv.store.balance import largest
+from jaxkv.store.balance import largest, middle
 from jaxkv.store.codec import Codec
 from jaxkv.store.codecs import Codecs
 from jaxkv.store.entries import Change, Entries
 from jaxkv.store.integers import Int as Integers
 
-BALANCES = {"none": (False, False), "queries": (True, False), "channels": (True, True)}  # of keys, of values
+BALANCES = {  # of keys, of values
+    "none": (False, False),
+    "queries": (True, False),
+    "channels": (True, True),
+    "ranges": (True, False),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +171,8 @@ class Demote(Evicted):
 
     `balance` multiplies channels before they are coded, and divides after, by factors of the row's KV head that the
     prompt's first block chooses: "queries" keys by sqrt(max |q| / max |k|) of the channel (MiKV); "channels" keys and
-    values x by 1 / sqrt(max |x|) of their own (ZipCache, arXiv 2405.14256, has that for values).
+    values x by 1 / sqrt(max |x|) of their own (ZipCache, arXiv 2405.14256, has that for values); "ranges" keys by
+    1 / max |k - c|, c being the middle of the channel's range, which is taken away before (ours).
     """
 
     slots: int = 256
@@ -217,8 +223,12 @@ class Demote(Evicted):
         return dataclasses.replace(self, slots=max(round(self.times * budget), 1), times=0.0)
 
     def begin(self, batch: int, heads: int, head_dim: int, dtype: Any) -> tier.Tier:
+        balanced, centred = BALANCES[self.balance], self.balance == "ranges"
         return tier.empty(
-            batch, heads, self.slots, head_dim, dtype, self.codecs, ranked=self.ranks, balanced=BALANCES[self.balance]
+            *(batch, heads, self.slots, head_dim, dtype, self.codecs),
+            ranked=self.ranks,
+            balanced=balanced,
+            centred=centred,
         )
 
     def check(self, policy: Any) -> None:
@@ -243,12 +253,16 @@ class Demote(Evicted):
         rows = jnp.any(there, axis=(1, 2))
         keys, values = beside.keys, beside.values
         if keys is not None:
-            asked = 1.0
-            if self.balance == "queries":
-                at = block.query_positions[:, None]
-                asked = largest(block.turned(block.queries, at), at >= 0)
-                asked = jnp.max(asked.reshape(*there.shape[:2], -1, asked.shape[-1]), axis=2)
-            keys = keys.choosing(jnp.sqrt(asked / largest(kept.keys, there)), rows)
+            if self.balance == "ranges":
+                centre = middle(kept.keys, there)
+                keys = keys.choosing(1 / largest(kept.keys - centre[:, :, None], there), rows, centre)
+            else:
+                asked = 1.0
+                if self.balance == "queries":
+                    at = block.query_positions[:, None]
+                    asked = largest(block.turned(block.queries, at), at >= 0)
+                    asked = jnp.max(asked.reshape(*there.shape[:2], -1, asked.shape[-1]), axis=2)
+                keys = keys.choosing(jnp.sqrt(asked / largest(kept.keys, there)), rows)
         if values is not None:
             values = values.choosing(1 / jnp.sqrt(largest(kept.values, there)), rows)
         return dataclasses.replace(beside, keys=keys, values=values)

@@ -1,5 +1,7 @@
-"""Balance: a factor for each channel of a row's KV head, chosen once, by which numbers are multiplied before they are
-coded and divided after: so that channels that stand out do not take the range of a slot's integers for themselves."""
+"""Balance: a centre and a factor for each channel of a row's KV head, chosen once.
+
+What is coded is (x - centre) * factor, so that channels that stand out do not take the range of a slot's integers.
+"""
 
 import dataclasses
 from typing import Any
@@ -12,30 +14,48 @@ from jaxtyping import Array, Bool, Float
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Balance:
-    """The factors, and in which rows they have been chosen; 1 until then. They belong to the head, not to its slots, so
-    gathers and overwrites need not know."""
+    """Factors and, unless all are 0, centres, and in which rows they have been chosen; 1 and 0 until then. They belong
+    to the head, not to its slots, so gathers and overwrites need not know."""
 
     factor: Float[Array, "B Hk D"]
     chosen: Bool[Array, "B"]
+    centre: Float[Array, "B Hk D"] | None = None
 
     def applied(self, x: Float[Array, "B Hk S D"]) -> Float[Array, "B Hk S D"]:
-        """x * factor, float32."""
-        return x.astype(jnp.float32) * self.factor[:, :, None]
+        """(x - centre) * factor, float32."""
+        wide = x.astype(jnp.float32)
+        return (wide if self.centre is None else wide - self.centre[:, :, None]) * self.factor[:, :, None]
 
     def undone(self, x: Float[Array, "B Hk S D"]) -> Float[Array, "B Hk S D"]:
-        """x / factor, float32."""
-        return x.astype(jnp.float32) / self.factor[:, :, None]
+        """x / factor + centre, float32."""
+        wide = x.astype(jnp.float32) / self.factor[:, :, None]
+        return wide if self.centre is None else wide + self.centre[:, :, None]
 
-    def choosing(self, factor: Float[Array, "B Hk D"], there: Bool[Array, "B"]) -> "Balance":
-        """With these factors in the rows that are `there` and have none so far; where one is no number above 0, 1."""
+    def choosing(
+        self, factor: Float[Array, "B Hk D"], there: Bool[Array, "B"], centre: Float[Array, "B Hk D"] | None = None
+    ) -> "Balance":
+        """With these factors and centres in the rows that are `there` and have none so far; where a factor is no number
+        above 0, 1."""
         new = there & ~self.chosen
         sound = jnp.where((factor > 0) & jnp.isfinite(factor), factor, 1.0)
-        return Balance(jnp.where(new[:, None, None], sound, self.factor), self.chosen | new)
+        of_rows = lambda chosen, before: jnp.where(new[:, None, None], chosen, before)  # noqa: E731
+        centre = None if self.centre is None else of_rows(centre, self.centre)
+        return Balance(of_rows(sound, self.factor), self.chosen | new, centre)
 
 
-def empty(batch: int, heads: int, head_dim: int) -> Balance:
-    """None chosen so far."""
-    return Balance(jnp.ones((batch, heads, head_dim), jnp.float32), jnp.zeros(batch, bool))
+def empty(batch: int, heads: int, head_dim: int, centred: bool = False) -> Balance:
+    """None chosen so far; with centres, or without."""
+    shape = (batch, heads, head_dim)
+    centre = jnp.zeros(shape, jnp.float32) if centred else None
+    return Balance(jnp.ones(shape, jnp.float32), jnp.zeros(batch, bool), centre)
+
+
+def middle(x: Float[Array, "B H S D"], there: Bool[Array, "B #H S"]) -> Float[Array, "B H D"]:
+    """The middle of each channel's range over the slots or tokens that are there; 0 where none is."""
+    wide, some = x.astype(jnp.float32), there[..., None]
+    low = jnp.min(jnp.where(some, wide, jnp.inf), axis=2, initial=jnp.inf)
+    high = jnp.max(jnp.where(some, wide, -jnp.inf), axis=2, initial=-jnp.inf)
+    return jnp.where(low <= high, (low + high) / 2, 0.0)
 
 
 def largest(x: Float[Array, "B H S D"], there: Bool[Array, "B #H S"]) -> Float[Array, "B H D"]:

@@ -6,6 +6,7 @@ from typing import Any
 from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
 from jaxkv.store import window
+from jaxkv.store.balanced import IntBalanced
 from jaxkv.store.by_channel import IntByChannel
 from jaxkv.store.channels import Channels
 from jaxkv.store.codec import Codec, Plain
@@ -26,7 +27,7 @@ PLAIN = Plain()
 KINDS: dict[str, type[Codec]] = {
     codec.kind: codec
     for codec in (
-        *(Plain, Int, IntByChannel, IntOutliers, Fp8, Higgs, Sparse),
+        *(Plain, Int, IntByChannel, IntBalanced, IntOutliers, Fp8, Higgs, Sparse),
         *(Channels, LowRank, Gear, Squat, Paired, Predicted),
     )
 }

@@ -31,8 +31,8 @@ class Tier:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the codes of keys and values, and of the factors that balance them."""
-        factors = [x.factor for x in (self.keys, self.values) if x is not None]
+        """Bytes of the codes of keys and values, and of the factors and centres that balance them."""
+        factors = [(x.factor, x.centre) for x in (self.keys, self.values) if x is not None]
         return sum(leaf.nbytes for leaf in jax.tree.leaves((self.entries.keys, self.entries.values, factors)))
 
     def coded(self, plain: Entries) -> Entries:
@@ -100,11 +100,12 @@ def empty(
     *,
     ranked: bool = False,
     balanced: tuple[bool, bool] = (False, False),
+    centred: bool = False,
 ) -> Tier:
-    """A tier of empty slots, `ranked` by worth or by position, with keys and values `balanced` or not. Raises
-    `BadValue` where heads of this width have no code."""
+    """A tier of empty slots, `ranked` by worth or by position, with keys and values `balanced` or not, around centres
+    of their own or around 0. Raises `BadValue` where heads of this width have no code."""
     codecs.check(head_dim)
     shape = (batch, heads, slots)
     keys, values = (codec.empty(shape, head_dim, dtype) for codec in (codecs.keys, codecs.values))
-    by_key, by_value = (balance.empty(batch, heads, head_dim) if some else None for some in balanced)
+    by_key, by_value = (balance.empty(batch, heads, head_dim, centred) if some else None for some in balanced)
     return Tier(blank(shape, keys, values, (WORTH,) if ranked else ()), by_key, by_value, codecs)
