@@ -522,7 +522,8 @@ class TieredSnapKv(Tiered, SnapKv):
 
 
 class TieredLaq(Tiered, Lookahead):
-    """Ours: what leaves stays in 4 bits, key channels brought to one range; at decode what got least attention leaves, the newest aside."""
+    """Ours: what leaves stays in 4 bits, key channels brought to one range; at decode what got least attention leaves,
+    the newest aside."""
 
     every, recent, drafts = 1, BUDGET // 4, TieredSnapKv
     codes, balance = (in_bits(4), in_bits(4)), "ranges"
