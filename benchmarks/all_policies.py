@@ -3,15 +3,18 @@ file that the catalogue's pages read.
 
     jaxkv eval catalogue --out DIR
     python -m benchmarks.all_policies DIR
+
+Policies that the run leaves out (`--policies tiered-laq`) keep the rows that they have.
 """
 
 import argparse
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.real_work import interval, percents
-from benchmarks.report import into_page, write
+from benchmarks.report import RESULTS, into_page, write
 from jaxkv.evaluation import summary
 from jaxkv.evaluation.results import Record, Store
 
@@ -21,8 +24,7 @@ HEADER = ("policy", "fidelity", "bounded", "right", "noise", "prose", "KL", "top
 
 
 def measured(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """A row per policy, most right answers first, of equals the smaller KL: shares of right answers with Wilson's 95 %
-    interval, KL with the bootstrap's over texts."""
+    """A row per policy: shares of right answers with Wilson's 95 % interval, KL with the bootstrap's over texts."""
     texts = {summary.name_of(r): r for r in records if r["kind"] == "fidelity" and "kl" in r}
     asked, rows = summary.grouped(summary.answers(records), summary.name_of), []
     for row in summary.quality(records):
@@ -38,7 +40,18 @@ def measured(records: Sequence[Record]) -> list[dict[str, Any]]:
             found["kl"] = rounded(interval(texts[name]["kl"]))
             found["top1"] = round(sum(texts[name]["top1"]) / len(texts[name]["top1"]), 3)
         rows.append(found)
+    return rows
+
+
+def best_first(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Most right answers first, of equals the smaller KL."""
     return sorted(rows, key=lambda row: (-row["right"][0], row.get("kl", [9.0])[0], row["policy"]))
+
+
+def before() -> list[dict[str, Any]]:
+    """The rows of earlier runs."""
+    path = RESULTS / f"{NAME}.json"
+    return json.loads(path.read_text(encoding="utf-8"))["policies"] if path.exists() else []
 
 
 def scores_of(records: Iterable[Record], haystack: str) -> list[float]:
@@ -70,7 +83,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="what jaxkv eval catalogue --out wrote")
     options = parser.parse_args()
     store = Store(options.folder)
-    about, rows = store.about(), measured(list(store.records()))
+    about, found = store.about(), {row["policy"]: row for row in measured(list(store.records()))}
+    rows = best_first({**{row["policy"]: row for row in before()}, **found}.values())
     into_page(PAGE, NAME, HEADER, [line(row) for row in rows])
     run = {name: about["settings"][name] for name in ("name", "model", "budgets", "tasks", "fidelity")}
     print("written to", PAGE, "and", write(NAME, {"run": run, "measured_on": about["machine"], "policies": rows}))

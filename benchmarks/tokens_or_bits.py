@@ -12,6 +12,7 @@ same power of two.
 """
 
 import argparse
+import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -162,10 +163,13 @@ def main() -> None:
     parser.add_argument("folders", type=Path, nargs="+", help="what jaxkv eval --out wrote")
     parser.add_argument("--name", default="tokens-or-bits", help="of the files in benchmarks/results")
     parser.add_argument("--page", action="store_true", help="put the table into RESULTS.md")
+    parser.add_argument("--go-on", action="store_true", help="keep rows of the JSON file that these runs do not have")
     options = parser.parse_args()
     about = Store(options.folders[0]).about()
     params = jaxkv.load(about["settings"]["model"], weights=about["settings"]["weights"])
-    found = joined(rows(params, folder) for folder in options.folders)
+    path = RESULTS / f"{options.name}.json"
+    before = json.loads(path.read_text(encoding="utf-8"))["results"] if options.go_on else []
+    found = joined([before, *(rows(params, folder) for folder in options.folders)])
     measures = taken(found)
     header = ("policy", "kept", "bytes", *("KL" if name == "kl" else name for name in measures))
     lines = [line(row, measures) for row in found]
