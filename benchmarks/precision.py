@@ -52,6 +52,7 @@ AT_EQUAL_BYTES = (
     *("4 bits, keys by channel", "2 bits, keys by channel"),
 )
 SHARES = (2, 4, 8, 16, 32)
+SAME = ("model", "policy", "tokens", "new_tokens", "texts", "layers")  # in all rows of a file
 
 
 def everything() -> dict[str, jaxkv.Policy]:
@@ -138,6 +139,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="only the model's first ones: sooner compiled, for --time")
     parser.add_argument("--name", default="precision", help="of the JSON file in benchmarks/results")
     options = parser.parse_args()
+    if options.layers and not options.time:
+        parser.error("--layers: fewer layers say nothing about KL; expected it with --time")
     params = jaxkv.load(options.model, dtype=jnp.float32)
     for policy in everything().values():
         params.learned_for(policy.learns, policy.name)  # says what to run where something was not measured
@@ -145,7 +148,14 @@ def main() -> None:
         params = first_layers(params, options.layers)
     name = f"{options.name}-time" if options.time else options.name
     path = RESULTS / f"{name}.json"
-    before = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else []
+    stored_as = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"results": []}
+    before = stored_as["results"]
+    for setting in SAME if before else ():
+        if stored_as.get(setting) != getattr(options, setting):
+            parser.error(
+                f"{path} holds rows with {setting}={stored_as.get(setting)}, not {getattr(options, setting)}: rows of "
+                "both would stand in one table; expected another --name"
+            )
     known = {row["case"]: row for row in before}
 
     def stored(found: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -159,7 +169,8 @@ def main() -> None:
         results = stored(timed(params, options, known))
         header = ("case", "a step over the plain one", "ms a token", "plain, ms")
         shown = [tuple(row[name] for name in ("case", "step", "coded_ms", "plain_ms")) for row in results]
-        print(table(f"{options.tokens} tokens held, {options.new_tokens} more", header, shown))
+        layers = f", the first {options.layers} layers" if options.layers else ""
+        print(table(f"{options.tokens} tokens held, {options.new_tokens} more{layers}", header, shown))
         return
     whole = np.asarray(prose_rows(params.tokenizer, options.texts, options.tokens + options.new_tokens), np.int32)
     against = reference(params, whole[:, : options.tokens], whole[:, options.tokens :])
