@@ -96,7 +96,8 @@ class Tiered:
             by_value = 1 / np.sqrt(np.abs(value).max(0)) if self.balance == "channels" else 1.0
             centre = 0.0
             if self.balance == "ranges":
-                centre, by_key = (key.min(0) + key.max(0)) / 2, 2 / np.ptp(key, axis=0)
+                centre, half = (key.min(0) + key.max(0)) / 2, np.ptp(key, axis=0) / 2
+                by_key = 1 / np.maximum(half, 2 / len(key) * half.mean())
             self.said[seen.layer, number] = row
             self.balances[seen.layer, number] = ((centre, by_key), (0.0, by_value))
         return worth

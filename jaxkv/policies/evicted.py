@@ -16,7 +16,7 @@ from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
 from jaxkv.policies.score import ScoreInputs, draws
 from jaxkv.store import residue, sketch, summary, tier
-from jaxkv.store.balance import largest, middle
+from jaxkv.store.balance import largest, middle, reach
 from jaxkv.store.codec import Codec
 from jaxkv.store.codecs import Codecs
 from jaxkv.store.entries import Change, Entries
@@ -172,7 +172,8 @@ class Demote(Evicted):
     `balance` multiplies channels before they are coded, and divides after, by factors of the row's KV head that the
     prompt's first block chooses: "queries" keys by sqrt(max |q| / max |k|) of the channel (MiKV); "channels" keys and
     values x by 1 / sqrt(max |x|) of their own (ZipCache, arXiv 2405.14256, has that for values); "ranges" keys by
-    1 / max |k - c|, c being the middle of the channel's range, which is taken away before (ours).
+    1 / max |k - c|, c being the middle of the channel's range, which is taken away before; of n tokens the maximum is
+    at least 2/n of the channels' mean (ours).
     """
 
     slots: int = 256
@@ -255,7 +256,7 @@ class Demote(Evicted):
         if keys is not None:
             if self.balance == "ranges":
                 centre = middle(kept.keys, there)
-                keys = keys.choosing(1 / largest(kept.keys - centre[:, :, None], there), rows, centre)
+                keys = keys.choosing(1 / reach(kept.keys, there, centre), rows, centre)
             else:
                 asked = 1.0
                 if self.balance == "queries":

@@ -58,6 +58,16 @@ def middle(x: Float[Array, "B H S D"], there: Bool[Array, "B #H S"]) -> Float[Ar
     return jnp.where(low <= high, (low + high) / 2, 0.0)
 
 
+def reach(
+    x: Float[Array, "B H S D"], there: Bool[Array, "B #H S"], centre: Float[Array, "B H D"]
+) -> Float[Array, "B H D"]:
+    """max |x - centre| of each channel over the n slots or tokens that are there, and at least 2/n of the mean over the
+    channels: a few tokens may lie together in a channel by chance, and those that come later do not."""
+    far = largest(x.astype(jnp.float32) - centre[:, :, None], there)
+    count = jnp.maximum(jnp.sum(there, axis=2), 1).astype(jnp.float32)
+    return jnp.maximum(far, 2 / count[..., None] * jnp.mean(far, axis=-1, keepdims=True))
+
+
 def largest(x: Float[Array, "B H S D"], there: Bool[Array, "B #H S"]) -> Float[Array, "B H D"]:
     """max |x| of each channel over the slots or tokens that are there; 0 where none is."""
     size: Any = jnp.where(there[..., None], jnp.abs(x.astype(jnp.float32)), 0.0)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float16, Int
 
-from jaxkv.store.balance import largest, middle
+from jaxkv.store.balance import middle, reach
 from jaxkv.store.codec import Codec, Fitting, small
 from jaxkv.store.integers import Int as Integers
 from jaxkv.store.integers import IntCode, outwards
@@ -19,8 +19,8 @@ Fitted = dict[str, Float16[Array, "*heads D"]]
 class IntBalanced(Fitting):
     """x^ = centre + reach * y^, where y^ is y = (x - centre) / reach as `int` codes it, with a scale per slot or for
     each run of `channels` adjacent channels. Each channel of a KV head has its centre, the middle of its range over the
-    entries held, and its reach, how far they lie from it at most (1, where none does): chosen once, when a prompt has
-    been read.
+    n entries held, and its reach, how far they lie from it at most, but no less than 2/n of the mean over the channels
+    (1, where none does): chosen once, when a prompt has been read.
 
     |x - x^| <= reach * scale / 2, the scale being that of the slot's y: some 2 / (2^bits - 1) at most for the entries
     held then. For keys: where the model's projection has a bias, some of their channels lie far from 0 in all tokens.
@@ -51,8 +51,8 @@ class IntBalanced(Fitting):
     ) -> Fitted:
         there = positions >= 0
         centre = small(middle(x, there))
-        reach = outwards(largest(x.astype(jnp.float32) - centre.astype(jnp.float32)[:, :, None], there), 1)
-        return {"centre": centre, "reach": jnp.where(reach > 0, reach, jnp.ones_like(reach))}
+        far = outwards(reach(x, there, centre.astype(jnp.float32)), 1)
+        return {"centre": centre, "reach": jnp.where(far > 0, far, jnp.ones_like(far))}
 
     def unfit(self, batch: int, heads: int, head_dim: int) -> Fitted:
         shape = (batch, heads, head_dim)
