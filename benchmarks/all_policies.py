@@ -8,13 +8,12 @@ Policies that the run leaves out (`--policies tiered-laq`) keep the rows that th
 """
 
 import argparse
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.real_work import interval, percents
-from benchmarks.report import RESULTS, into_page, write
+from benchmarks.report import into_page, write, written
 from jaxkv.evaluation import summary
 from jaxkv.evaluation.results import Record, Store
 
@@ -48,12 +47,6 @@ def best_first(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (-row["right"][0], row.get("kl", [9.0])[0], row["policy"]))
 
 
-def before() -> list[dict[str, Any]]:
-    """The rows of earlier runs."""
-    path = RESULTS / f"{NAME}.json"
-    return json.loads(path.read_text(encoding="utf-8"))["policies"] if path.exists() else []
-
-
 def scores_of(records: Iterable[Record], haystack: str) -> list[float]:
     return [record["score"] for record in records if record["haystack"] == haystack]
 
@@ -84,7 +77,7 @@ def main() -> None:
     options = parser.parse_args()
     store = Store(options.folder)
     about, found = store.about(), {row["policy"]: row for row in measured(list(store.records()))}
-    rows = best_first({**{row["policy"]: row for row in before()}, **found}.values())
+    rows = best_first({**{row["policy"]: row for row in written(NAME).get("policies", ())}, **found}.values())
     into_page(PAGE, NAME, HEADER, [line(row) for row in rows])
     run = {name: about["settings"][name] for name in ("name", "model", "budgets", "tasks", "fidelity")}
     print("written to", PAGE, "and", write(NAME, {"run": run, "measured_on": about["machine"], "policies": rows}))

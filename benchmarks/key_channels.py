@@ -15,7 +15,7 @@ import numpy as np
 
 import jaxkv
 from benchmarks.report import prose_rows, table, write
-from jaxkv.store.balance import middle
+from jaxkv.store.balance import largest, middle
 
 
 def measured(params: Any, tokens: int) -> list[dict[str, float]]:
@@ -26,8 +26,8 @@ def measured(params: Any, tokens: int) -> list[dict[str, float]]:
     for number, layer in enumerate(cache.layers):
         there = layer.positions >= 0
         centre = np.asarray(middle(layer.keys, there))[0].ravel()
-        size = np.max(np.abs(np.where(np.asarray(there)[..., None], np.asarray(layer.keys, np.float32), 0)), axis=2)
-        best = int(np.argmax(size[0].ravel()))
+        size = np.asarray(largest(layer.keys, there))[0].ravel()
+        best = int(np.argmax(size))
         found.append({"layer": number, "largest": float(size.max()), "median": float(np.median(size)),
                       "middle": float(centre[best])})  # fmt: skip
     return found

@@ -11,7 +11,6 @@ and decode step over dropping's, in turns; rows that are there already stay in t
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +20,7 @@ from benchmarks.all_policies import PAGE, ends, rounded
 from benchmarks.family_cost import decoded, first_layers, prefilled
 from benchmarks.flat_cost import TURNS, in_turns, ratios
 from benchmarks.real_work import interval, percents
-from benchmarks.report import RESULTS, into_page, prose_rows, table, write
+from benchmarks.report import RESULTS, into_page, prose_rows, table, write, written
 from jaxkv import evaluation
 from jaxkv.evaluation import published, summary
 from jaxkv.evaluation.settings import Settings
@@ -130,7 +129,7 @@ def main() -> None:
     title = options.name or ("merging-cost" if options.cost else "merging-pairs")
     path = RESULTS / f"{title}.json"
     if options.cost:
-        before = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else []
+        before = written(title).get("results", [])
         rows = {row["policy"]: row for row in before}
         for row in costs(params, settings, options):
             rows[row["policy"]] = row

@@ -9,7 +9,6 @@ arguments; memory per chip and the bytes of every collective are read from the e
 import argparse
 import collections
 import dataclasses
-import json
 import math
 import os
 import time
@@ -25,7 +24,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 import jaxkv
-from benchmarks.report import RESULTS, into_page, table, write
+from benchmarks.report import RESULTS, into_page, table, write, written
 from jaxkv.configs import config_files
 from jaxkv.lowering import Lowered, held_by_one, lower
 from jaxkv.models import ModelConfig
@@ -212,8 +211,7 @@ def main() -> None:
     options = parser.parse_args()
 
     name = "pod_scaling" if options.scaling else "pod"
-    path = RESULTS / f"{name}.json"
-    stored = json.loads(path.read_text())["results"] if path.exists() else []
+    stored = written(name).get("results", [])
     done = {result["name"]: result for result in stored}
     cases = SCALING if options.scaling else CASES
     for case in cases:

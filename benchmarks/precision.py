@@ -13,7 +13,6 @@ in the JSON file.
 import argparse
 import bisect
 import dataclasses
-import json
 import statistics
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +23,7 @@ import numpy as np
 import jaxkv
 from benchmarks.family_cost import decoded, first_layers
 from benchmarks.flat_cost import TURNS, in_turns, ratios
-from benchmarks.report import RESULTS, prose_rows, table, write
+from benchmarks.report import RESULTS, prose_rows, table, write, written
 from jaxkv.evaluation.fidelity import Reference, fidelity, reference
 from jaxkv.models import ModelConfig
 from jaxkv.policies import Codecs, Fp8, Int, IntBalanced, IntByChannel, Paired, Sparse, catalogue
@@ -148,8 +147,8 @@ def main() -> None:
         params = first_layers(params, options.layers)
     name = f"{options.name}-time" if options.time else options.name
     path = RESULTS / f"{name}.json"
-    stored_as = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"results": []}
-    before = stored_as["results"]
+    stored_as = written(name)
+    before = stored_as.get("results", [])
     for setting in SAME if before else ():
         if stored_as.get(setting) != getattr(options, setting):
             parser.error(

@@ -68,6 +68,12 @@ def write(name: str, result: dict[str, Any]) -> Path:
     return path
 
 
+def written(name: str) -> dict[str, Any]:
+    """What benchmarks/results/<name>.json holds; nothing where there is no such file."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
 def into_page(page: Path, name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Put the table between the markers of that name in a page."""
     lines = [header, ("---",) * len(header), *rows]

@@ -9,7 +9,6 @@ goes on where it was; rows that are there already stay in the JSON file.
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 import jaxkv
 from benchmarks.all_policies import ends, rounded
 from benchmarks.real_work import interval
-from benchmarks.report import RESULTS, table, write
+from benchmarks.report import table, write, written
 from jaxkv import sizes
 from jaxkv.evaluation import runner, summary
 from jaxkv.evaluation.results import Record
@@ -86,8 +85,7 @@ def main() -> None:
         Tasks(name, lengths=(TOKENS,), depths=(0.1, 0.35, 0.6, 0.9), max_new_tokens=16)
         for name in ("passkey", "niah-single", "niah-multikey")
     )
-    path = RESULTS / "tiers.json"
-    known = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else []
+    known = written("tiers").get("results", [])
     found = {(row["share"], row["case"]): row for row in known}
     for share in options.shares:
         sized = list(policies(params, share, options.cases))

@@ -12,7 +12,6 @@ same power of two.
 """
 
 import argparse
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +24,7 @@ import numpy as np
 import jaxkv
 from benchmarks.all_policies import ends, rounded
 from benchmarks.real_work import cell_of, interval, named, of_task, percents
-from benchmarks.report import RESULTS, into_page, write
+from benchmarks.report import RESULTS, into_page, write, written
 from jaxkv.evaluation import settings, summary
 from jaxkv.evaluation.plots import COLOURS, MARKERS
 from jaxkv.evaluation.results import Store
@@ -167,8 +166,7 @@ def main() -> None:
     options = parser.parse_args()
     about = Store(options.folders[0]).about()
     params = jaxkv.load(about["settings"]["model"], weights=about["settings"]["weights"])
-    path = RESULTS / f"{options.name}.json"
-    before = json.loads(path.read_text(encoding="utf-8"))["results"] if options.go_on else []
+    before = written(options.name).get("results", []) if options.go_on else []
     found = joined([before, *(rows(params, folder) for folder in options.folders)])
     measures = taken(found)
     header = ("policy", "kept", "bytes", *("KL" if name == "kl" else name for name in measures))

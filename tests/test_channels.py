@@ -245,7 +245,6 @@ def test_turned_blocks_by_an_independent_form(seed, held, flat):
 
 
 @pytest.mark.long
-@pytest.mark.some(1)
 @pytest.mark.parametrize("store", [STORE, BALANCED], ids=["channels", "balanced"])
 @pytest.mark.parametrize("name", ["h2o", "adakv-h2o", "quest", "keydiff", "tiered-h2o"])
 def test_any_policy_of_equal_layers(tiny, name, store, tmp_path):
@@ -267,7 +266,7 @@ def test_any_policy_of_equal_layers(tiny, name, store, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name, more",
-    [("h2o", {"budget": 24, "store": BALANCED}), pytest.param("minicache", {"after": 0.0}, marks=pytest.mark.long)],
+    [("h2o", {"budget": 24, "store": BALANCED}), ("minicache", {"after": 0.0})],
 )
 def test_an_engine_fits_behind_the_last_block(unchecked, tiny, name, more):
     """Rows of an engine, with prompts of one block and of several and behind a prefix, say what `generate` says."""

@@ -368,7 +368,6 @@ PAIRS = [
 
 
 @pytest.mark.long
-@pytest.mark.some(3)
 @pytest.mark.parametrize("name, store", PAIRS)
 def test_any_policy_under_any_codec(tiny, name, store, tmp_path):
     """Rows don't depend on their neighbours, the bytes are those reckoned, and a saved cache goes on as it would have;

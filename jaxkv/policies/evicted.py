@@ -22,11 +22,11 @@ from jaxkv.store.codecs import Codecs
 from jaxkv.store.entries import Change, Entries
 from jaxkv.store.integers import Int as Integers
 
-BALANCES = {  # of keys, of values
-    "none": (False, False),
-    "queries": (True, False),
-    "channels": (True, True),
-    "ranges": (True, False),
+BALANCES = {  # of keys, of values, and around a centre
+    "none": (False, False, False),
+    "queries": (True, False, False),
+    "channels": (True, True, False),
+    "ranges": (True, False, True),
 }
 
 
@@ -224,11 +224,11 @@ class Demote(Evicted):
         return dataclasses.replace(self, slots=max(round(self.times * budget), 1), times=0.0)
 
     def begin(self, batch: int, heads: int, head_dim: int, dtype: Any) -> tier.Tier:
-        balanced, centred = BALANCES[self.balance], self.balance == "ranges"
+        of_keys, of_values, centred = BALANCES[self.balance]
         return tier.empty(
             *(batch, heads, self.slots, head_dim, dtype, self.codecs),
             ranked=self.ranks,
-            balanced=balanced,
+            balanced=(of_keys, of_values),
             centred=centred,
         )
 
@@ -254,7 +254,7 @@ class Demote(Evicted):
         rows = jnp.any(there, axis=(1, 2))
         keys, values = beside.keys, beside.values
         if keys is not None:
-            if self.balance == "ranges":
+            if keys.centre is not None:
                 centre = middle(kept.keys, there)
                 keys = keys.choosing(1 / reach(kept.keys, there, centre), rows, centre)
             else:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float16, Int
 
 from jaxkv.store.balance import middle, reach
-from jaxkv.store.codec import Codec, Fitting, small
+from jaxkv.store.codec import Codec, Fitting, small, with_slots
 from jaxkv.store.integers import Int as Integers
 from jaxkv.store.integers import IntCode, outwards
 
@@ -72,14 +72,13 @@ class Balanced(Codec):
     integers: Integers = dataclasses.field(metadata={"static": True})
 
     def encode(self, x: Float[Array, "*slots D"]) -> IntCode:
-        y = (x.astype(jnp.float32) - self._of_slots(self.centre, x.ndim)) / self._of_slots(self.reach, x.ndim)
-        return self.integers.encode(y)
+        centre, reach = self._of_slots(x.ndim)
+        return self.integers.encode((x.astype(jnp.float32) - centre) / reach)
 
     def decode(self, code: IntCode) -> Float[Array, "*slots D"]:
         y = self.integers.decode(code)
-        return y * self._of_slots(self.reach, y.ndim) + self._of_slots(self.centre, y.ndim)
+        centre, reach = self._of_slots(y.ndim)
+        return y * reach + centre
 
-    def _of_slots(self, of_head: Any, ndim: int) -> Any:
-        """A head's numbers, for all of its slots: `[B, Hk, D]` as `[B, Hk, 1, D]`, float32."""
-        wide = of_head.astype(jnp.float32)
-        return wide.reshape(*wide.shape[:-1], *(1,) * (ndim - wide.ndim), wide.shape[-1])
+    def _of_slots(self, ndim: int) -> tuple[Float[Array, "*slots D"], Float[Array, "*slots D"]]:
+        return with_slots(self.centre.astype(jnp.float32), ndim), with_slots(self.reach.astype(jnp.float32), ndim)

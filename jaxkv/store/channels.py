@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
 from jaxkv.errors import BadValue, unknown
-from jaxkv.store.codec import Codec, Fitting
+from jaxkv.store.codec import Codec, Fitting, with_slots
 from jaxkv.store.integers import packed
 from pallas_kernels.codes import unpacked
 
@@ -99,15 +99,10 @@ class Kept(Codec):
     def encode(self, x: Float[Array, "*slots D"]) -> Float[Array, "*slots K"]:
         dropped = unpacked(self.bits, 1) == 0
         channels = jnp.argsort(dropped, axis=-1, stable=True)[..., : self.count]
-        return jnp.take_along_axis(x, _with_slots(channels, x.ndim), axis=-1)
+        return jnp.take_along_axis(x, with_slots(channels, x.ndim), axis=-1)
 
     def decode(self, code: Float[Array, "*slots K"]) -> Float[Array, "*slots D"]:
         kept = unpacked(self.bits, 1).astype(bool)
         place = jnp.clip(jnp.cumsum(kept, axis=-1, dtype=jnp.int32) - 1, 0, self.count - 1)
-        x = jnp.take_along_axis(code, _with_slots(place, code.ndim), axis=-1)
-        return jnp.where(_with_slots(kept, code.ndim), x, jnp.zeros((), x.dtype))
-
-
-def _with_slots(x: Any, ndim: int) -> Any:
-    """What is known of each head, for all of its slots: `[B, Hk, N]` as `[B, Hk, 1, N]`."""
-    return x.reshape(*x.shape[:-1], *(1,) * (ndim - x.ndim), x.shape[-1])
+        x = jnp.take_along_axis(code, with_slots(place, code.ndim), axis=-1)
+        return jnp.where(with_slots(kept, code.ndim), x, jnp.zeros((), x.dtype))

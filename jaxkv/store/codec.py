@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxkv.checks import Checked
 from pallas_kernels.codes import Codes
@@ -163,6 +163,11 @@ class Plain(Codec):
 
     def of_codes(self, codes: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
         return codes
+
+
+def with_slots(x: Shaped[Array, "*heads N"], ndim: int) -> Shaped[Array, "*slots N"]:
+    """What is known of each head, for all of its slots: `[B, Hk, N]` as `[B, Hk, 1, N]`."""
+    return x.reshape(*x.shape[:-1], *(1,) * (ndim - x.ndim), x.shape[-1])
 
 
 def small(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
