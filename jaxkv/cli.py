@@ -695,9 +695,15 @@ def _kernels_for(command: Info, config: Any) -> dict[str, str]:
     codes = None
     if command.policy is not None:
         policy = named(command.policy)
-        store = policy.store
-        how = reading(store, windows=max(store.residual, store.initial) > 0, rotates=policy.rope != "text")
-        codes = functools.partial(how.form, store.keys), functools.partial(how.form, store.values)
+        spec, store = config.specs[0], policy.store
+        fitted = store.fitted(store.unfit(1, 1, spec.head_dim))
+        windows = max(store.residual, store.initial) > 0
+        how = reading(fitted, windows=windows, rotates=policy.rope != "text", capped=spec.softcap is not None)
+
+        def form(codec: Any, x: Any) -> Any:
+            return how.form(codec.fitted(codec.unfit(*x.shape[:2], x.shape[-1])), x)
+
+        codes = functools.partial(form, store.keys), functools.partial(form, store.values)
     found = choices(
         heads=config.num_heads, kv_heads=config.specs[0].num_kv_heads, head_dim=config.specs[0].head_dim,
         slots=command.budget, dtype=command.dtype, batch=command.batch, codes=codes,

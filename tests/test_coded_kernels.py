@@ -13,6 +13,7 @@ import pytest
 
 from jaxkv.sharding import Layout
 from jaxkv.store import pool, reading, slots
+from jaxkv.store.balanced import IntBalanced
 from jaxkv.store.codec import Plain
 from jaxkv.store.codecs import Codecs
 from jaxkv.store.entries import Entries
@@ -272,7 +273,7 @@ def stores(rng, codecs, kind):
     """A layer of 2 rows, as slots or as a pool, with empty slots; a token, and a judge."""
     positions = np.where(np.arange(24) < np.array([20, 9])[:, None, None], np.arange(24), -1)
     positions = jnp.asarray(np.broadcast_to(positions, (2, 2, 24)), jnp.int32)
-    x, y = (jnp.asarray(rng.normal(size=(2, 2, 24, 64)), jnp.float32) for _ in range(2))
+    x, y = (jnp.asarray(rng.normal(size=(2, 2, 24, 64)) + 3, jnp.float32) for _ in range(2))
     entries = Entries(x, y, positions, {})
     if kind == "slots":
         beside = codecs.beside(2, 2, 64, jnp.float32)
@@ -281,6 +282,7 @@ def stores(rng, codecs, kind):
     else:
         layer = pool.empty(2, 2, 64, jnp.float32, codecs=codecs, beside=codecs.beside(2, 2, 64, jnp.float32))
         layer = layer.rebuilt(entries, entries.filled, 24, jnp.full(2, 48, jnp.int32), layer.beside)
+    layer = layer.fitted({}, looks=False)
     layer = layer.aimed(layer.empty_slot(jnp.full(2, 30, jnp.int32), None))
     new = (jnp.asarray(rng.normal(size=(2, heads, 64)), jnp.float32) for heads in (6, 2, 2))
     token = Token(*new, jnp.asarray([20, 9], jnp.int32))
@@ -294,7 +296,8 @@ def stores(rng, codecs, kind):
 @pytest.mark.parametrize("codecs", [
     Codecs(Int(4, hadamard=True), Int(8, channels=32, hadamard=True)), Codecs(Fp8(), Plain()), Codecs(Int(3), Int(2)),
     Codecs(Int(4), Int(4), residual=6), Codecs(Int(4), Int(4, symmetric=True), initial=4),
-], ids=["turned", "fp8", "3 and 2", "residual", "initial"])  # fmt: skip
+    Codecs(IntBalanced(4, channels=32), IntBalanced(8)),
+], ids=["turned", "fp8", "3 and 2", "residual", "initial", "balanced"])  # fmt: skip
 def test_a_store_gives_what_it_gave_decoded(codecs, kind, monkeypatch):
     """Three steps, the second without the last row, and the codes of slots that no token came to."""
 
@@ -312,7 +315,7 @@ def test_a_store_gives_what_it_gave_decoded(codecs, kind, monkeypatch):
         return parts, before, layer
 
     parts, before, after = run()
-    monkeypatch.setattr("jaxkv.store.store.reading", lambda *_: reading.Decoded())
+    monkeypatch.setattr("jaxkv.store.store.reading", lambda codecs, *_: reading.Decoded(codecs))
     old_parts, _, old = run()
     for part, other in zip(parts, old_parts, strict=True):
         for a, b in zip(part, other, strict=True):
@@ -323,6 +326,20 @@ def test_a_store_gives_what_it_gave_decoded(codecs, kind, monkeypatch):
     for a, b in zip(jax.tree.leaves((after.entries.keys, after.entries.values)),
                     jax.tree.leaves((before.keys, before.values)), strict=True):  # fmt: skip
         assert np.array_equal(np.asarray(a)[~touched], np.asarray(b)[~touched])
+
+
+def test_which_codes_are_read_as_they_lie():
+    """Keys around a centre not where logits are capped: then what these have in common is no summand of them. None that
+    are still to be fitted."""
+    how = dict(windows=False, rotates=False)
+    plain, balanced = Codecs(Int(4), Int(4)), Codecs(IntBalanced(4), Int(4))
+    fitted = balanced.fitted(balanced.unfit(1, 2, 64))
+    ways = [
+        type(reading.reading(codecs, **how, capped=capped)) is reading.AsCodes
+        for codecs in (plain, fitted, balanced)
+        for capped in (False, True)
+    ]
+    assert ways == [True, True, True, False, False, False]
 
 
 def test_what_runs_of_a_coded_cache(unchecked):

@@ -5,12 +5,14 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Float16, Int
 
 from jaxkv.store.balance import middle, reach
 from jaxkv.store.codec import Codec, Fitting, small, with_slots
 from jaxkv.store.integers import Int as Integers
 from jaxkv.store.integers import IntCode, outwards
+from pallas_kernels.codes import Codes
 
 Fitted = dict[str, Float16[Array, "*heads D"]]
 
@@ -70,15 +72,44 @@ class Balanced(Codec):
     centre: Float16[Array, "*heads D"]
     reach: Float16[Array, "*heads D"]
     integers: Integers = dataclasses.field(metadata={"static": True})
+    readable: ClassVar[bool] = True
+    centred: ClassVar[bool] = True
 
     def encode(self, x: Float[Array, "*slots D"]) -> IntCode:
         centre, reach = self._of_slots(x.ndim)
-        return self.integers.encode((x.astype(jnp.float32) - centre) / reach)
+        code = self.integers.encode((x.astype(jnp.float32) - centre) / reach)
+        return dataclasses.replace(code, dtype=str(x.dtype))
 
     def decode(self, code: IntCode) -> Float[Array, "*slots D"]:
-        y = self.integers.decode(code)
+        y = self.integers.decode(dataclasses.replace(code, dtype="float32"))
         centre, reach = self._of_slots(y.ndim)
-        return y * reach + centre
+        return (y * reach + centre).astype(code.dtype)
+
+    def as_codes(self, code: IntCode) -> Codes:
+        return self.integers.as_codes(code)
+
+    def of_codes(self, codes: Codes) -> IntCode:
+        return self.integers.of_codes(codes)
+
+    def turn(self, x: Float[Array, "B Hk D"]) -> Float[Array, "B Hk D"]:
+        centre, reach = self._of_queries(x)
+        return ((x.astype(jnp.float32) - centre) / reach).astype(x.dtype)
+
+    def unturn(self, x: Float[Array, "B Hq D"]) -> Float[Array, "B Hq D"]:
+        centre, reach = self._of_queries(x)
+        return (x.astype(jnp.float32) * reach + centre).astype(x.dtype)
+
+    def ask(self, query: Float[Array, "B Hq D"]) -> Float[Array, "B Hq D"]:
+        _, reach = self._of_queries(query)
+        return (query.astype(jnp.float32) * reach).astype(query.dtype)
+
+    def level(self, query: Float[Array, "B Hq D"]) -> Float[Array, "B Hq"]:
+        centre, _ = self._of_queries(query)
+        return jnp.einsum("bhd,bhd->bh", query.astype(jnp.float32), centre, precision=lax.Precision.HIGHEST)
+
+    def _of_queries(self, x: Float[Array, "B Hq D"]) -> tuple[Float[Array, "B Hq D"], Float[Array, "B Hq D"]]:
+        group = x.shape[1] // self.reach.shape[1]
+        return tuple(jnp.repeat(own.astype(jnp.float32), group, axis=1) for own in (self.centre, self.reach))
 
     def _of_slots(self, ndim: int) -> tuple[Float[Array, "*slots D"], Float[Array, "*slots D"]]:
         return with_slots(self.centre.astype(jnp.float32), ndim), with_slots(self.reach.astype(jnp.float32), ndim)

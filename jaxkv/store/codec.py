@@ -27,6 +27,7 @@ class Codec(Checked):
     fits: ClassVar[bool] = False  # something of each KV head is fitted to the text or to the model
     pairs: ClassVar[bool] = False  # layers share what it holds
     readable: ClassVar[bool] = False  # `as_codes` gives what the attention's operations read as it lies
+    centred: ClassVar[bool] = False  # the numbers of `as_codes` lie around a centre: queries have a `level`
     pooled: ClassVar[bool] = True  # heads may share slots: what it fits of a head, each slot could hold
 
     @property
@@ -56,12 +57,20 @@ class Codec(Checked):
         raise NotImplementedError(f"{self.kind!r} is decoded before it is read")
 
     def turn(self, x: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
-        """Numbers in the space of what `as_codes` gives: of keys the queries go there too, for their products stay."""
+        """Numbers in the space of what `as_codes` gives."""
         return x
 
     def unturn(self, x: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
-        """The inverse of `turn`."""
+        """The inverse of `turn`; of what attention makes of values too, for its weights sum to 1."""
         return x
+
+    def ask(self, query: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
+        """The query whose products with turned keys are the query's with the keys, but for its `level`."""
+        return self.turn(query)
+
+    def level(self, query: Float[Array, "*n D"]) -> Float[Array, "*n"] | None:
+        """What the query's products with all keys have in common, beside those of `ask`; None: nothing."""
+        return None
 
     @property
     def looks(self) -> int:

@@ -107,6 +107,10 @@ class Codecs(Checked):
         """Arrays as `fit` gives them, of nothing."""
         return Fit(*(codec.unfit(batch, heads, head_dim) for codec in (self.keys, self.values)))
 
+    def fitted(self, fit: Fit) -> "Codecs":
+        """The codecs with what they have fitted."""
+        return dataclasses.replace(self, keys=self.keys.fitted(fit.keys), values=self.values.fitted(fit.values))
+
     def check(self, head_dim: int) -> None:
         """Raises `BadValue` where heads of this width have no code."""
         self.keys.check(head_dim)

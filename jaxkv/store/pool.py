@@ -189,13 +189,12 @@ class Pool(Store):
         weight, bias = (self.unscored(x) if isinstance(x, jax.Array) else x for x in (judge.weight, judge.bias))
         each = judge.rule and dataclasses.replace(judge.rule, heads="each")
         judge = judge._replace(weight=weight, bias=bias, rule=each)
-        how = self.reading()
+        how = self.reading(rotates=False, capped=softmax["softcap"] is not None)
         held = Segments(*how.lent(self), self.positions, self.offsets, line, self.entries.bias)
-        asked = how.asked(self.codecs, token)
-        result = ragged_decode(layout, asked, held, self.next_slot, judge, whole=whole, **softmax)
-        mass = None if result.mass is None else self.scored(result.mass)
-        output = how.answered(self.codecs, result.output)
-        return Partial(output, result.lse, mass), self.attended(how, result, token)
+        result = ragged_decode(layout, how.asked(token), held, self.next_slot, judge, whole=whole, **softmax)
+        partial = how.answered(token, result, softmax["scale"])
+        mass = None if partial.mass is None else self.scored(partial.mass)
+        return partial._replace(mass=mass), self.attended(how, result, token)
 
     def laid(self, layout: Layout) -> "Pool":
         """The store after a step, which left it where it was."""

@@ -139,11 +139,10 @@ class Slots(Store):
         self, layout: Layout, token: Token, judge: Judge, rotate: RotateAtRead | None, **softmax: Any
     ) -> tuple[Partial, "Slots"]:
         """Write the token into the next slots, attend over all slots, choose the slots after it."""
-        how = self.reading(rotates=rotate is not None)
-        held, asked = Held(*how.lent(self), self.positions, self.entries.bias), how.asked(self.codecs, token)
+        how = self.reading(rotates=rotate is not None, capped=softmax["softcap"] is not None)
+        held, asked = Held(*how.lent(self), self.positions, self.entries.bias), how.asked(token)
         result = decode_attend_score(layout, asked, held, self.next_slot, judge, rotate=rotate, **softmax)
-        output = how.answered(self.codecs, result.output)
-        return Partial(output, result.lse, result.mass), self.attended(how, result, token)
+        return how.answered(token, result, softmax["scale"]), self.attended(how, result, token)
 
     def laid(self, layout: Layout) -> "Slots":
         """The store after a step, divided over the layout's devices."""

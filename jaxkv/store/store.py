@@ -193,9 +193,11 @@ class Store:
         new, beside = absorb(self.beside, plain, chosen)
         return (entries, beside) if new is plain else (self.loosened(new), self.renewed(beside, new, chosen))
 
-    def reading(self, rotates: bool = False) -> Decoded:
-        """How an attention pass reads the keys and values; `rotates`: keys are turned as they are read."""
-        return reading(self.codecs, bool(self._windows), rotates)
+    def reading(self, rotates: bool, capped: bool) -> Decoded:
+        """How an attention pass reads keys and values, where it turns keys as it reads (`rotates`) and where logits
+        are `capped`."""
+        codecs = self.codecs.fitted(self.beside[FIT]) if FIT in self.beside else self.codecs
+        return reading(codecs, bool(self._windows), rotates, capped)
 
     def attended(self, how: Decoded, result: Any, token: Token) -> Any:
         """The store after an attention pass that read it so and wrote the token."""
