@@ -83,12 +83,13 @@ def decode_layer(
         partial, after = store.step(layout, token, judge, at_read, **softmax)
     else:
         partial, after = policy.read.step(store, layout, token, judge, at_read, **softmax)
-    beside = [
-        state.attend(query[:, :, None], position[:, None], scale=spec.scale, softcap=spec.softcap).now()
-        for state in store.beside.values()
+    aside = {
+        name: state.step(layout, query, position, scale=spec.scale, softcap=spec.softcap, implementation=implementation)
+        for name, state in store.beside.items()
         if state.attends
-    ]
-    output, mass = merge(partial, *beside).output, partial.mass
+    }
+    after = after.replaced(beside={**after.beside, **{name: state for name, (_, state) in aside.items()}})
+    output, mass = merge(partial, *(part for part, _ in aside.values())).output, partial.mass
 
     before = stats
     if phase is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float
 
 
@@ -31,6 +32,19 @@ class Balance:
         wide = x.astype(jnp.float32) / self.factor[:, :, None]
         return wide if self.centre is None else wide + self.centre[:, :, None]
 
+    def ask(self, query: Float[Array, "B Hq D"]) -> Float[Array, "B Hq D"]:
+        """query / factor, whose products with what is coded are the query's with x, but for its `level`; float32."""
+        return query.astype(jnp.float32) / of_queries(self.factor, query)
+
+    def level(self, query: Float[Array, "B Hq D"]) -> Float[Array, "B Hq"] | None:
+        """query . centre, what the query's products with all x have in common; None without centres."""
+        return None if self.centre is None else level(query, self.centre)
+
+    def read(self, output: Float[Array, "B Hq D"]) -> Float[Array, "B Hq D"]:
+        """What attention makes of x, given what it makes of what is coded: its weights sum to 1; float32."""
+        wide = output.astype(jnp.float32) / of_queries(self.factor, output)
+        return wide if self.centre is None else wide + of_queries(self.centre, output)
+
     def choosing(
         self, factor: Float[Array, "B Hk D"], there: Bool[Array, "B"], centre: Float[Array, "B Hk D"] | None = None
     ) -> "Balance":
@@ -41,6 +55,17 @@ class Balance:
         of_rows = lambda chosen, before: jnp.where(new[:, None, None], chosen, before)  # noqa: E731
         centre = None if self.centre is None else of_rows(centre, self.centre)
         return Balance(of_rows(sound, self.factor), self.chosen | new, centre)
+
+
+def of_queries(x: Float[Array, "B Hk D"], query: Float[Array, "B Hq D"]) -> Float[Array, "B Hq D"]:
+    """What is known of each KV head, for its query heads."""
+    return jnp.repeat(x, query.shape[1] // x.shape[1], axis=1)
+
+
+def level(query: Float[Array, "B Hq D"], centre: Float[Array, "B Hk D"]) -> Float[Array, "B Hq"]:
+    """query . centre of its KV head, float32."""
+    wide = (query.astype(jnp.float32), of_queries(centre.astype(jnp.float32), query))
+    return jnp.einsum("bhd,bhd->bh", *wide, precision=lax.Precision.HIGHEST)
 
 
 def empty(batch: int, heads: int, head_dim: int, centred: bool = False) -> Balance:

@@ -5,10 +5,9 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Float16, Int
 
-from jaxkv.store.balance import middle, reach
+from jaxkv.store.balance import level, middle, of_queries, reach
 from jaxkv.store.codec import Codec, Fitting, small, with_slots
 from jaxkv.store.integers import Int as Integers
 from jaxkv.store.integers import IntCode, outwards
@@ -92,24 +91,19 @@ class Balanced(Codec):
         return self.integers.of_codes(codes)
 
     def turn(self, x: Float[Array, "B Hk D"]) -> Float[Array, "B Hk D"]:
-        centre, reach = self._of_queries(x)
-        return ((x.astype(jnp.float32) - centre) / reach).astype(x.dtype)
+        return ((x.astype(jnp.float32) - self.centre.astype(jnp.float32)) / self.reach.astype(jnp.float32)).astype(
+            x.dtype
+        )
 
     def unturn(self, x: Float[Array, "B Hq D"]) -> Float[Array, "B Hq D"]:
-        centre, reach = self._of_queries(x)
+        centre, reach = (of_queries(own.astype(jnp.float32), x) for own in (self.centre, self.reach))
         return (x.astype(jnp.float32) * reach + centre).astype(x.dtype)
 
     def ask(self, query: Float[Array, "B Hq D"]) -> Float[Array, "B Hq D"]:
-        _, reach = self._of_queries(query)
-        return (query.astype(jnp.float32) * reach).astype(query.dtype)
+        return (query.astype(jnp.float32) * of_queries(self.reach.astype(jnp.float32), query)).astype(query.dtype)
 
     def level(self, query: Float[Array, "B Hq D"]) -> Float[Array, "B Hq"]:
-        centre, _ = self._of_queries(query)
-        return jnp.einsum("bhd,bhd->bh", query.astype(jnp.float32), centre, precision=lax.Precision.HIGHEST)
-
-    def _of_queries(self, x: Float[Array, "B Hq D"]) -> tuple[Float[Array, "B Hq D"], Float[Array, "B Hq D"]]:
-        group = x.shape[1] // self.reach.shape[1]
-        return tuple(jnp.repeat(own.astype(jnp.float32), group, axis=1) for own in (self.centre, self.reach))
+        return level(query, self.centre)
 
     def _of_slots(self, ndim: int) -> tuple[Float[Array, "*slots D"], Float[Array, "*slots D"]]:
         return with_slots(self.centre.astype(jnp.float32), ndim), with_slots(self.reach.astype(jnp.float32), ndim)

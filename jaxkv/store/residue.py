@@ -1,20 +1,20 @@
 """Residual slots: a few entries per KV head of which each is the mean of many that have left."""
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxkv.store.aside import Aside
 from jaxkv.store.entries import Entries
 from pallas_kernels.partial import Partial, attend_few
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Residue:
+class Residue(Aside):
     """Means of the keys (as they lay in the cache) and values that M residual slots per KV head have taken up, and of
     how many they are (0: empty). Source: ZSMerge (arXiv 2503.10714)."""
 
@@ -22,8 +22,6 @@ class Residue:
     values: Float[Array, "B Hk M D"]
     count: Float[Array, "B Hk M"]
     share: float = dataclasses.field(default=1.0, metadata={"static": True})  # of log n that a logit gets
-
-    attends: ClassVar[bool] = True
 
     @property
     def kv_bytes(self) -> int:

@@ -1,13 +1,13 @@
 """A sketch of what has left: clusters of its keys, and a sample of its values, from which attention is estimated."""
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv.store.aside import Aside
 from pallas_kernels.masking import soft_cap
 from pallas_kernels.partial import Partial
 
@@ -16,7 +16,7 @@ LATE = 2**31 - 1  # after every position
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Sketch:
+class Sketch(Aside):
     """M clusters of keys with T members each, and S entries, per KV head.
 
     `counts` are the clusters' sizes (0: not there yet), `centres` their first keys, `members` T keys of each, drawn
@@ -33,8 +33,6 @@ class Sketch:
     values: Float[Array, "B Hk S D"]
     draws: Float[Array, "B Hk S"]
     mass: Float[Array, "B Hk"]
-
-    attends: ClassVar[bool] = True
 
     @property
     def kv_bytes(self) -> int:

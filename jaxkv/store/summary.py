@@ -1,18 +1,18 @@
 """A summary of what was dropped: its mean key and value, which take part in the softmax for all of it."""
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from jaxkv.store.aside import Aside
 from pallas_kernels.partial import Partial, attend_few
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Summary:
+class Summary(Aside):
     """Means of the keys (as they lay in the cache) and values dropped by each KV head, and of how many they are.
 
     The compensation token of RazorAttention (arXiv 2407.15891). The count is its weight in the softmax.
@@ -21,8 +21,6 @@ class Summary:
     keys: Float[Array, "B Hk D"]
     values: Float[Array, "B Hk D"]
     count: Float[Array, "B Hk"]
-
-    attends: ClassVar[bool] = True
 
     @property
     def kv_bytes(self) -> int:

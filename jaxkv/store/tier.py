@@ -1,16 +1,21 @@
 """A second tier: slots of lower precision for the entries that leave the first, the best of them or the newest."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxkv.sharding.attention import decode_attend_score
+from jaxkv.sharding.layout import Layout
 from jaxkv.store import balance
+from jaxkv.store.aside import Aside
 from jaxkv.store.balance import Balance
 from jaxkv.store.codecs import Codecs
 from jaxkv.store.entries import EMPTY, WORTH, Entries, appended, best_of_each, blank, chosen_at, packed
+from jaxkv.store.reading import AsCodes
+from pallas_kernels.arguments import Held, Judge, Token
 from pallas_kernels.partial import Partial, attend_few
 
 FINITE = float(jnp.finfo(jnp.float32).max)  # what was protected is worth so much
@@ -18,7 +23,7 @@ FINITE = float(jnp.finfo(jnp.float32).max)  # what was protected is worth so muc
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Tier:
+class Tier(Aside):
     """N slots per KV head, coded by `codecs`. Of what comes in the N newest entries stay; or, where entries have the
     statistic `worth`, the N of highest worth, of equals the older. Keys and values may be balanced before."""
 
@@ -26,8 +31,6 @@ class Tier:
     keys: Balance | None = None
     values: Balance | None = None
     codecs: Codecs = dataclasses.field(default=Codecs(), metadata={"static": True})
-
-    attends: ClassVar[bool] = True
 
     @property
     def kv_bytes(self) -> int:
@@ -79,10 +82,44 @@ class Tier:
     def attend(
         self, query: Float[Array, "B Hq T D"], position: Int[Array, "B T"], *, scale: float, softcap: float | None
     ) -> Partial:
-        """Attention to the tier's entries alone, all older than every query, decoded as they are read."""
+        """Attention to the tier's entries alone, decoded as they are read."""
         seen = self.entries.filled[:, :, None] & (position >= 0)[:, None, :, None]
         keys, values = self.decoded()
         return attend_few(query, keys, values, seen, scale=scale, softcap=softcap)
+
+    def step(
+        self,
+        layout: Layout,
+        query: Float[Array, "B Hq D"],
+        position: Int[Array, "B"],
+        *,
+        scale: float,
+        softcap: float | None,
+        implementation: str | None,
+    ) -> tuple[Partial, "Tier"]:
+        """The attention of one token, which reads the codes where they lie if they are `readable`. What the balance of
+        keys does, the query takes, and its level the log-sum-exp, unless logits are capped; that of values is undone
+        behind."""
+        softmax: dict[str, Any] = {"scale": scale, "softcap": softcap, "implementation": implementation}
+        level = None if self.keys is None else self.keys.level(query)
+        if not self.codecs.readable or (softcap is not None and level is not None):
+            return super().step(layout, query, position, **softmax)
+        how, (batch, heads, slots) = AsCodes(self.codecs), self.entries.positions.shape
+        none = jnp.zeros((batch, heads, query.shape[-1]), query.dtype)  # no token comes: its slot is out of range
+        asked = query if self.keys is None else self.keys.ask(query).astype(query.dtype)
+        token, nowhere = Token(asked, none, none, position), jnp.full((batch, heads), slots, jnp.int32)
+        rows = jnp.zeros(batch, jnp.int32)
+        held, nobody = Held(*how.lent(self), self.entries.positions), Judge(rows, rows)
+        result = decode_attend_score(
+            layout, how.asked(token), held, nowhere, nobody, rotate=None, window=None, with_mass=False, **softmax
+        )
+        part = how.answered(token, result, scale)
+        output = part.output if self.values is None else self.values.read(part.output).astype(query.dtype)
+        lse = part.lse if level is None else part.lse + scale * level
+        keys, values = how.returned(self, result, token)
+        return Partial(output, lse), dataclasses.replace(
+            self, entries=dataclasses.replace(self.entries, keys=keys, values=values)
+        )
 
 
 def _worth(entries: Entries) -> Float[Array, "B Hk S"]:

@@ -1,0 +1,115 @@
+"""A second tier while tokens are written: its codes are read where they lie, by the kernels too."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.sharding import attention
+from jaxkv.sharding.layout import Layout
+from jaxkv.store import tier
+from jaxkv.store.balance import middle, reach
+from jaxkv.store.codecs import Codecs
+from jaxkv.store.entries import Entries
+from jaxkv.store.floats import Fp8
+from jaxkv.store.higgs import Higgs
+from jaxkv.store.integers import Int
+from pallas_kernels.decode_attend_score import api
+from tests.test_tpu_compile import NAMES_ONLY, made_of, on
+
+CODECS = {
+    "4 bits": Codecs(Int(4), Int(4)),
+    "turned": Codecs(Int(4, channels=32, hadamard=True), Int(8, symmetric=True)),
+    "fp8": Codecs(Fp8(), Int(2)),
+    "plain": Codecs(),
+    "no numbers": Codecs(Higgs(4), Int(4)),
+}
+BALANCES = {"none": (False, False, False), "channels": (True, True, False), "ranges": (True, False, True)}
+ROWS, HEADS, GROUP, SLOTS, DIM = 3, 2, 3, 24, 64
+
+
+def tiered(codecs, balance, dtype="float32"):
+    """A tier of three rows, the second holding nothing, with channels of keys far from 0, and what it holds exactly."""
+    rng = np.random.default_rng(1)
+    keys, values = (rng.standard_normal((ROWS, HEADS, SLOTS, DIM)) for _ in range(2))
+    keys[..., 5] += 40
+    positions = np.where(rng.random((ROWS, HEADS, SLOTS)) < 0.7, np.arange(SLOTS), -1)
+    positions[1] = -1
+    of_keys, of_values, centred = BALANCES[balance]
+    held = tier.empty(ROWS, HEADS, SLOTS, DIM, jnp.dtype(dtype), codecs, balanced=(of_keys, of_values), centred=centred)
+    at, keys, values = jnp.asarray(positions, jnp.int32), jnp.asarray(keys, dtype), jnp.asarray(values, dtype)
+    there, rows = at >= 0, jnp.ones(ROWS, bool)
+    if held.keys is not None:
+        centre = middle(keys, there) if centred else jnp.zeros((ROWS, HEADS, DIM))
+        held = held.__class__(
+            **{**vars(held), "keys": held.keys.choosing(1 / reach(keys, there, centre), rows, centre)}
+        )
+    if held.values is not None:
+        factor = 1 / reach(values, there, jnp.zeros((ROWS, HEADS, DIM)))
+        held = dataclasses.replace(held, values=held.values.choosing(factor, rows))
+    return held.with_many(Entries(keys, values, at, {}))
+
+
+def asked(held, softcap=None, seed=2):
+    """A step of one token, of which the last row has finished; and the same as a block of one."""
+    query = jnp.asarray(np.random.default_rng(seed).standard_normal((ROWS, HEADS * GROUP, DIM)), jnp.float32)
+    position = jnp.asarray([SLOTS, SLOTS, -1], jnp.int32)
+    softmax = {"scale": 0.125, "softcap": softcap}
+    part, after = held.step(Layout(None), query, position, **softmax, implementation=None)
+    return part, after, held.attend(query[:, :, None], position[:, None], **softmax).now()
+
+
+@pytest.mark.some(6)
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("balance", BALANCES)
+@pytest.mark.parametrize("codecs", CODECS)
+def test_a_step_is_a_block_of_one(codecs, balance, softcap):
+    """And no code changes."""
+    held = tiered(CODECS[codecs], balance)
+    part, after, block = asked(held, softcap)
+    np.testing.assert_allclose(part.lse, block.lse, atol=2e-4, rtol=2e-5)
+    np.testing.assert_allclose(part.output, block.output, atol=2e-4)
+    assert np.isneginf(np.asarray(part.lse)[1:]).all() and not np.asarray(part.output)[1:].any()
+    for mine, before in zip(*map(jax.tree.leaves, (after, held)), strict=True):
+        assert np.array_equal(mine, before)
+
+
+@pytest.mark.parametrize("codecs, balance", [("4 bits", "ranges"), ("turned", "channels"), ("fp8", "none")])
+def test_the_kernel_reads_a_tier(codecs, balance, monkeypatch):
+    """Under the interpreter of TPU kernels."""
+    held = tiered(CODECS[codecs], balance)
+    _, _, block = asked(held)
+    interpreted = functools.partial(api.decode_attend_score, interpret=True)
+
+    def kernel(*args, **how):
+        return interpreted(*args, **(how | {"implementation": "mosaic_tpu"}))
+
+    monkeypatch.setattr(attention.decode_kernel, "decode_attend_score", kernel)
+    part, after, _ = asked(held)
+    np.testing.assert_allclose(part.lse, block.lse, atol=2e-4, rtol=2e-5)
+    np.testing.assert_allclose(part.output, block.output, atol=2e-4)
+    for mine, before in zip(*map(jax.tree.leaves, (after, held)), strict=True):
+        assert np.array_equal(mine, before)
+
+
+def test_no_number_of_a_tier_is_in_memory(unchecked):
+    """As TPU's compiler makes it: the kernel has the codes, where they lie, and nothing has them decoded."""
+    batch, kv_heads, group, slots, dim = 8, 8, 4, 2560, 128
+    codecs = CODECS["4 bits"]
+    make = functools.partial(tier.empty, balanced=(True, False), centred=True)
+    held = jax.eval_shape(lambda: make(batch, kv_heads, slots, dim, jnp.bfloat16, codecs))
+    query = jax.ShapeDtypeStruct((batch, kv_heads * group, dim), jnp.bfloat16)
+    position = jax.ShapeDtypeStruct((batch,), jnp.int32)
+
+    def step(held, query, position):
+        how = {"scale": 0.1, "softcap": None, "implementation": "mosaic_tpu"}
+        return held.step(Layout(None), query, position, **how)
+
+    text = jax.jit(step, donate_argnums=0).lower(*on("v5e", (held, query, position))).compile().as_text()
+    codes = held.entries.keys.codes.shape
+    for shape in itertools.chain([codes], [(*codes[:-1], dim)]):
+        assert made_of(shape, text) <= NAMES_ONLY, shape
