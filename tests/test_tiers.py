@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxkv
 from jaxkv.sharding import attention
 from jaxkv.sharding.layout import Layout
 from jaxkv.store import tier
@@ -94,6 +95,23 @@ def test_the_kernel_reads_a_tier(codecs, balance, monkeypatch):
     np.testing.assert_allclose(part.output, block.output, atol=2e-4)
     for mine, before in zip(*map(jax.tree.leaves, (after, held)), strict=True):
         assert np.array_equal(mine, before)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("axes", [{"context": 8}, {"data": 2, "model": 2, "context": 2}], ids=str)
+def test_codes_on_a_mesh(goldens, axes):
+    """Tiers and balanced codes, keys and values, say there what they say on one device."""
+    folder, mesh = goldens / "tiny" / "qwen2", jaxkv.mesh(**axes)
+    one, many = jaxkv.load(folder), jaxkv.load(folder, mesh=mesh)
+    rows = [np.random.default_rng(n).integers(0, 100, n).astype(np.int32) for n in (45, 30)]
+    balanced = {"keys": {"kind": "int-balanced", "bits": 8}, "values": {"kind": "int-balanced", "bits": 8}}
+    for name, more in (("tiered-h2o", {"slots": 16}), ("h2o", {"store": balanced})):
+        chosen = jaxkv.policy(name, budget=16, block=20, **more)
+        said = [
+            jaxkv.generate(params, rows, policy=chosen, max_new_tokens=12, stop_tokens=()).tokens.tolist()
+            for params in (one, many)
+        ]
+        assert said[0] == said[1], name
 
 
 def test_no_number_of_a_tier_is_in_memory(unchecked):
