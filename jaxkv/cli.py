@@ -692,10 +692,10 @@ def _kernels_for(command: Info, config: Any) -> dict[str, str]:
     from jaxkv.store.reading import reading
     from pallas_kernels.choices import choices
 
-    codes = None
+    codes, spec = None, config.specs[0]
     if command.policy is not None:
         policy = named(command.policy)
-        spec, store = config.specs[0], policy.store
+        store = policy.store
         fitted = store.fitted(store.unfit(1, 1, spec.head_dim))
         windows = max(store.residual, store.initial) > 0
         how = reading(fitted, windows=windows, rotates=policy.rope != "text", capped=spec.softcap is not None)
@@ -705,8 +705,8 @@ def _kernels_for(command: Info, config: Any) -> dict[str, str]:
 
         codes = functools.partial(form, store.keys), functools.partial(form, store.values)
     found = choices(
-        heads=config.num_heads, kv_heads=config.specs[0].num_kv_heads, head_dim=config.specs[0].head_dim,
-        slots=command.budget, dtype=command.dtype, batch=command.batch, codes=codes,
+        heads=config.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, slots=command.budget,
+        dtype=command.dtype, batch=command.batch, codes=codes,
     )  # fmt: skip
     return {name: "; ".join((chosen.implementation, *chosen.reasons)) for name, chosen in found.items()}
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -33,35 +32,47 @@ BALANCES = {"none": (False, False, False), "channels": (True, True, False), "ran
 ROWS, HEADS, GROUP, SLOTS, DIM = 3, 2, 3, 24, 64
 
 
-def tiered(codecs, balance, dtype="float32"):
-    """A tier of three rows, the second holding nothing, with channels of keys far from 0, and what it holds exactly."""
+def tiered(codecs, balance):
+    """A tier of three rows, the second holding nothing, with a channel of keys far from 0."""
     rng = np.random.default_rng(1)
     keys, values = (rng.standard_normal((ROWS, HEADS, SLOTS, DIM)) for _ in range(2))
     keys[..., 5] += 40
     positions = np.where(rng.random((ROWS, HEADS, SLOTS)) < 0.7, np.arange(SLOTS), -1)
     positions[1] = -1
     of_keys, of_values, centred = BALANCES[balance]
-    held = tier.empty(ROWS, HEADS, SLOTS, DIM, jnp.dtype(dtype), codecs, balanced=(of_keys, of_values), centred=centred)
-    at, keys, values = jnp.asarray(positions, jnp.int32), jnp.asarray(keys, dtype), jnp.asarray(values, dtype)
+    held = tier.empty(
+        ROWS, HEADS, SLOTS, DIM, jnp.dtype("float32"), codecs, balanced=(of_keys, of_values), centred=centred
+    )
+    at, keys, values = (
+        jnp.asarray(positions, jnp.int32),
+        jnp.asarray(keys, jnp.float32),
+        jnp.asarray(values, jnp.float32),
+    )
     there, rows = at >= 0, jnp.ones(ROWS, bool)
     if held.keys is not None:
         centre = middle(keys, there) if centred else jnp.zeros((ROWS, HEADS, DIM))
-        held = held.__class__(
-            **{**vars(held), "keys": held.keys.choosing(1 / reach(keys, there, centre), rows, centre)}
-        )
+        held = dataclasses.replace(held, keys=held.keys.choosing(1 / reach(keys, there, centre), rows, centre))
     if held.values is not None:
         factor = 1 / reach(values, there, jnp.zeros((ROWS, HEADS, DIM)))
         held = dataclasses.replace(held, values=held.values.choosing(factor, rows))
     return held.with_many(Entries(keys, values, at, {}))
 
 
-def asked(held, softcap=None, seed=2):
+def asked(held, softcap=None):
     """A step of one token, of which the last row has finished; and the same as a block of one."""
-    query = jnp.asarray(np.random.default_rng(seed).standard_normal((ROWS, HEADS * GROUP, DIM)), jnp.float32)
+    query = jnp.asarray(np.random.default_rng(2).standard_normal((ROWS, HEADS * GROUP, DIM)), jnp.float32)
     position = jnp.asarray([SLOTS, SLOTS, -1], jnp.int32)
     softmax = {"scale": 0.125, "softcap": softcap}
-    part, after = held.step(Layout(None), query, position, **softmax, implementation=None)
+    part, after = held.step(Layout(None), query, position, None, **softmax)
     return part, after, held.attend(query[:, :, None], position[:, None], **softmax).now()
+
+
+def assert_same(part, after, block, held):
+    """The parts agree within rounding, and no code has changed."""
+    np.testing.assert_allclose(part.lse, block.lse, atol=2e-4, rtol=2e-5)
+    np.testing.assert_allclose(part.output, block.output, atol=2e-4)
+    for mine, before in zip(*map(jax.tree.leaves, (after, held)), strict=True):
+        assert np.array_equal(mine, before)
 
 
 @pytest.mark.some(6)
@@ -72,11 +83,8 @@ def test_a_step_is_a_block_of_one(codecs, balance, softcap):
     """And no code changes."""
     held = tiered(CODECS[codecs], balance)
     part, after, block = asked(held, softcap)
-    np.testing.assert_allclose(part.lse, block.lse, atol=2e-4, rtol=2e-5)
-    np.testing.assert_allclose(part.output, block.output, atol=2e-4)
+    assert_same(part, after, block, held)
     assert np.isneginf(np.asarray(part.lse)[1:]).all() and not np.asarray(part.output)[1:].any()
-    for mine, before in zip(*map(jax.tree.leaves, (after, held)), strict=True):
-        assert np.array_equal(mine, before)
 
 
 @pytest.mark.parametrize("codecs, balance", [("4 bits", "ranges"), ("turned", "channels"), ("fp8", "none")])
@@ -91,10 +99,7 @@ def test_the_kernel_reads_a_tier(codecs, balance, monkeypatch):
 
     monkeypatch.setattr(attention.decode_kernel, "decode_attend_score", kernel)
     part, after, _ = asked(held)
-    np.testing.assert_allclose(part.lse, block.lse, atol=2e-4, rtol=2e-5)
-    np.testing.assert_allclose(part.output, block.output, atol=2e-4)
-    for mine, before in zip(*map(jax.tree.leaves, (after, held)), strict=True):
-        assert np.array_equal(mine, before)
+    assert_same(part, after, block, held)
 
 
 @pytest.mark.long
@@ -124,10 +129,9 @@ def test_no_number_of_a_tier_is_in_memory(unchecked):
     position = jax.ShapeDtypeStruct((batch,), jnp.int32)
 
     def step(held, query, position):
-        how = {"scale": 0.1, "softcap": None, "implementation": "mosaic_tpu"}
-        return held.step(Layout(None), query, position, **how)
+        return held.step(Layout(None), query, position, "mosaic_tpu", scale=0.1, softcap=None)
 
     text = jax.jit(step, donate_argnums=0).lower(*on("v5e", (held, query, position))).compile().as_text()
     codes = held.entries.keys.codes.shape
-    for shape in itertools.chain([codes], [(*codes[:-1], dim)]):
+    for shape in (codes, (*codes[:-1], dim)):
         assert made_of(shape, text) <= NAMES_ONLY, shape

@@ -84,7 +84,7 @@ def decode_layer(
     else:
         partial, after = policy.read.step(store, layout, token, judge, at_read, **softmax)
     aside = {
-        name: state.step(layout, query, position, scale=spec.scale, softcap=spec.softcap, implementation=implementation)
+        name: state.step(layout, query, position, implementation, scale=spec.scale, softcap=spec.softcap)
         for name, state in store.beside.items()
         if state.attends
     }

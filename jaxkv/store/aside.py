@@ -24,10 +24,9 @@ class Aside:
         layout: Layout,
         query: Float[Array, "B Hq D"],
         position: Int[Array, "B"],
-        *,
-        scale: float,
-        softcap: float | None,
         implementation: str | None,
+        **softmax: Any,
     ) -> tuple[Partial, Any]:
-        """The attention of one token, and the state behind it: what a kernel has had in its hands is used no more."""
-        return self.attend(query[:, :, None], position[:, None], scale=scale, softcap=softcap).now(), self
+        """The attention of one token, and the state behind it: what a kernel has had in its hands is used no more.
+        `softmax` as of `attend`."""
+        return self.attend(query[:, :, None], position[:, None], **softmax).now(), self

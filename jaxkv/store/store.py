@@ -63,8 +63,12 @@ class Store:
 
     def codec(self, name: str) -> Any:
         """The codec of the "keys" or "values", with what it has fitted: of arrays `[B, Hk, *, D]`."""
-        codec = getattr(self.codecs, name)
-        return codec.fitted(getattr(self.beside[FIT], name)) if FIT in self.beside else codec
+        return getattr(self._fitted, name)
+
+    @property
+    def _fitted(self) -> Codecs:
+        """The codecs, with what they have fitted."""
+        return self.codecs.fitted(self.beside[FIT]) if FIT in self.beside else self.codecs
 
     def codec_of_slots(self, name: str) -> Any:
         """The same of arrays over the slots."""
@@ -196,8 +200,7 @@ class Store:
     def reading(self, rotates: bool, capped: bool) -> Decoded:
         """How an attention pass reads keys and values, where it turns keys as it reads (`rotates`) and where logits
         are `capped`."""
-        codecs = self.codecs.fitted(self.beside[FIT]) if FIT in self.beside else self.codecs
-        return reading(codecs, bool(self._windows), rotates, capped)
+        return reading(self._fitted, bool(self._windows), rotates, capped)
 
     def attended(self, how: Decoded, result: Any, token: Token) -> Any:
         """The store after an attention pass that read it so and wrote the token."""

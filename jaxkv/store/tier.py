@@ -92,18 +92,15 @@ class Tier(Aside):
         layout: Layout,
         query: Float[Array, "B Hq D"],
         position: Int[Array, "B"],
-        *,
-        scale: float,
-        softcap: float | None,
         implementation: str | None,
+        **softmax: Any,
     ) -> tuple[Partial, "Tier"]:
         """The attention of one token, which reads the codes where they lie if they are `readable`. What the balance of
         keys does, the query takes, and its level the log-sum-exp, unless logits are capped; that of values is undone
         behind."""
-        softmax: dict[str, Any] = {"scale": scale, "softcap": softcap, "implementation": implementation}
         level = None if self.keys is None else self.keys.level(query)
-        if not self.codecs.readable or (softcap is not None and level is not None):
-            return super().step(layout, query, position, **softmax)
+        if not self.codecs.readable or (softmax["softcap"] is not None and level is not None):
+            return super().step(layout, query, position, implementation, **softmax)
         how, (batch, heads, slots) = AsCodes(self.codecs), self.entries.positions.shape
         none = jnp.zeros((batch, heads, query.shape[-1]), query.dtype)  # no token comes: its slot is out of range
         asked = query if self.keys is None else self.keys.ask(query).astype(query.dtype)
@@ -111,15 +108,15 @@ class Tier(Aside):
         rows = jnp.zeros(batch, jnp.int32)
         held, nobody = Held(*how.lent(self), self.entries.positions), Judge(rows, rows)
         result = decode_attend_score(
-            layout, how.asked(token), held, nowhere, nobody, rotate=None, window=None, with_mass=False, **softmax
-        )
-        part = how.answered(token, result, scale)
+            layout, how.asked(token), held, nowhere, nobody, rotate=None, window=None, implementation=implementation,
+            with_mass=False, **softmax,
+        )  # fmt: skip
+        part = how.answered(token, result, softmax["scale"])
         output = part.output if self.values is None else self.values.read(part.output).astype(query.dtype)
-        lse = part.lse if level is None else part.lse + scale * level
+        lse = part.lse if level is None else part.lse + softmax["scale"] * level
         keys, values = how.returned(self, result, token)
-        return Partial(output, lse), dataclasses.replace(
-            self, entries=dataclasses.replace(self.entries, keys=keys, values=values)
-        )
+        entries = dataclasses.replace(self.entries, keys=keys, values=values)
+        return Partial(output, lse), dataclasses.replace(self, entries=entries)
 
 
 def _worth(entries: Entries) -> Float[Array, "B Hk S"]:
