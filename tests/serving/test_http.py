@@ -60,8 +60,16 @@ def until(true, seconds=120):
         time.sleep(0.01)
 
 
-def client(address, token="none"):
+def opened(address, token="none"):
+    """The official client; as a context it closes its sockets."""
     return openai.OpenAI(base_url=f"{address}/v1", api_key=token, max_retries=0, timeout=60)
+
+
+@pytest.fixture
+def client():
+    """What opens official clients: the test's end closes them, for a socket left open warns in some other test."""
+    with contextlib.ExitStack() as clients:
+        yield lambda *where: clients.enter_context(opened(*where))
 
 
 def raw(address, data, *, parts=1, wait=20):
@@ -112,7 +120,7 @@ def running(params):
 
 
 @pytest.mark.long
-def test_chat_whole_and_streamed(running, params):
+def test_chat_whole_and_streamed(running, params, client):
     address, engine = running
     expected = jaxkv.generate(params, CHAT, policy=engine.policy, max_new_tokens=9, stop_tokens=())
     asked = {"model": "tiny", "messages": CHAT, "max_tokens": 9, "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -127,7 +135,7 @@ def test_chat_whole_and_streamed(running, params):
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_completions_of_several_prompts_and_samples(running, params):
+def test_completions_of_several_prompts_and_samples(running, params, client):
     address, engine = running
     asked = {"temperature": 1.1, "top_p": 0.9, "seed": 7, "max_tokens": 6}
     out = client(address).completions.create(
@@ -153,7 +161,7 @@ def test_completions_of_several_prompts_and_samples(running, params):
     assert stop not in cut.choices[0].text
 
 
-def test_log_probabilities_of_a_chat(running):
+def test_log_probabilities_of_a_chat(running, client):
     address, _ = running
     out = client(address).chat.completions.create(
         model="tiny", messages=CHAT, max_tokens=3, logprobs=True, top_logprobs=2, temperature=0,
@@ -198,7 +206,7 @@ WRONG = [
 ]
 
 
-def test_hostile_requests_leave_a_running_stream_alone(running, params):
+def test_hostile_requests_leave_a_running_stream_alone(running, params, client):
     address, engine = running
     expected = jaxkv.generate(params, "abc", policy=engine.policy, max_new_tokens=60, stop_tokens=())
     asked = {"model": "tiny", "prompt": "abc", "max_tokens": 60, "temperature": 0, "stream": True}
@@ -213,7 +221,7 @@ def test_hostile_requests_leave_a_running_stream_alone(running, params):
     until(lambda: engine.load.taken == 0)
 
 
-def test_other_errors(running):
+def test_other_errors(running, client):
     address, _ = running
     assert got(address, "/nothing")[0] == 404 and got(address, "/v1/completions")[0] == 405
     assert json.loads(got(address, "/nothing")[1])["error"]["message"]
@@ -231,7 +239,7 @@ def test_other_errors(running):
         client(address).completions.create(model="gpt", prompt="a")
 
 
-def test_a_client_that_leaves_frees_its_row(running):
+def test_a_client_that_leaves_frees_its_row(running, client):
     address, engine = running
     before = engine.load.ended.get("cancelled", 0)
     for count in range(1, 4):
@@ -244,7 +252,7 @@ def test_a_client_that_leaves_frees_its_row(running):
     assert not engine._open
 
 
-def test_health_models_and_metrics(running):
+def test_health_models_and_metrics(running, client):
     address, engine = running
     (model,) = client(address).models.list().data
     assert (model.id, model.policy, model.budget, model.rows) == ("tiny", "tova", 40, 2)
@@ -372,7 +380,7 @@ def test_the_page_in_a_browser(running, params, tmp_path):
         browser.close()
 
 
-def test_a_full_queue_a_token_and_the_time(params):
+def test_a_full_queue_a_token_and_the_time(params, client):
     engine = made(params, rows=1, queue=1)
     with served(engine, token="secret", seconds=0.2) as (address, _):
         until(lambda: got(address, "/health")[0] == 200)
@@ -391,7 +399,7 @@ def test_a_full_queue_a_token_and_the_time(params):
         until(lambda: not engine._open)
 
 
-def test_the_stop_finishes_what_runs(params):
+def test_the_stop_finishes_what_runs(params, client):
     engine = made(params)
     with served(engine) as (address, server):
         until(lambda: got(address, "/health")[0] == 200)
@@ -420,7 +428,7 @@ def commands(*each):
 
 
 @pytest.mark.long
-def test_the_command_runs_until_it_is_told_to_stop(tmp_path):
+def test_the_command_runs_until_it_is_told_to_stop(tmp_path, client):
     """In a process of its own: it answers, finishes what runs, and ends with 0."""
     port = free_port()
     (tmp_path / "manual.txt").write_text("Press the red button.", encoding="utf-8")
@@ -483,7 +491,7 @@ def test_ten_minutes_of_clients_that_come_and_die(params):
                 n = int(mine.choice(list(expected)))
                 asked = {"model": "tiny", "prompt": [n] * n, "max_tokens": n, "temperature": 0, "logprobs": 0}
                 try:
-                    with client(address) as one:
+                    with opened(address) as one:
                         stream = one.completions.create(**asked, stream=True, extra_body={"ignore_eos": True})
                         dies = int(mine.integers(0, 8))
                         found = []
