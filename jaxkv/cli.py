@@ -698,7 +698,7 @@ def _kernels_for(command: Info, config: Any) -> dict[str, str]:
         store = policy.store
         fitted = store.fitted(store.unfit(1, 1, spec.head_dim))
         windows = max(store.residual, store.initial) > 0
-        how = reading(fitted, windows=windows, rotates=policy.rope != "text", capped=spec.softcap is not None)
+        how = reading(fitted, windows, policy.rope != "text", spec.softcap is not None, weighs=policy.weighs_at_decode)
 
         def form(codec: Any, x: Any) -> Any:
             return how.form(codec.fitted(codec.unfit(*x.shape[:2], x.shape[-1])), x)

@@ -296,19 +296,25 @@ def stores(rng, codecs, kind):
 @pytest.mark.parametrize("codecs", [
     Codecs(Int(4, hadamard=True), Int(8, channels=32, hadamard=True)), Codecs(Fp8(), Plain()), Codecs(Int(3), Int(2)),
     Codecs(Int(4), Int(4), residual=6), Codecs(Int(4), Int(4, symmetric=True), initial=4),
-    Codecs(IntBalanced(4, channels=32), IntBalanced(8)),
-], ids=["turned", "fp8", "3 and 2", "residual", "initial", "balanced"])  # fmt: skip
-def test_a_store_gives_what_it_gave_decoded(codecs, kind, monkeypatch):
-    """Three steps, the second without the last row, and the codes of slots that no token came to."""
+    Codecs(IntBalanced(4, channels=32), IntBalanced(8)), Codecs(IntBalanced(4), Int(4), residual=6, initial=4),
+], ids=["turned", "fp8", "3 and 2", "residual", "initial", "balanced", "both"])  # fmt: skip
+@pytest.mark.parametrize("weighs", [True, False], ids=["with mass", "without"])
+def test_a_store_gives_what_it_gave_decoded(weighs, codecs, kind, monkeypatch):
+    """Three steps, the second without the last row, and the codes of slots that no token came to. Where nobody asks
+    for the mass tokens in full precision are a part of their own; there the first token takes the place of one."""
 
     def run():
         layer, token, judge = stores(np.random.default_rng(5), codecs, kind)
+        if not weighs:
+            judge, newer = Judge(judge.limits, judge.recents), jnp.asarray([17, 5])[:, None, None]
+            here = layer.filled_by_head() & (layer.seen_by_head(layer.positions) == newer)
+            layer = layer.aimed(jnp.argmax(here, axis=-1).astype(jnp.int32))
         parts, before = [], layer.entries
         for step in range(3):
             at = jnp.where(jnp.arange(2) < (1 if step == 1 else 2), token.position + step, -1)
             part, layer = layer.step(
                 Layout(None), token._replace(position=at), judge, None, scale=0.125, window=None, softcap=None,
-                implementation="reference", with_mass=True,
+                implementation="reference", with_mass=weighs,
             )  # fmt: skip
             parts.append(part)
             token = token._replace(query=part.output)
@@ -318,7 +324,7 @@ def test_a_store_gives_what_it_gave_decoded(codecs, kind, monkeypatch):
     monkeypatch.setattr("jaxkv.store.store.reading", lambda codecs, *_: reading.Decoded(codecs))
     old_parts, _, old = run()
     for part, other in zip(parts, old_parts, strict=True):
-        for a, b in zip(part, other, strict=True):
+        for a, b in zip(jax.tree.leaves(part), jax.tree.leaves(other), strict=True):
             np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=2e-5, rtol=2e-5)
     assert np.array_equal(after.positions, old.positions) and np.array_equal(after.next_slot, old.next_slot)
     touched = np.asarray(after.positions != before.positions)
@@ -330,8 +336,8 @@ def test_a_store_gives_what_it_gave_decoded(codecs, kind, monkeypatch):
 
 def test_which_codes_are_read_as_they_lie():
     """Keys around a centre not where logits are capped: then what these have in common is no summand of them. None that
-    are still to be fitted."""
-    how = dict(windows=False, rotates=False)
+    are still to be fitted; beside tokens in full precision where nothing is weighed."""
+    how = dict(windows=False, rotates=False, weighs=True)
     plain, balanced = Codecs(Int(4), Int(4)), Codecs(IntBalanced(4), Int(4))
     fitted = balanced.fitted(balanced.unfit(1, 2, 64))
     ways = [
@@ -340,6 +346,12 @@ def test_which_codes_are_read_as_they_lie():
         for capped in (False, True)
     ]
     assert ways == [True, True, True, False, False, False]
+    beside = [
+        type(reading.reading(codecs, True, False, False, weighs)) is reading.AsCodes
+        for codecs in (plain, Codecs(Int(4), Plain()))
+        for weighs in (True, False)
+    ]
+    assert beside == [False, True, False, False]
 
 
 def test_what_runs_of_a_coded_cache(unchecked):

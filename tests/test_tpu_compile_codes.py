@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxkv.sharding.layout import Layout
+from jaxkv.store import slots as slots_of
 from jaxkv.store.codec import Codec
+from jaxkv.store.codecs import Codecs
 from jaxkv.store.floats import Fp8
 from jaxkv.store.integers import Int
 from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
@@ -103,3 +106,28 @@ def test_prefill_kernels_read_codes(name, codec):
         for call, operands in ((attend, (query, keys, keys, at, place)), (mass, (query, keys, at, place))):
             text = jax.jit(call).lower(*operands).compile().as_text()
             assert made_of(keys.codes.shape, text) <= moves and made_of(keys.shape, text) <= moves
+
+
+def test_newest_tokens_in_full_precision_leave_the_others_in_codes(unchecked):
+    """They are a part of their own: nothing has the codes decoded."""
+    batch, kv_heads, group, slots, dim = SHAPES[0]
+    codecs = Codecs(Int(4, channels=64), Int(4, channels=64), residual=96)
+
+    def arrays():
+        beside = codecs.beside(batch, kv_heads, dim, jnp.bfloat16)
+        held = slots_of.empty(batch, kv_heads, slots, dim, jnp.bfloat16, codecs=codecs, beside=beside)
+        new, row = jnp.zeros((batch, kv_heads, dim), jnp.bfloat16), jnp.zeros(batch, jnp.int32)
+        return held, Token(jnp.zeros((batch, kv_heads * group, dim), jnp.bfloat16), new, new, row), Judge(row, row)
+
+    def step(held, token, judge):
+        return held.step(
+            Layout(None), token, judge, None, scale=0.1, window=None, softcap=None, implementation="mosaic_tpu",
+            with_mass=False,
+        )  # fmt: skip
+
+    given = on("v5e", jax.eval_shape(arrays))
+    compiled = jax.jit(step, donate_argnums=0).lower(*given).compile()
+    text, codes = compiled.as_text(), given[0].entries.keys.codes.shape
+    assert compiled.memory_analysis().temp_size_in_bytes < given[0].entries.keys.codes.size // 4
+    for shape in (codes, (*codes[:-1], dim)):
+        assert made_of(shape, text) <= NAMES_ONLY, shape

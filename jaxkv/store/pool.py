@@ -20,7 +20,7 @@ from jaxkv.store.entries import EMPTY, WORTH, Entries, blank, flattened, owners,
 from jaxkv.store.slots import GROW
 from jaxkv.store.store import Absorb, Choose, Store, Worth
 from pallas_kernels.arguments import Judge, Line, Segments, Token
-from pallas_kernels.partial import Partial
+from pallas_kernels.partial import Partial, merge
 from pallas_kernels.ragged_decode.reference import first_empty, lowest
 from pallas_kernels.ragged_decode.segments import mine, per_head, per_slot, segments
 
@@ -189,10 +189,12 @@ class Pool(Store):
         weight, bias = (self.unscored(x) if isinstance(x, jax.Array) else x for x in (judge.weight, judge.bias))
         each = judge.rule and dataclasses.replace(judge.rule, heads="each")
         judge = judge._replace(weight=weight, bias=bias, rule=each)
-        how = self.reading(rotates=False, capped=softmax["softcap"] is not None)
-        held = Segments(*how.lent(self), self.positions, self.offsets, line, self.entries.bias)
+        how = self.reading(False, softmax["softcap"] is not None, softmax["with_mass"])
+        read = {name: softmax[name] for name in ("scale", "softcap")}
+        bias, parts = self.beside_codes(how, token, window=None, **read)
+        held = Segments(*how.lent(self), self.positions, self.offsets, line, bias)
         result = ragged_decode(layout, how.asked(token), held, self.next_slot, judge, whole=whole, **softmax)
-        partial = how.answered(token, result, softmax["scale"])
+        partial = merge(how.answered(token, result, softmax["scale"]), *parts)
         mass = None if partial.mass is None else self.scored(partial.mass)
         return partial._replace(mass=mass), self.attended(how, result, token)
 

@@ -1,7 +1,7 @@
 """How an attention pass reads a layer's keys and values and writes the new token's: as codes, or decoded before."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -18,6 +18,7 @@ class Decoded:
     """Keys and values are decoded before the pass; the token's code is written behind it."""
 
     codecs: Codecs  # with what they have fitted
+    codes: ClassVar[bool] = False  # whether the pass reads them
 
     def lent(self, store: Any) -> tuple[Any, Any]:
         """Keys and values as the pass takes them."""
@@ -48,6 +49,8 @@ class AsCodes(Decoded):
     """The pass reads codes where they lie and writes the token's. The query goes into the keys' space, and what all its
     logits have in common is added to their log-sum-exp; the output comes back out of the values' space."""
 
+    codes: ClassVar[bool] = True
+
     def lent(self, store: Any) -> tuple[Any, Any]:
         return self.codecs.keys.as_codes(store.entries.keys), self.codecs.values.as_codes(store.entries.values)
 
@@ -69,9 +72,10 @@ class AsCodes(Decoded):
         return self.codecs.keys.of_codes(result.keys), self.codecs.values.of_codes(result.values)
 
 
-def reading(codecs: Codecs, windows: bool, rotates: bool, capped: bool) -> Decoded:
-    """As codes where both codecs are `readable`; decoded where some tokens are read in full precision beside their
-    codes (`windows`), where keys are turned as they are read (`rotates`), and where logits are `capped` and keys lie
-    around a centre."""
-    apart = windows or rotates or (capped and codecs.keys.centred) or not codecs.readable
-    return Decoded(codecs) if apart else AsCodes(codecs)
+def reading(codecs: Codecs, windows: bool, rotates: bool, capped: bool, weighs: bool) -> Decoded:
+    """As codes where both codecs are `readable`; decoded where keys are turned as they are read (`rotates`), where
+    logits are `capped` and keys lie around a centre, and where some tokens are read in full precision beside their
+    codes (`windows`) and either the pass `weighs` all entries against each other or keys or values are plain."""
+    whole = windows and (weighs or codecs.keys.plain or codecs.values.plain)
+    decoded = whole or rotates or (capped and codecs.keys.centred) or not codecs.readable
+    return Decoded(codecs) if decoded else AsCodes(codecs)

@@ -30,7 +30,7 @@ from jaxkv.store.entries import (
 from jaxkv.store.store import Absorb, Choose, Store, Worth
 from pallas_kernels.arguments import Held, Judge, Token
 from pallas_kernels.decode_attend_score.victim import alive, victim
-from pallas_kernels.partial import Partial
+from pallas_kernels.partial import Partial, merge
 
 GROW = 64  # slots added at a time where new tokens are only added: going on step by step compiles once per so many
 
@@ -139,10 +139,12 @@ class Slots(Store):
         self, layout: Layout, token: Token, judge: Judge, rotate: RotateAtRead | None, **softmax: Any
     ) -> tuple[Partial, "Slots"]:
         """Write the token into the next slots, attend over all slots, choose the slots after it."""
-        how = self.reading(rotates=rotate is not None, capped=softmax["softcap"] is not None)
-        held, asked = Held(*how.lent(self), self.positions, self.entries.bias), how.asked(token)
+        how = self.reading(rotate is not None, softmax["softcap"] is not None, softmax["with_mass"])
+        read = {name: softmax[name] for name in ("scale", "window", "softcap")}
+        bias, parts = self.beside_codes(how, token, **read)
+        held, asked = Held(*how.lent(self), self.positions, bias), how.asked(token)
         result = decode_attend_score(layout, asked, held, self.next_slot, judge, rotate=rotate, **softmax)
-        return how.answered(token, result, softmax["scale"]), self.attended(how, result, token)
+        return merge(how.answered(token, result, softmax["scale"]), *parts), self.attended(how, result, token)
 
     def laid(self, layout: Layout) -> "Slots":
         """The store after a step, divided over the layout's devices."""

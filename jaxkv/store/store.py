@@ -14,12 +14,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxkv.store.codecs import Codecs
-from jaxkv.store.entries import Change, Entries, owners, picked, placed_at
+from jaxkv.store.entries import EMPTY, Change, Entries, owners, picked, placed_at
 from jaxkv.store.fit import FIT, Fit
 from jaxkv.store.looks import LOOKS
 from jaxkv.store.reading import Decoded, reading
-from jaxkv.store.window import WINDOWS
+from jaxkv.store.window import WINDOWS, apart
 from pallas_kernels.arguments import Token
+from pallas_kernels.masking import MASKED
+from pallas_kernels.partial import Partial
 
 Worth = Callable[[Any], Float[Array, "B *S"]]  # of a store's slots
 # of worth, positions and the KV head of every slot, and how many entries each head shall keep on average: which stay
@@ -197,10 +199,25 @@ class Store:
         new, beside = absorb(self.beside, plain, chosen)
         return (entries, beside) if new is plain else (self.loosened(new), self.renewed(beside, new, chosen))
 
-    def reading(self, rotates: bool, capped: bool) -> Decoded:
-        """How an attention pass reads keys and values, where it turns keys as it reads (`rotates`) and where logits
-        are `capped`."""
-        return reading(self._fitted, bool(self._windows), rotates, capped)
+    def reading(self, rotates: bool, capped: bool, weighs: bool) -> Decoded:
+        """How an attention pass reads keys and values, where it turns keys as it reads (`rotates`), where logits are
+        `capped` and where it `weighs` entries: by their mass, or as some stand for several."""
+        return reading(self._fitted, bool(self._windows), rotates, capped, weighs or self.entries.weight is not None)
+
+    def beside_codes(
+        self, how: Decoded, token: Token, **softmax: Any
+    ) -> tuple[Float[Array, "B *S"] | None, tuple[Partial, ...]]:
+        """What a pass that reads so adds to the logits of every slot, and the parts beside it: where it reads codes,
+        tokens in full precision are a part of their own. `softmax`: scale, window and softcap."""
+        if not (how.codes and self._windows):
+            return self.entries.bias, ()
+        states, gone = tuple(self._windows.values()), jnp.full(self.next_slot.shape, EMPTY, jnp.int32)
+        positions = self.seen_by_head(self.put(self.positions, gone, token.position >= 0))  # as the token comes there
+        left_out, held = apart(states, positions, self.filled_by_head() & (positions >= 0))
+        if self.positions.ndim == 2:
+            left_out = jnp.any(left_out, axis=1)
+        parts = (state.read(token, some, **softmax) for state, some in zip(states, held, strict=True))
+        return jnp.where(left_out, MASKED, 0.0), tuple(parts)
 
     def attended(self, how: Decoded, result: Any, token: Token) -> Any:
         """The store after an attention pass that read it so and wrote the token."""

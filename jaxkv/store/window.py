@@ -1,6 +1,7 @@
 """Windows: the newest and the first tokens' keys and values as the model makes them, beside their codes."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import jax
@@ -8,6 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.store.entries import EMPTY, Entries
+from pallas_kernels.arguments import Token
+from pallas_kernels.masking import visible
+from pallas_kernels.partial import Partial, attend_few
 
 WINDOW = "window"  # the name under which that of the newest tokens lies beside the slots
 INITIAL = "initial"  # and that of the first
@@ -59,6 +63,15 @@ class Window:
             inside &= positions >= seen // size * size
         return jnp.where(inside[..., None], exact.reshape(x.shape), x)
 
+    def read(
+        self, token: Token, held: Bool[Array, "B Hk R"], *, scale: float, window: int | None, softcap: float | None
+    ) -> Partial:
+        """Attention of a token to those of the window's that are `held`; a model's sliding `window` as everywhere."""
+        assert self.keys is not None and self.values is not None
+        seen = held[:, :, None] & visible(token.position[:, None, None], self.positions, window)
+        query = token.query[:, :, None]
+        return attend_few(query, self.keys, self.values, seen, scale=scale, softcap=softcap).now()
+
     def with_token(
         self, key: Float[Array, "B Hk D"], value: Float[Array, "B Hk D"], position: Int[Array, "B"]
     ) -> "Window":
@@ -107,6 +120,19 @@ class Window:
 
         positions = jnp.full_like(self.positions, EMPTY).at[at].set(entries.positions, mode="drop")
         return Window(put(self.keys, entries.keys), put(self.values, entries.values), positions, seen, self.first)
+
+
+def apart(
+    windows: Iterable[Window], positions: Int[Array, "B Hk S"], filled: Bool[Array, "B Hk S"]
+) -> tuple[Bool[Array, "B Hk S"], list[Bool[Array, "B Hk R"]]]:
+    """Which filled slots' tokens lie in a window, and which of each window's tokens lie in a slot; one that lies in two
+    windows counts in the first."""
+    left, held = filled, []
+    for state in windows:
+        same = left[..., None] & (positions[..., None] == state.positions[:, :, None])
+        held.append(jnp.any(same, axis=2))
+        left &= ~jnp.any(same, axis=3)
+    return filled & ~left, held
 
 
 def empty(
