@@ -230,15 +230,28 @@ next_block = held(jax.jit(functools.partial(_block, begins=False), static_argnam
 
 
 @held
-@functools.partial(jax.jit, static_argnames=("config", "policy", "layout"))
+@functools.partial(jax.jit, static_argnames=("policy", "layout"))
+def _fit(layer: Any, learned: Learned, number: Int[Array, ""], *, policy: Policy, layout: Layout) -> Any:
+    """A layer behind a prompt, with what its codecs fit; layers that are alike are one program."""
+    after = layer.fitted({name: value[number] for name, value in learned.items()}, bool(policy.looks))
+    return layout.layer(policy.read.indexed(after))
+
+
+@held
+@functools.partial(jax.jit, static_argnames=("config", "layout"))
+def _joined(layers: Layers, *, config: ModelConfig, layout: Layout) -> Layers:
+    """Layers that hold something together from here on."""
+    return tuple(map(layout.layer, begun(layers, [spec.window for spec in config.specs])))
+
+
 def fitted(
     layers: Layers, learned: Learned = NOTHING, *, config: ModelConfig, policy: Policy, layout: Layout = ONE_DEVICE
 ) -> Layers:
     """The layers behind a prompt, with what their codecs fit: to what is held, to the last queries, to the model, to
     the layer below."""
-    each = [layer.fitted(_of_layer(learned, i), bool(policy.looks)) for i, layer in enumerate(layers)]
-    after = begun(each, [spec.window for spec in config.specs])
-    return tuple(layout.layer(policy.read.indexed(layer)) for layer in after)
+    each = enumerate(layers)
+    after = tuple(_fit(layer, learned, np.int32(i), policy=policy, layout=layout) for i, layer in each)
+    return _joined(after, config=config, layout=layout) if policy.store.pairs else after
 
 
 def _expected(

@@ -4,6 +4,7 @@ They are compiled ahead of time, so a call that fits none of them is an error an
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -84,7 +85,8 @@ class Programs:
         for fits in (False, True) if static.policy.store.fits else (False,):
             if fits:  # from here on with what is fitted, as behind a prefix
                 laid = {name: self._common[name] for name in ("config", "policy", "layout")}
-                self._compile({"fit": run.fitted.lower(passed.layers, static.learned, **laid)})
+                whole = jax.jit(functools.partial(run.fitted, **laid))
+                self._compile({"fit": whole.lower(passed.layers, static.learned)})
                 self._unfit = jax.tree.structure(passed.layers)
                 passed = self._fitted(passed)
             for look in shapes.later_looks:

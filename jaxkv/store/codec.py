@@ -7,8 +7,10 @@ each KV head when a prompt has been read: see `channels.py`.
 """
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
@@ -115,7 +117,12 @@ class Codec(Checked):
 
     def empty(self, shape: tuple[int, ...], head_dim: int, dtype: Any) -> Any:
         """The code of zeros in slots of this shape."""
-        return self.encode_all(jnp.zeros((*shape, head_dim), dtype), jnp.full(shape, -1, jnp.int32))
+        return _empty(self, shape, head_dim, jnp.dtype(dtype))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))  # every layer's in one program
+def _empty(codec: Codec, shape: tuple[int, ...], head_dim: int, dtype: Any) -> Any:
+    return codec.encode_all(jnp.zeros((*shape, head_dim), dtype), jnp.full(shape, -1, jnp.int32))
 
 
 class Fitting(Codec):
