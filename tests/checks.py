@@ -109,6 +109,7 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "lagkv": (RELEASED, FORMS_AT_DECODE),
     "laq": FORMS,
     "laq-h2o": FORMS,
+    "laq-h2o-int4": FORMS,
     "laq-heads": FORMS,
     "laq-longflow": FORMS,
     "laq-plus-plus": FORMS,

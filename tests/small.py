@@ -50,6 +50,7 @@ SMALL = {  # published windows are longer than the tiny prompts
     "laq": {"count": 4, "draft_window": 6},
     "laq-plus-plus": {"count": 4, "draft_window": 6, "local": 4, "recent": 4},
     "laq-h2o": {"count": 4, "draft_window": 6},
+    "laq-h2o-int4": {"count": 4, "draft_window": 6},
     "laq-heads": {"count": 4, "draft_window": 6},
     "laq-longflow": {"count": 4, "draft_window": 6},
     "lazyeviction": {"window": 4, "decode_recent": 4, "every": 4},

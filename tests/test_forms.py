@@ -13,7 +13,7 @@ from measured import measured
 from ordered import heads_of
 from shares import headkv_budgets
 from test_outliers import apart, quantised
-from tiers_numpy import Tiered, in_bits, small_floats
+from tiers_numpy import Tiered, in_bits, outwards, small_floats
 
 import jaxkv
 from jaxkv.policies import Leverage
@@ -553,6 +553,46 @@ class LookaheadSums(Lookahead):
         return np.where(head.at >= now - recent, np.inf, head.stats["attention"])
 
 
+class Coded:
+    """A rule whose entries are in 4 bits from the step after their own on, key channels brought to one range."""
+
+    close = 4e-3  # a scale of float32 may round to another float16
+
+    def __init__(self, budget: int):
+        super().__init__(budget)
+        self.ranges = {}
+
+    def codes(self, head, key, value):
+        centre, reach = self.ranges[head.layer, head.number]
+        return in_bits(4)((key - centre) / reach) * reach + centre, in_bits(4)(value)
+
+    def leave(self, head, stay, now, prompt):
+        head = super().leave(head, stay, now, prompt)
+        if not prompt:
+            return head
+        centre = ((head.key.min(0) + head.key.max(0)) / 2).astype(np.float16).astype(np.float64)
+        far = np.abs(head.key - centre).max(0)
+        far = outwards(np.maximum(far, 2 / len(head.key) * far.mean()), up=True)
+        self.ranges[head.layer, head.number] = centre, far
+        key, value = self.codes(head, head.key, head.value)
+        return dataclasses.replace(head, key=key, value=value)
+
+    def step(self, head, mass, now):
+        worth = super().step(head, mass, now)
+        head.key[-1], head.value[-1] = self.codes(head, head.key[-1], head.value[-1])
+        return worth
+
+
+class CodedSnapKv(Coded, SnapKv):
+    """What drafts for the next."""
+
+
+class CodedSums(Coded, LookaheadSums):
+    """Ours: the same with all entries in codes, while it drafts too."""
+
+    drafts = CodedSnapKv
+
+
 class LookaheadHeads(LookaheadSums):
     """Ours: heads keep by HeadKV's shares; 4 recents."""
 
@@ -807,6 +847,7 @@ CASES = {  # the rule, our options, the seed of a prompt without near ties
     "random": (Drawn, {}, 0),
     "laq": (Lookahead, {"draft_window": 6}, 75),
     "laq-h2o": (LookaheadSums, {"draft_window": 6}, 0),
+    "laq-h2o-int4": (CodedSums, {"draft_window": 6}, 0),
     "laq-heads": (LookaheadHeads, {"draft_window": 6}, 0),
     "laq-plus-plus": (LookaheadLocal, {"draft_window": 6}, 0),
     "laq-longflow": (LookaheadLongFlow, {"draft_window": 6}, 0),
