@@ -87,6 +87,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="what jaxkv eval --out wrote")
     parser.add_argument("--name", required=True, help="of the JSON file in benchmarks/results")
+    parser.add_argument(
+        "--first", type=int, help="print the tables of each task's shortest so many questions, and write nothing"
+    )
     options = parser.parse_args()
     store = Store(options.folder)
     about = store.about()
@@ -96,6 +99,8 @@ def main() -> None:
         if not questions:
             print(f"{task}: no question is answered by all yet")
             continue
+        if options.first:
+            cells, questions = {cell: some[: options.first] for cell, some in cells.items()}, questions[: options.first]
         print(f"\n{task}: {len(questions)} questions of {questions[0]['prompt_tokens']} to "
               f"{questions[-1]['prompt_tokens']} tokens\n\n{table(cells)}")  # fmt: skip
         tasks[task] = {
@@ -106,6 +111,8 @@ def main() -> None:
                 for (name, size), some in cells.items()
             ],
         }  # fmt: skip
+    if options.first:
+        return
     names = ("name", "model", "weights", "dtype", "batch", "block", "ratios", "budgets")
     said: dict[str, Any] = {name: run[name] for name in names}
     print("written to", write(options.name, {"run": said, "measured_on": about["machine"], "tasks": tasks}))
