@@ -18,9 +18,7 @@ from tyro.conf import OmitArgPrefixes, Positional, subcommand
 from jaxkv.errors import BadValue, JaxkvError
 
 DEFAULT_MODEL = "smollm2-135m"
-DEFAULT_POLICY = "laq-h2o-int4"  # what docs/choosing.md recommends where all must stay in the budget
-CODED_BUDGET = 1024  # its own default: the bytes of 290 tokens in bfloat16
-DRAFTED_POLICY = "laq-h2o"  # the same but for the codes, which drafts do not read
+DEFAULT_POLICY = "laq-h2o"  # what docs/choosing.md recommends where all must stay in the budget
 SERVED_POLICY = "dapq-longflow"  # an engine looks at a prompt as it comes, and cannot run it twice
 DEFAULT_BUDGET = 256
 
@@ -29,12 +27,10 @@ DEFAULT_BUDGET = 256
 class Cut:
     """The cache's policy and size."""
 
-    policy: str | None = None
-    """A name from `jaxkv policies`, or a .toml file of your own; "full" keeps everything. Without one laq-h2o-int4, or
-    laq-h2o where --speculative drafts."""
+    policy: str = DEFAULT_POLICY
+    """A name from `jaxkv policies`, or a .toml file of your own; "full" keeps everything."""
     budget: int | None = None
-    """Tokens kept per KV head and layer. When neither this nor --ratio nor the policy's file says, 256; 1024, in 4
-    bits, without --policy."""
+    """Tokens kept per KV head and layer (256 when neither this nor --ratio nor the policy's file says)."""
     ratio: float | None = None
     """Fraction of the prompt removed, instead of a budget."""
     bytes: int | None = None
@@ -44,8 +40,8 @@ class Cut:
     parts: tuple[str, ...] = ()
     """Python files or modules that register parts of your own."""
 
-    def build(self, drafts: bool = False) -> Any:
-        """The policy, of a run with `drafts` or without. Raises `BadValue` for an option that is not name=value."""
+    def build(self) -> Any:
+        """The policy. Raises `BadValue` for an option that is not name=value."""
         from jaxkv.policies.catalogue import named, sized
 
         _register(self.parts)
@@ -55,11 +51,10 @@ class Cut:
             if not equals:
                 raise BadValue(f"option {item!r}: expected name=value, such as window=32")
             options[name] = _value(value)
-        name = self.policy or (DRAFTED_POLICY if drafts else DEFAULT_POLICY)
-        chosen, budget = named(name), self.budget
+        chosen, budget = named(self.policy), self.budget
         sizes = (budget, self.ratio, self.bytes, chosen.budget, chosen.ratio, chosen.bytes)
         if chosen.evicts and all(size is None for size in sizes):
-            budget = DEFAULT_BUDGET if self.policy or drafts else CODED_BUDGET
+            budget = DEFAULT_BUDGET
         return sized(chosen, budget=budget, ratio=self.ratio, bytes=self.bytes, **options)
 
 
@@ -397,7 +392,7 @@ def _generate(command: Generate) -> int:
     import jaxkv
     from jaxkv.sharding.hosts import speaks
 
-    chosen, method = _asked(command)
+    chosen, method = command.cut.build(), command.drafting.build()
     text = _piped() if command.prompt == "-" else command.prompt
     params = _loaded(command, command.spread.build())
     prompt = [{"role": "user", "content": text}] if command.chat else text
@@ -415,11 +410,6 @@ def _generate(command: Generate) -> int:
         print(out.text)
         _note(_summary(chosen, out.stats))
     return 0
-
-
-def _asked(command: Generate | Chat | Warmup | Serve) -> tuple[Any, Any]:
-    """The policy, and how it drafts (None: not at all)."""
-    return command.cut.build(drafts=command.drafting.speculative is not None), command.drafting.build()
 
 
 def _loaded(command: Generate | Chat | Warmup | Serve, mesh: Any = None) -> Any:
@@ -458,7 +448,7 @@ def _keep_programs() -> None:
 def _warmup(command: Warmup) -> int:
     import jaxkv
 
-    chosen, method = _asked(command)
+    chosen, method = command.cut.build(), command.drafting.build()
     params = _loaded(command)
     options = {"policy": chosen, "speculative": method, "scan_layers": True, **_drawn(command.draw)}
     for length in command.lengths:
@@ -477,8 +467,7 @@ def _serve(command: Serve) -> int:
     from jaxkv.serving.http import Limits
     from jaxkv.serving.serve import serve
 
-    chosen, method = _asked(command)
-    chosen = dataclasses.replace(chosen, block=command.block)
+    chosen, method = dataclasses.replace(command.cut.build(), block=command.block), command.drafting.build()
     params = _loaded(command, command.spread.build())
     engine = Engine(
         params, chosen, rows=command.rows, longest=command.longest, max_new_tokens=command.max_new_tokens,
@@ -522,7 +511,7 @@ def _chat(command: Chat) -> int:
     import jaxkv
     from jaxkv.chat import next_turn
 
-    chosen, method = _asked(command)
+    chosen, method = command.cut.build(), command.drafting.build()
     params = _loaded(command, Spread(mesh=command.mesh).build())
     if jax.process_count() > 1:
         raise BadValue("chat on many hosts, of which only one hears the person: use jaxkv generate there")

@@ -174,8 +174,6 @@ def test_a_budget_may_stand_in_the_file(mine, tmp_path):
     assert (jaxkv.policy(path).budget, jaxkv.policy(str(path)).name) == (24, "small")
     assert jaxkv.policy(path, ratio=0.5).budget is None
     assert cli.Cut(policy=str(path)).build().budget == 24 and cli.Cut(policy="tova").build().budget == 256
-    for drafts, default in ((False, ("laq-h2o-int4", 1024)), (True, ("laq-h2o", 256))):
-        assert (cli.Cut().build(drafts).name, cli.Cut().build(drafts).budget) == default
     assert settings.from_dict({"policies": [str(path)]}).cells()[0].budget == 24
 
 
