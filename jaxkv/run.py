@@ -40,7 +40,7 @@ def model_of(config: ModelConfig, weights) -> Decoder:
     return nnx.merge(graphdef(config), weights)
 
 
-def _of_layer(learned: Learned, layer: int) -> dict[str, Array]:
+def _of_layer(learned: Learned, layer: int | Int[Array, ""]) -> dict[str, Array]:
     return {name: value[layer] for name, value in learned.items()}
 
 
@@ -233,8 +233,7 @@ next_block = held(jax.jit(functools.partial(_block, begins=False), static_argnam
 @functools.partial(jax.jit, static_argnames=("policy", "layout"))
 def _fit(layer: Any, learned: Learned, number: Int[Array, ""], *, policy: Policy, layout: Layout) -> Any:
     """A layer behind a prompt, with what its codecs fit; layers that are alike are one program."""
-    after = layer.fitted({name: value[number] for name, value in learned.items()}, bool(policy.looks))
-    return layout.layer(policy.read.indexed(after))
+    return layout.layer(policy.read.indexed(layer.fitted(_of_layer(learned, number), bool(policy.looks))))
 
 
 @held
@@ -249,8 +248,8 @@ def fitted(
 ) -> Layers:
     """The layers behind a prompt, with what their codecs fit: to what is held, to the last queries, to the model, to
     the layer below."""
-    each = enumerate(layers)
-    after = tuple(_fit(layer, learned, np.int32(i), policy=policy, layout=layout) for i, layer in each)
+    fit = functools.partial(_fit, policy=policy, layout=layout)
+    after = tuple(fit(layer, learned, np.int32(i)) for i, layer in enumerate(layers))
     return _joined(after, config=config, layout=layout) if policy.store.pairs else after
 
 

@@ -190,8 +190,7 @@ class Pool(Store):
         each = judge.rule and dataclasses.replace(judge.rule, heads="each")
         judge = judge._replace(weight=weight, bias=bias, rule=each)
         how = self.reading(False, softmax["softcap"] is not None, softmax["with_mass"])
-        read = {name: softmax[name] for name in ("scale", "softcap")}
-        bias, parts = self.beside_codes(how, token, window=None, **read)
+        bias, parts = self.beside_codes(how, token, softmax["scale"], None, softmax["softcap"])
         held = Segments(*how.lent(self), self.positions, self.offsets, line, bias)
         result = ragged_decode(layout, how.asked(token), held, self.next_slot, judge, whole=whole, **softmax)
         partial = merge(how.answered(token, result, softmax["scale"]), *parts)

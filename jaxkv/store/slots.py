@@ -140,8 +140,7 @@ class Slots(Store):
     ) -> tuple[Partial, "Slots"]:
         """Write the token into the next slots, attend over all slots, choose the slots after it."""
         how = self.reading(rotate is not None, softmax["softcap"] is not None, softmax["with_mass"])
-        read = {name: softmax[name] for name in ("scale", "window", "softcap")}
-        bias, parts = self.beside_codes(how, token, **read)
+        bias, parts = self.beside_codes(how, token, softmax["scale"], softmax["window"], softmax["softcap"])
         held, asked = Held(*how.lent(self), self.positions, bias), how.asked(token)
         result = decode_attend_score(layout, asked, held, self.next_slot, judge, rotate=rotate, **softmax)
         return merge(how.answered(token, result, softmax["scale"]), *parts), self.attended(how, result, token)

@@ -205,10 +205,10 @@ class Store:
         return reading(self._fitted, bool(self._windows), rotates, capped, weighs or self.entries.weight is not None)
 
     def beside_codes(
-        self, how: Decoded, token: Token, **softmax: Any
+        self, how: Decoded, token: Token, scale: float, window: int | None, softcap: float | None
     ) -> tuple[Float[Array, "B *S"] | None, tuple[Partial, ...]]:
         """What a pass that reads so adds to the logits of every slot, and the parts beside it: where it reads codes,
-        tokens in full precision are a part of their own. `softmax`: scale, window and softcap."""
+        tokens in full precision are a part of their own."""
         if not (how.codes and self._windows):
             return self.entries.bias, ()
         states, gone = tuple(self._windows.values()), jnp.full(self.next_slot.shape, EMPTY, jnp.int32)
@@ -216,6 +216,7 @@ class Store:
         left_out, held = apart(states, positions, self.filled_by_head() & (positions >= 0))
         if self.positions.ndim == 2:
             left_out = jnp.any(left_out, axis=1)
+        softmax = {"scale": scale, "window": window, "softcap": softcap}
         parts = (state.read(token, some, **softmax) for state, some in zip(states, held, strict=True))
         return jnp.where(left_out, MASKED, 0.0), tuple(parts)
 
