@@ -11,10 +11,12 @@ import itertools
 from typing import Any
 
 import jax.numpy as jnp
-from scipy.stats import binomtest
 
 import jaxkv
+from benchmarks.all_policies import ends
+from benchmarks.real_work import percents
 from benchmarks.report import table, write
+from jaxkv.evaluation.summary import wilson
 
 NAMES = (
     "Margaret", "John", "Elena", "Omar", "Priya", "Lucas", "Hannah", "Victor", "Amelia", "Diego", "Sofia", "Peter",
@@ -50,15 +52,15 @@ def asked(tokenizer: Any) -> list[int]:
     return tokenizer(text.partition("@")[2], add_special_tokens=False)["input_ids"]
 
 
-def right(params: Any, store: dict[str, Any], tokens: int) -> int:
-    """How many names are given."""
-    policy = jaxkv.policy("full", store=store) if store else jaxkv.policy("full")
+def right(params: Any, store: dict[str, Any], tokens: int) -> list[bool]:
+    """Which names are given."""
+    policy = jaxkv.policy("full", store=store)
     told = itertools.starmap("My name is {} and I {}.".format, zip(NAMES, DOES * 2, strict=True))
     first = [[{"role": "user", "content": text}] for text in told]
     cache = jaxkv.generate(params, first, policy=policy, max_new_tokens=tokens, stop_tokens=()).cache
     second = [asked(params.tokenizer)] * len(NAMES)
     said = jaxkv.generate(params, second, cache=cache, max_new_tokens=24).text
-    return sum(name in text for name, text in zip(NAMES, said, strict=True))
+    return [name in text for name, text in zip(NAMES, said, strict=True)]
 
 
 def main() -> None:
@@ -68,15 +70,14 @@ def main() -> None:
     options = parser.parse_args()
     params = jaxkv.load(options.model, dtype=jnp.float32)
     answers = (4, 8, 12, 16)  # tokens of the first answer: other texts in between
-    found = {name: sum(right(params, store, tokens) for tokens in answers) for name, store in STORES.items()}
+    given = {
+        name: [one for tokens in answers for one in right(params, store, tokens)] for name, store in STORES.items()
+    }
     many = len(NAMES) * len(answers)
-    share = {name: binomtest(count, many).proportion_ci(method="wilson") for name, count in found.items()}
-    rows = [
-        (name, f"{100 * count / many:.0f} ({100 * share[name].low:.0f}-{100 * share[name].high:.0f})")
-        for name, count in found.items()
-    ]
+    rows = [(name, percents(ends(wilson(some)))) for name, some in given.items()]
     print(table(f"{options.model}: names given, per cent of {many}", ("entries", "right"), rows))
-    print("written to", write(f"told-names-{options.model}", {**vars(options), "questions": many, "right": found}))
+    found = {"questions": many, "right": {name: sum(some) for name, some in given.items()}}
+    print("written to", write(f"told-names-{options.model}", {**vars(options), **found}))
 
 
 if __name__ == "__main__":
