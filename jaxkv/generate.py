@@ -17,7 +17,7 @@ from jaxkv.checks import check_arguments
 from jaxkv.decoding import CHUNK, Decoding
 from jaxkv.errors import BadValue
 from jaxkv.generation import Generation
-from jaxkv.plan import SIZES, PromptBlocks, lacking, plan
+from jaxkv.plan import SIZES, PromptBlocks, lacking, plan, scored
 from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.catalogue import policy as by_name
 from jaxkv.policies.observe import Observer
@@ -266,6 +266,8 @@ def _prefill(
         pseudo = np.zeros((batch, 0), np.int32)
     elif pseudo is None:
         pseudo = _pseudo_tokens(params, rows, policy, policy.prefill.observe, cache, execution, blocks)
+        if policy.prefill.observe.drafts:
+            pseudo = np.where(scored(policy, lengths + new, limits)[:, None], pseudo, EMPTY)
     if cache is None:
         layers = layout.layers(run.empty_layers(config, policy, batch, params.dtype))
     else:

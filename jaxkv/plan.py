@@ -144,7 +144,7 @@ def planned(
         limit = min(int(limits[sharing].max()), most_slots)
         reach = policy.allocate.reach(most_slots, limit, len(sharing), longest)
     blocks = PromptBlocks(min(rounded(first, sizes), block), more, block)
-    return Plan(tuple(slots), _looks(policy, total, limits), in_pieces(reach)), blocks, limits
+    return Plan(tuple(slots), bool(scored(policy, total, limits).any()), in_pieces(reach)), blocks, limits
 
 
 def whole(policy: Policy, limit: int) -> int:
@@ -183,10 +183,20 @@ def slots_filled(cache: KVCache) -> np.ndarray:
     return np.array([layer.needed(of) for layer, of in zip(cache.layers, held, strict=True)], int)
 
 
-def _looks(policy: Policy, total: np.ndarray, limits: np.ndarray) -> bool:
-    """Whether a row's prompt is cut, or a decode phase will want what the prompt's queries saw."""
+def scored(policy: Policy, total: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    """Which rows' prompts of `total [B]` tokens are scored, bool [B]: those that are cut, and where a decode phase
+    remembers what the prompt's queries saw, all of them.
+
+    Tokens that are drafted to look are those that decoding gives. Where these, too, fit into a row's budget, they will
+    look themselves before anything goes, so none are drafted for it.
+    """
     if policy.prefill is None:
-        return False
+        return np.zeros(total.shape, bool)
     if policy.decode is None:
-        return bool((total > limits).any())
-    return policy.decode.score.remembers or bool((total >= limits - policy.prefill.reserved(limits)).any())
+        return (total > limits).any(axis=0)
+    observe, ahead = policy.prefill.observe, 0
+    if policy.decode.score.remembers:
+        if not observe.drafts:
+            return np.ones(total.shape, bool)
+        ahead = observe.extra
+    return (total + ahead >= limits - policy.prefill.reserved(limits)).any(axis=0)

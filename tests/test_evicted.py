@@ -375,12 +375,8 @@ def test_zipcache_as_released(goldens):
     entries = Entries(values, values, jnp.asarray(at)[None, None], stats)
     rule = dataclasses.replace(phase.evicted, slots=len(others), times=0.0)
     looks = ScoreInputs(queries=values, query_positions=jnp.asarray(at)[None])
-    _, held = rule.absorb(
-        rule.begin(1, 1, values.shape[-1], jnp.dtype("float32")),
-        entries.masked(stay),
-        entries.masked(~stay),
-        Leaving(block=looks),
-    )
+    begun = rule.begun(rule.begin(1, 1, values.shape[-1], jnp.dtype("float32")), entries, looks)
+    _, held = rule.absorb(begun, entries.masked(stay), entries.masked(~stay), Leaving())
     assert np.asarray(held.entries.positions)[0, 0].tolist() == others.tolist()
     step = np.ptp(golden["values"] / np.sqrt(np.abs(golden["values"]).max(0)), axis=-1).max() / 3
     off = np.abs(np.asarray(held.decoded()[1])[0, 0] - golden["decoded"][others])
@@ -401,6 +397,21 @@ def test_what_is_demoted_is_attended_to(tiny):
     near = score(jaxkv.policy("streaming-llm", budget=12, rope="text", block=20, evicted=Demote(slots=64, bits=8)))
     newest = lambda x: x  # noqa: E731
     assert np.abs(newest(near) - want).max() < 0.2 * np.abs(newest(far) - want).max()
+
+
+@pytest.mark.parametrize("budget", [8, 64])
+def test_a_prompt_that_fits_balances_the_tier_too(tiny, budget):
+    """The channels' ranges are those of the prompt, whether any of it leaves or only what decoding writes over."""
+    rule = {"kind": "demote", "slots": 16, "balance": "ranges"}
+    policy = jaxkv.policy("streaming-llm", budget=budget, sinks=2, rope="text", evicted=rule, block=64)
+    cache = jaxkv.prefill(tiny(FAMILY), ids(20), policy=policy)
+    whole = jaxkv.prefill(tiny(FAMILY), ids(20), policy=jaxkv.policy("full"))
+    for layer, full in zip(cache.layers, whole.layers, strict=True):
+        centre, chosen = layer.beside["tier"].keys.centre, layer.beside["tier"].keys.chosen
+        keys = np.asarray(full.keys)[0, :, np.asarray(full.positions)[0, 0] >= 0]
+        assert chosen.all()
+        if layer is cache.layers[0]:  # deeper ones see what the first has lost
+            np.testing.assert_allclose(np.asarray(centre)[0], (keys.max(0) + keys.min(0)) / 2, atol=1e-5)
 
 
 @pytest.mark.long

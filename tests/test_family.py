@@ -586,6 +586,27 @@ def test_lookahead_tokens_are_the_drafts(tiny, monkeypatch):
     assert (np.asarray(ours.held()) == 16).all()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("local", [0, 3])
+def test_nothing_is_drafted_for_a_prompt_that_fits(tiny, local):
+    """A row that holds its prompt and what would be drafted begins with sums of zero, whatever stands beside it."""
+    params, short, longer = tiny("llama3"), _ids(20), _ids(60)
+    policy = jaxkv.policy("laq-h2o", budget=28, count=6, draft_window=6, local=local)
+
+    def left(*rows):
+        with mock.patch.object(jaxkv.run, "prefill", wraps=jaxkv.run.prefill) as prefills:
+            return jaxkv.prefill(params, list(rows), policy=policy), prefills.call_count
+
+    (fits, once), (cut, twice), (both, _) = left(short), left(longer), left(short, longer)
+    assert (once, twice, left(np.append(short, 5))[1]) == (1, 2, 2)  # with one token more the last drafted has no slot
+    for one, other, row in zip(fits.layers, cut.layers, both.layers, strict=True):
+        (sums,), filled = row.stats.values(), np.asarray(row.positions) >= 0
+        assert not np.asarray(sums)[0][filled[0]].any() and (np.asarray(sums)[1][filled[1]] > 0).all()
+        for number, single in enumerate((one, other)):
+            held = np.asarray(single.positions)[0]
+            assert np.array_equal(np.asarray(row.positions)[number][held >= 0], held[held >= 0])
+
+
 def _weights(params, ids):
     """Every layer's attention weights `[1, Hk, G, T, S]` in a prefill that keeps everything."""
     found = []

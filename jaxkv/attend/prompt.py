@@ -186,12 +186,12 @@ def _cut(
     if share.divides or policy.ranks:
         joined = joined.with_stats(**{WORTH: choice.worth.reshape(kept.shape).astype(jnp.float32)})
 
-    beside, moving = store.beside, joined
+    beside, moving = policy.begun(store.beside, joined, inputs) if given.ask.shares else store.beside, joined
     lossless = share.keeps_all(joined.positions.shape[-1], given.ask.slots)
     if policy.prefill is not None and looked and given.ask.shares and not lossless:
         phase, limits = policy.prefill, given.limits
         facts = leaving(policy, phase, given.facts.learned, joined.positions, now, limits, inputs.rotate, share)
-        facts = dataclasses.replace(facts, most=given.ask.slots if store.equal else 0, block=inputs)
+        facts = dataclasses.replace(facts, most=given.ask.slots if store.equal else 0)
         seen = dataclasses.replace(joined, stats=policy.observe(phase, joined.stats, mass, now))
         moving, beside = absorbed(phase.evicted, beside, seen, kept, facts)
         moving = dataclasses.replace(moving, stats=joined.stats)

@@ -34,8 +34,7 @@ BALANCES = {  # of keys, of values, and around a centre
 class Leaving:
     """What a rule may know besides the entries: which heads let their oldest go first (None: no head does so), which
     slots of survivors the phase protects, the position of the next token, how RoPE turns keys by so many positions
-    (None: keys lie as the model makes them), how many survivors a head has at most (0: as many as there are slots),
-    and at a prompt's cut what its block looked with.
+    (None: keys lie as the model makes them), and how many survivors a head has at most (0: as many as there are slots).
     """
 
     local: Bool[Array, "Hk"] | None = None
@@ -43,7 +42,6 @@ class Leaving:
     now: Int[Array, "B"] | None = None
     rotate: Callable[[Any, Any], Any] | None = None
     most: int = 0
-    block: ScoreInputs | None = None
 
 
 class Evicted(Checked):
@@ -73,6 +71,10 @@ class Evicted(Checked):
     def begin(self, batch: int, heads: int, head_dim: int, dtype: Any) -> Any:
         """The state before anything has left."""
         return None
+
+    def begun(self, beside: Any, entries: Entries, block: ScoreInputs) -> Any:
+        """The state with what it takes from a block of the prompt and the `entries` held with it, before any leave."""
+        return beside
 
     def absorb(self, beside: Any, kept: Entries | None, lost: Entries, facts: Leaving) -> tuple[Entries | None, Any]:
         """The survivors `[B, Hk, C]` and the state, after the `lost [B, Hk, S]` entries have left.
@@ -243,29 +245,29 @@ class Demote(Evicted):
         if lost.positions.shape[-1] == 1:
             return kept, beside.with_one(lost)
         assert kept is not None
-        return kept, self._balanced(beside, kept, lost, facts.block).with_many(lost)
+        return kept, beside.with_many(lost)
 
-    def _balanced(self, beside: tier.Tier, kept: Entries, lost: Entries, block: ScoreInputs | None) -> tier.Tier:
-        """The tier with its factors, where the rows of a prompt's block have none so far."""
-        if self.balance == "none" or block is None or block.queries is None:
+    def begun(self, beside, entries, block):
+        """The tier with its factors, where the block's rows have none so far."""
+        if self.balance == "none" or block.queries is None:
             return beside
         assert block.query_positions is not None
-        there = kept.filled | lost.filled
+        there = entries.filled
         rows = jnp.any(there, axis=(1, 2))
         keys, values = beside.keys, beside.values
         if keys is not None:
             if keys.centre is not None:
-                centre = middle(kept.keys, there)
-                keys = keys.choosing(1 / reach(kept.keys, there, centre), rows, centre)
+                centre = middle(entries.keys, there)
+                keys = keys.choosing(1 / reach(entries.keys, there, centre), rows, centre)
             else:
                 asked = 1.0
                 if self.balance == "queries":
                     at = block.query_positions[:, None]
                     asked = largest(block.turned(block.queries, at), at >= 0)
                     asked = jnp.max(asked.reshape(*there.shape[:2], -1, asked.shape[-1]), axis=2)
-                keys = keys.choosing(jnp.sqrt(asked / largest(kept.keys, there)), rows)
+                keys = keys.choosing(jnp.sqrt(asked / largest(entries.keys, there)), rows)
         if values is not None:
-            values = values.choosing(1 / jnp.sqrt(largest(kept.values, there)), rows)
+            values = values.choosing(1 / jnp.sqrt(largest(entries.values, there)), rows)
         return dataclasses.replace(beside, keys=keys, values=values)
 
 

@@ -4,11 +4,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
 from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
+from jaxkv.store.entries import EMPTY
 
 Encode = Callable[[str], Sequence[int]]
 
@@ -154,8 +156,9 @@ class Lookahead(Observer):
     the block's own last `local` ones.
 
     They come from a first pass: the prompt under SnapKV (window `draft_window`) at the same budget, then `count` greedy
-    tokens; on a cache that is already bounded, everything new is kept for that pass. Two prefills, bounded memory. With
-    `own_keys=False` the keys of the new tokens stay out of the softmax, as in the release. Source: Lookahead Q-Cache
+    tokens; on a cache that is already bounded, everything new is kept for that pass. Two prefills, bounded memory; none
+    are drafted for a prompt that the budget holds whole and them behind it. With `own_keys=False` the keys of the new
+    tokens stay out of the softmax, as in the release. Source: Lookahead Q-Cache
     (arXiv 2505.20334), which keeps the first pass's queries and the whole prompt's cache in between; here the tokens
     run again behind the prompt. With `local` 8 its LAQ++.
     """
@@ -181,8 +184,8 @@ class Lookahead(Observer):
         return self.count
 
     def looking(self, positions: Int[Array, "B T"], extra: int) -> Int[Array, "B N"]:
-        """The positions of the new tokens and of the `local` ones before them."""
-        return positions[:, -(extra + self.local) :]
+        """The positions of the new tokens and of the `local` ones before them; nobody looks where none was drafted."""
+        return jnp.where(positions[:, -1:] < 0, EMPTY, positions[:, -(extra + self.local) :])
 
 
 @dataclasses.dataclass(frozen=True)

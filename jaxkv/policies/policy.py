@@ -23,7 +23,7 @@ from jaxkv.policies.read import All, Read
 from jaxkv.policies.score import Entering, Recency, Score, ScoreInputs, Stats
 from jaxkv.policies.select import Select
 from jaxkv.store.codecs import Codecs
-from jaxkv.store.entries import WORTH
+from jaxkv.store.entries import WORTH, Entries
 
 MOST_SHARED = 0.999  # of a budget, by what is protected and reserved: a thousandth can be evicted
 NOTHING: Learned = {}
@@ -265,8 +265,16 @@ class Policy(Checked):
 
     def beside(self, batch: int, heads: int, head_dim: int, dtype: Any) -> dict[str, Any]:
         """What lies beside a layer's slots before anything has left them, by the name of the rule's state."""
-        rules = {phase.evicted.state: phase.evicted for phase in self.sized.phases if phase.evicted.state}
-        return {name: rule.begin(batch, heads, head_dim, dtype) for name, rule in rules.items()}
+        return {name: rule.begin(batch, heads, head_dim, dtype) for name, rule in self.sized.rules.items()}
+
+    def begun(self, beside: dict[str, Any], entries: Entries, block: ScoreInputs) -> dict[str, Any]:
+        """The same with what the rules take from a block of the prompt and the `entries` held with it."""
+        return {**beside, **{name: rule.begun(beside[name], entries, block) for name, rule in self.rules.items()}}
+
+    @property
+    def rules(self) -> dict[str, Evicted]:
+        """The rules that remember what left, by the name of their state."""
+        return {phase.evicted.state: phase.evicted for phase in self.phases if phase.evicted.state}
 
     @property
     def sized(self) -> "Policy":
