@@ -27,10 +27,10 @@ EXTENSION, API, CONTEXT, ARGUMENTS, RESULTS = 1, 2, 3, 9, 14  # words of a frame
 DATA, SIZES = 3, 5  # of a buffer
 METADATA, METADATA_VERSION = 3, 3  # of the extension that asks for the version, and of where it wants it
 API_VERSION, DESTROY_ERROR, SCHEDULE, COUNT_THREADS = 4, 8, 17, 18  # of the API
-BEGUN, DONE, HOLDERS, UNITS, INS, OUTS, BLOCK = range(7)  # of what the threads of one call share, and how many
+SHARED, BEGUN, DONE, HOLDERS, UNITS, INS, OUTS, BLOCK = range(8)  # of what the threads of one call share, and how many
 
 VERSION = 0
-HELPER = -1  # in place of a frame's size
+HELP, TOLD = -1, -2  # in place of a frame's size: of such a block, and of what tells a function its own address
 OWN = "jaxkv_own_word"
 WORD = ir.IntType(64)
 
@@ -86,22 +86,40 @@ def added(typing, address, amount):
     return types.intp(types.intp, types.intp), code
 
 
-@compiled
-def words(address, count):
-    """The machine words from an address on."""
-    return carray(pointer(address), (count,), np.intp)
+def _word(builder: Any, address: Any, index: Any) -> Any:
+    """Where the machine word lies that is `index` words behind an address."""
+    return builder.gep(builder.inttoptr(address, WORD.as_pointer()), [index])
 
 
-@compiled
-def word(address, index):
+@emitted
+def word(typing, address, index):
     """The machine word that lies `index` words behind an address."""
-    return words(address, index + 1)[index]
+
+    def code(context, builder, signature, args):
+        return builder.load(_word(builder, *args))
+
+    return types.intp(types.intp, types.intp), code
 
 
-@compiled
-def size(buffer, axis):
+@emitted
+def set_word(typing, address, index, value):
+    """Set the machine word that lies `index` words behind an address."""
+
+    def code(context, builder, signature, args):
+        builder.store(args[2], _word(builder, *args[:2]))
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp), code
+
+
+@emitted
+def size(typing, buffer, axis):
     """How long a buffer is along an axis."""
-    return word(word(buffer, SIZES), axis)
+
+    def code(context, builder, signature, args):
+        return builder.load(_word(builder, builder.load(_word(builder, args[0], WORD(SIZES))), args[1]))
+
+    return types.intp(types.intp, types.intp), code
 
 
 @compiled
@@ -122,7 +140,7 @@ def asked_for_version(frame):
     asked = word(frame, EXTENSION)
     if asked == 0:
         return False
-    words(word(asked, METADATA), METADATA_VERSION + 1)[METADATA_VERSION] = word(word(frame, API), API_VERSION)
+    set_word(word(asked, METADATA), METADATA_VERSION, word(word(frame, API), API_VERSION))
     return True
 
 
@@ -163,19 +181,19 @@ def let_others_run(typing):
 
 
 def _own_word(builder: Any) -> Any:
-    """A word that belongs to the compiled handler itself."""
+    """A word that belongs to the compiled function itself."""
     module = builder.module
     place = module.globals.get(OWN)
     if place is None:
         place = ir.GlobalVariable(module, WORD, OWN)
-        place.linkage = "internal"  # each handler has a word of its own
+        place.linkage = "internal"  # each function has a word of its own
         setattr(place, "initializer", ir.Constant(WORD, None))  # noqa: B010
     return place
 
 
 @emitted
 def own_word(typing):
-    """The handler's own word."""
+    """The function's own word."""
 
     def code(context, builder, signature, args):
         return builder.load(_own_word(builder))
@@ -185,7 +203,7 @@ def own_word(typing):
 
 @emitted
 def set_own_word(typing, value):
-    """Set the handler's own word."""
+    """Set the function's own word."""
 
     def code(context, builder, signature, args):
         builder.store(args[0], _own_word(builder))
@@ -198,11 +216,15 @@ def set_own_word(typing, value):
 def asked(frame, function, first, second):
     """Whether a function of the API, given two words, did what it was asked for."""
     given, api = new(8 * 5), word(frame, API)
-    request = words(given, 5)
-    request[0], request[1], request[2], request[3], request[4] = 8 * 5, 0, word(frame, CONTEXT), first, second
+    set_word(given, 0, 8 * 5)
+    set_word(given, 1, 0)
+    set_word(given, 2, word(frame, CONTEXT))
+    set_word(given, 3, first)
+    set_word(given, 4, second)
     error = called(word(api, function), given)
     if error != 0:
-        request[0], request[1], request[2] = 8 * 3, 0, error
+        set_word(given, 0, 8 * 3)
+        set_word(given, 2, error)
         called(word(api, DESTROY_ERROR), given)
     free(given)
     return error == 0
@@ -212,10 +234,9 @@ def asked(frame, function, first, second):
 def threads(frame):
     """How many threads XLA has for this call; 1 where it has no others."""
     place = new(8)
-    count = words(place, 1)
-    count[0] = 1
+    set_word(place, 0, 1)
     asked(frame, COUNT_THREADS, place, 0)
-    found = count[0]
+    found = word(place, 0)
     free(place)
     return found
 
@@ -244,12 +265,12 @@ def registered(name: str, units: Callable, body: Callable) -> str:
 
     work = compiled(work)
 
-    def helper(block):
-        work(block)
-        left(block)
-
-    def handler(frame):
-        if word(frame, 0) == HELPER:  # no frame: where the helper is
+    def handler(frame):  # all in one function: two would both have the body compiled into them
+        if word(frame, 0) == HELP:  # no frame: what another thread shares
+            work(frame)
+            left(frame)
+            return 0
+        if word(frame, 0) == TOLD:
             set_own_word(word(frame, 1))
             return 0
         if asked_for_version(frame):
@@ -257,10 +278,14 @@ def registered(name: str, units: Callable, body: Callable) -> str:
         ins, outs = word(frame, ARGUMENTS), word(frame, RESULTS)
         count = units(ins)
         block = new(8 * BLOCK)
-        shared = words(block, BLOCK)
-        shared[BEGUN], shared[DONE], shared[UNITS], shared[INS], shared[OUTS] = 0, 0, count, ins, outs
         helpers = min(count, threads(frame)) - 1
-        shared[HOLDERS] = helpers + 1
+        set_word(block, SHARED, HELP)
+        set_word(block, BEGUN, 0)
+        set_word(block, DONE, 0)
+        set_word(block, HOLDERS, helpers + 1)
+        set_word(block, UNITS, count)
+        set_word(block, INS, ins)
+        set_word(block, OUTS, outs)
         for _ in range(helpers):
             if not asked(frame, SCHEDULE, own_word(), block):
                 left(block)
@@ -270,10 +295,9 @@ def registered(name: str, units: Callable, body: Callable) -> str:
         left(block)
         return 0
 
-    helping = address(f"{name}-helper", types.void(types.intp), inspect.unwrap(helper), (units, body))
     handling = address(name, types.intp(types.intp), inspect.unwrap(handler), (units, body))
     handle = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_ssize_t)(handling)
-    told = np.array([HELPER, helping], np.intp)
+    told = np.array([TOLD, handling], np.intp)
     handle(told.ctypes.data)
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handle), platform="cpu")
     return name

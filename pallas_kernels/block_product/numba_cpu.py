@@ -82,10 +82,11 @@ def _panel(ins, outs, unit):
     groups = inputs // length
     rows = floats(word(ins, ROWS), (count, inputs))
     out = floats(word(outs, 0), (panels, count, WIDTH))[unit]
-    scale = carray(pointer(word(word(ins, SCALE), DATA)), (panels, scaled * WIDTH), np.int16)[unit]
-    offset = carray(pointer(word(word(ins, OFFSET), DATA)), (panels, scaled * WIDTH), np.int16)[unit]
     each = length * WIDTH * facts[0] // 8  # bytes of a group's codes
-    codes = carray(pointer(word(word(ins, CODES), DATA)), (panels, groups * each), np.uint8)[unit]
+    halves = 2 * WIDTH  # bytes of a group's scales, and of its offsets
+    scale = word(word(ins, SCALE), DATA) + unit * scaled * halves
+    offset = word(word(ins, OFFSET), DATA) + unit * scaled * halves
+    codes = word(word(ins, CODES), DATA) + unit * groups * each
     own = new(OWN)
     scales, offsets = carray(pointer(own), (WIDTH,), np.float32), carray(pointer(own + PART), (WIDTH,), np.float32)
     matrix = carray(pointer(own + 2 * PART), (GROUP, WIDTH), np.float32)
@@ -95,21 +96,21 @@ def _panel(ins, outs, unit):
             out[row, o] = 0
     for group in range(groups):
         if group < scaled:  # each group has a scale of its own, or all have one
-            _decoded(scale[group * WIDTH : (group + 1) * WIDTH], own, scales)
+            _decoded(scale + group * halves, own, scales)
         if group < scaled and facts[1] != 0:
-            _decoded(offset[group * WIDTH : (group + 1) * WIDTH], own + PART, offsets)
-        own_codes, own_rows = codes[group * each : (group + 1) * each], rows[:, group * length : (group + 1) * length]
+            _decoded(offset + group * halves, own + PART, offsets)
         if count == 1:
-            _one_row(own_rows[0], own_codes, facts[0], scales, offsets, matrix[0], out[0])
+            _one_row(rows, group * length, length, codes + group * each, facts[0], scales, offsets, matrix, out)
         else:
-            _numbers(own_codes, facts[0], scales, offsets, matrix[:length])
-            _products(own_rows, matrix[:length], out)
+            _numbers(codes + group * each, length, facts[0], scales, offsets, matrix)
+            _products(rows, group * length, length, matrix, out)
     free(own)
 
 
 @compiled
-def _decoded(halves, address, found):
+def _decoded(lies, address, found):
     """Float16 numbers as the float32 `found` at an address; by hand, as XLA's threads take subnormal ones for zero."""
+    halves = carray(pointer(lies), (WIDTH,), np.int16)
     bits = carray(pointer(address), (WIDTH,), np.int32)
     for o in range(WIDTH):
         half = np.int32(halves[o])
@@ -122,21 +123,21 @@ def _decoded(halves, address, found):
 
 
 @compiled(fastmath=ORDER)
-def _one_row(row, codes, width, scales, offsets, sums, out):
+def _one_row(rows, begin, length, codes, width, scales, offsets, matrix, out):
     """A group's part of one row's outputs: the sums of row[i] * codes[i, o], times the scales, and what the offsets
     make of the group's inputs.
     """
-    length = row.shape[0]
-    half, total = length // 2, np.float32(0)
+    row, sums, half, total = rows[0], matrix[0], length // 2, np.float32(0)
     for i in range(length):
-        total += row[i]
+        total += row[begin + i]
     for o in range(WIDTH):
         sums[o] = 0
     if width == 8:
-        signed = codes.view(np.int8).reshape((length, WIDTH))
+        signed = carray(pointer(codes), (length, WIDTH), np.int8)
         for i in range(0, length, 8):
-            a, b, c, d = row[i], row[i + 1], row[i + 2], row[i + 3]
-            e, f, g, h = row[i + 4], row[i + 5], row[i + 6], row[i + 7]
+            at = begin + i
+            a, b, c, d = row[at], row[at + 1], row[at + 2], row[at + 3]
+            e, f, g, h = row[at + 4], row[at + 5], row[at + 6], row[at + 7]
             for o in range(WIDTH):
                 first = a * np.float32(signed[i, o]) + b * np.float32(signed[i + 1, o])
                 second = c * np.float32(signed[i + 2, o]) + d * np.float32(signed[i + 3, o])
@@ -144,10 +145,11 @@ def _one_row(row, codes, width, scales, offsets, sums, out):
                 fourth = g * np.float32(signed[i + 6, o]) + h * np.float32(signed[i + 7, o])
                 sums[o] += (first + second) + (third + fourth)
     else:
-        pairs = codes.reshape((half, WIDTH))
+        pairs = carray(pointer(codes), (half, WIDTH), np.uint8)
         for i in range(0, half, 4):
-            a, b, c, d = row[i], row[i + 1], row[i + 2], row[i + 3]
-            e, f, g, h = row[half + i], row[half + i + 1], row[half + i + 2], row[half + i + 3]
+            at, after = begin + i, begin + half + i
+            a, b, c, d = row[at], row[at + 1], row[at + 2], row[at + 3]
+            e, f, g, h = row[after], row[after + 1], row[after + 2], row[after + 3]
             for o in range(WIDTH):
                 p, q = np.int32(pairs[i, o]), np.int32(pairs[i + 1, o])
                 r, s = np.int32(pairs[i + 2, o]), np.int32(pairs[i + 3, o])
@@ -157,33 +159,36 @@ def _one_row(row, codes, width, scales, offsets, sums, out):
                 fourth = g * np.float32(r >> 4) + h * np.float32(s >> 4)
                 sums[o] += (first + second) + (third + fourth)
     for o in range(WIDTH):
-        out[o] += sums[o] * scales[o] + total * offsets[o]
+        out[0, o] += sums[o] * scales[o] + total * offsets[o]
 
 
 @compiled(fastmath=ORDER)
-def _numbers(codes, width, scales, offsets, matrix):
-    """A group's codes * scale + offset, [GROUP, WIDTH]."""
-    half = matrix.shape[0] // 2
+def _numbers(codes, length, width, scales, offsets, matrix):
+    """A group's codes * scale + offset, [length, WIDTH]."""
+    half = length // 2
     if width == 8:
-        for i in range(matrix.shape[0]):
+        signed = carray(pointer(codes), (length, WIDTH), np.int8)
+        for i in range(length):
             for o in range(WIDTH):
-                matrix[i, o] = np.float32(np.int8(codes[i * WIDTH + o])) * scales[o] + offsets[o]
+                matrix[i, o] = np.float32(signed[i, o]) * scales[o] + offsets[o]
     else:
+        pairs = carray(pointer(codes), (half, WIDTH), np.uint8)
         for i in range(half):
             for o in range(WIDTH):
-                matrix[i, o] = np.float32(np.int32(codes[i * WIDTH + o]) & 15) * scales[o] + offsets[o]
+                matrix[i, o] = np.float32(np.int32(pairs[i, o]) & 15) * scales[o] + offsets[o]
             for o in range(WIDTH):
-                matrix[half + i, o] = np.float32(np.int32(codes[i * WIDTH + o]) >> 4) * scales[o] + offsets[o]
+                matrix[half + i, o] = np.float32(np.int32(pairs[i, o]) >> 4) * scales[o] + offsets[o]
 
 
 @compiled(fastmath=ORDER)
-def _products(rows, matrix, out):
+def _products(rows, begin, length, matrix, out):
     """A group's part of all rows' outputs."""
     for row in range(rows.shape[0]):
         x, y = rows[row], out[row]
-        for i in range(0, matrix.shape[0], 8):
-            a, b, c, d = x[i], x[i + 1], x[i + 2], x[i + 3]
-            e, f, g, h = x[i + 4], x[i + 5], x[i + 6], x[i + 7]
+        for i in range(0, length, 8):
+            at = begin + i
+            a, b, c, d = x[at], x[at + 1], x[at + 2], x[at + 3]
+            e, f, g, h = x[at + 4], x[at + 5], x[at + 6], x[at + 7]
             for o in range(WIDTH):
                 first = a * matrix[i, o] + b * matrix[i + 1, o] + c * matrix[i + 2, o] + d * matrix[i + 3, o]
                 second = e * matrix[i + 4, o] + f * matrix[i + 5, o] + g * matrix[i + 6, o] + h * matrix[i + 7, o]
