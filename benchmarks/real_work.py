@@ -86,8 +86,9 @@ def main() -> None:
     """Print a table per task, and store the scores."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="what jaxkv eval --out wrote")
-    parser.add_argument("--name", required=True, help="of the JSON file in benchmarks/results")
-    parser.add_argument(
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--name", help="of the JSON file in benchmarks/results")
+    what.add_argument(
         "--first", type=int, help="print the tables of each task's shortest so many questions, and write nothing"
     )
     options = parser.parse_args()
