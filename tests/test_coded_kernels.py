@@ -165,6 +165,21 @@ def test_equal_heads_on_tpu(names, dtype, dim, slots):
     equal_heads(KERNEL, names, dtype, dim, slots, counts=slots == 40, cap=20.0 if dim == 128 else None)
 
 
+BY_NUMBA = {"implementation": "numba_cpu"}
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("names", PAIRS, ids=lambda names: "-".join(names))
+def test_equal_heads_on_cpu(names):
+    if {"e4m3", "e5m2 unscaled"} & set(names):
+        with pytest.raises(NotImplementedError, match="codes of float8"):
+            equal_heads(BY_NUMBA, names, "float32", 64, 40)
+        return
+    equal_heads(BY_NUMBA, names, "float32", 64, 40, counts=True, cap=20.0)
+    equal_heads(BY_NUMBA, names, "float32", 128, 7, window=9)
+    equal_heads(BY_NUMBA, names, "float32", 96, 264, group=1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [7, 40, 264])
 @pytest.mark.parametrize("dim", [64, 128])
@@ -175,15 +190,18 @@ def test_equal_heads_on_tpu_of_every_kind(names, dtype, dim, slots):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("names", [PAIRS[2], ("plain", "int4"), ("e4m3", "plain")], ids=lambda names: "-".join(names))
-def test_a_token_whose_slot_is_another_devices(names):
+@pytest.mark.parametrize(
+    "names, how",
+    [(PAIRS[2], KERNEL), (PAIRS[2], BY_NUMBA), (("plain", "int4"), KERNEL), (("e4m3", "plain"), KERNEL)],
+    ids=str,
+)
+def test_a_token_whose_slot_is_another_devices(names, how):
     """It is neither written nor attended to, head by head; the mass is each query head's, for the merge."""
     token, lies, positions = case(np.random.default_rng(1), names, "float32", 64, 40)
     slot = jnp.asarray([[3, 40], [2, 1], [47, 5]], jnp.int32)
     arguments = token, Held(*lies, positions), slot, Judge(*jnp.full((2, 3), 40, jnp.int32), group="each")
     got, expected = (
-        decode_api.decode_attend_score(*arguments, scale=0.1, **how)
-        for how in (KERNEL, {"implementation": "reference"})
+        decode_api.decode_attend_score(*arguments, scale=0.1, **how) for how in (how, {"implementation": "reference"})
     )
     same(got, expected, LIMIT["float32"])
     assert np.all(np.asarray(got.lse)[2, :3] == -np.inf), "an empty head to which the token does not come"
@@ -216,7 +234,7 @@ def test_a_pool_on_tpu(names, dtype, dim):
 @pytest.mark.some(1)
 @pytest.mark.parametrize("names", [PAIRS[0], PAIRS[4]], ids=lambda names: "-".join(names))
 def test_a_pool_on_cpu(names):
-    ragged({"implementation": "numba_cpu"}, names, "float32", 64, 40)
+    ragged(BY_NUMBA, names, "float32", 64, 40)
 
 
 def test_three_bits_are_read_by_the_reference():

@@ -479,7 +479,9 @@ def test_without_the_mass_the_rest_is_the_same(how, kind, choice, shape):
 
 
 def test_a_name_that_is_not_there():
-    with pytest.raises(ValueError, match="implementation 'warp' is not one of mosaic_tpu, mosaic_gpu_sm90, reference"):
+    with pytest.raises(
+        ValueError, match="implementation 'warp' is not one of mosaic_tpu, mosaic_gpu_sm90, numba_cpu, reference"
+    ):
         decode_api.OPERATION("warp")
 
 

@@ -12,7 +12,7 @@ from pallas_kernels.dispatch import Operation
 OPERATION = Operation(
     "decode_attend_score",
     reference.decode_attend_score,
-    {"mosaic_tpu": "tpu", "mosaic_gpu_sm90": "gpu"},
+    {"mosaic_tpu": "tpu", "mosaic_gpu_sm90": "gpu", "numba_cpu": "cpu"},
 )
 
 
