@@ -141,19 +141,21 @@ def _head(ins, outs, unit):
     bias = bias[unit if biases > 1 or bias.shape[0] > 1 else 0]
     token = (batch, heads, dim)
     oldest = max(position - facts[WINDOW] + 1, 0) if facts[WINDOW] > 0 else 0
-    weights = np.empty((groups, slots), np.float32)
+    own = new(4 * (groups * slots + max(slots, (groups + 1) * (dim + 1))))
+    weights, rest = carray(pointer(own), (groups, slots), np.float32), own + 4 * groups * slots
     _logits(
         ins, unit, queries, floats(word(ins, KEY), token)[b, h], positions, oldest, position, slot, facts[OF_KEYS],
-        facts[OF_KEYS + 1], weights,
+        facts[OF_KEYS + 1], rest, weights,
     )  # fmt: skip
     masses = size(word(outs, MASS), 2)
     mass = floats(word(outs, MASS), (batch, heads, masses, slots))[b, h]
     lse = floats(word(outs, LSE), (batch, heads, groups))[b, h]
-    _softmax(weights, positions, oldest, position, bias, settings, facts[GROUP], lse, mass)
+    _softmax(weights, positions, oldest, position, bias, settings, facts[GROUP], rest, lse, mass)
     _values(
         ins, unit, weights, floats(word(ins, VALUE), token)[b, h], positions, oldest, position, slot, facts[OF_VALUES],
-        facts[OF_VALUES + 1], floats(word(outs, OUTPUT), (batch, heads, groups, dim))[b, h],
+        facts[OF_VALUES + 1], rest, floats(word(outs, OUTPUT), (batch, heads, groups, dim))[b, h],
     )  # fmt: skip
+    free(own)
 
 
 @compiled
@@ -165,15 +167,6 @@ def _float(half):
     if power == 31:
         return np.float32(np.nan) if half & 1023 else sign * np.float32(np.inf)
     return sign * np.float32(1024 + (half & 1023)) * np.float32(2.0 ** (power - 25))
-
-
-@compiled
-def _apart(row, many, out):
-    """A run's channels, apart as codes are with so many in a byte."""
-    each = row.shape[0] // many
-    for j in range(many):
-        for n in range(each):
-            out[j * each + n] = row[n * many + j]
 
 
 @compiled(fastmath=ORDER)
@@ -208,20 +201,23 @@ def _affine(scales, lows, at, bits, offset):
 
 
 @compiled(fastmath=ORDER)
-def _logits(ins, unit, query, key, positions, oldest, newest, slot, bits, offset, weights):
+def _logits(ins, unit, query, key, positions, oldest, newest, slot, bits, offset, own, weights):
     """query . key of all slots that are seen."""
     groups, dim = query.shape
     slots, runs = positions.shape[0], size(word(ins, KEYS + SCALE), 3)
     run, each, many = dim // runs, dim * bits // 8, max(8 // bits, 1)
     codes = word(word(ins, KEYS), DATA) + unit * slots * each
     scales, lows = _beside(ins, KEYS, unit * slots * runs)
-    own = new(4 * run)
-    x, apart = carray(pointer(own), (run,), np.float32), np.empty((groups, run), np.float32)
-    sums = np.empty(groups, np.float32)
+    x, apart = carray(pointer(own), (run,), np.float32), carray(pointer(own + 4 * run), (groups, run), np.float32)
+    sums = carray(pointer(own + 4 * (groups + 1) * run), (groups,), np.float32)
     for r in range(runs):
         for g in range(groups):
-            _apart(query[g, r * run : (r + 1) * run], many, apart[g])
-            sums[g] = np.sum(apart[g])
+            sums[g] = 0
+            for j in range(many):
+                for n in range(run // many):
+                    part = query[g, r * run + n * many + j]
+                    apart[g, j * (run // many) + n] = part
+                    sums[g] += part
         for p in range(slots):
             if positions[p] < oldest or positions[p] > newest:
                 continue
@@ -232,7 +228,6 @@ def _logits(ins, unit, query, key, positions, oldest, newest, slot, bits, offset
                 for d in range(run):
                     dot += row[d] * x[d]
                 weights[g, p] = by * dot + at * sums[g] + (weights[g, p] if r > 0 else np.float32(0))
-    free(own)
     if 0 <= slot < slots:
         for g in range(groups):
             row, dot = query[g], np.float32(0)
@@ -242,10 +237,11 @@ def _logits(ins, unit, query, key, positions, oldest, newest, slot, bits, offset
 
 
 @compiled(fastmath=ORDER)
-def _exponentials(row, top, bits):
+def _exponentials(row, top, own):
     """exp(x - top) of a row, none above 0, without a call for each: 2^n by its bits, and the rest by a polynomial."""
-    powers = bits.view(np.float32)
-    for p in range(row.shape[0]):
+    slots = row.shape[0]
+    bits, powers = carray(pointer(own), (slots,), np.int32), carray(pointer(own), (slots,), np.float32)
+    for p in range(slots):
         x = max(row[p] - top, np.float32(-87))
         n = np.floor(x * np.float32(1.442695041) + np.float32(0.5))
         bits[p] = (np.int32(n) + 127) << 23
@@ -257,17 +253,18 @@ def _exponentials(row, top, bits):
         y = y * r + np.float32(1.6666665459e-1)
         y = y * r + np.float32(5.0000001201e-1)
         row[p] = (y * r * r + r + 1) if row[p] > top - 87 else np.float32(0)
-    for p in range(row.shape[0]):
+    for p in range(slots):
         row[p] *= powers[p]
 
 
 @compiled(fastmath=ORDER)
-def _softmax(weights, positions, oldest, newest, bias, settings, reduce, lse, mass):
+def _softmax(weights, positions, oldest, newest, bias, settings, reduce, own, lse, mass):
     """Logits to weights, their log-sum-exp, and the mass of every slot."""
     groups, slots = weights.shape
     by_slot, nothing = min(bias.shape[0] - 1, 1), -np.float32(np.inf)  # 0 where there is one number for all
-    bits = np.empty(slots, np.int32)
-    mass[:] = 0
+    for g in range(mass.shape[0]):
+        for p in range(slots):
+            mass[g, p] = 0
     for g in range(groups):
         row, top, total = weights[g], LEAST, np.float32(0)
         for p in range(slots):
@@ -279,7 +276,7 @@ def _softmax(weights, positions, oldest, newest, bias, settings, reduce, lse, ma
                 logit = settings[1] * math.tanh(logit / settings[1])
             row[p] = logit + bias[p * by_slot]
             top = max(top, row[p])
-        _exponentials(row, top, bits)
+        _exponentials(row, top, own)
         for p in range(slots):
             total += row[p]
         lse[g] = top + math.log(total) if total > 0 else nothing
@@ -287,30 +284,31 @@ def _softmax(weights, positions, oldest, newest, bias, settings, reduce, lse, ma
         for p in range(slots):
             row[p] *= share
         if reduce == EACH:
-            mass[g] = row
+            for p in range(slots):
+                mass[g, p] = row[p]
         elif reduce == MAX:
             for p in range(slots):
                 mass[0, p] = max(mass[0, p], row[p])
         elif reduce != NO_MASS:
             for p in range(slots):
-                mass[0, p] += row[p]
-    if reduce == MEAN:
-        mass[0] /= np.float32(groups)
+                mass[0, p] += row[p] * (1 / np.float32(groups) if reduce == MEAN else np.float32(1))
 
 
 @compiled(fastmath=ORDER)
-def _values(ins, unit, weights, value, positions, oldest, newest, slot, bits, offset, output):
+def _values(ins, unit, weights, value, positions, oldest, newest, slot, bits, offset, own, output):
     """The values by their weights."""
     groups, dim = output.shape
     slots, runs = positions.shape[0], size(word(ins, VALUES + SCALE), 3)
     run, each, many = dim // runs, dim * bits // 8, max(8 // bits, 1)
     codes = word(word(ins, VALUES), DATA) + unit * slots * each
     scales, lows = _beside(ins, VALUES, unit * slots * runs)
-    own = new(4 * run)
-    x, apart = carray(pointer(own), (run,), np.float32), np.empty((groups, run), np.float32)
+    x, apart = carray(pointer(own), (run,), np.float32), carray(pointer(own + 4 * run), (groups, run), np.float32)
+    base = carray(pointer(own + 4 * (groups + 1) * run), (groups,), np.float32)
     for r in range(runs):
-        apart[:] = 0
-        base = np.zeros(groups, np.float32)
+        for g in range(groups):
+            base[g] = 0
+            for d in range(run):
+                apart[g, d] = 0
         for p in range(slots):
             if positions[p] < oldest or positions[p] > newest or p == slot:
                 continue
@@ -325,7 +323,6 @@ def _values(ins, unit, weights, value, positions, oldest, newest, slot, bits, of
             for n in range(run // many):
                 for j in range(many):
                     output[g, r * run + n * many + j] = apart[g, j * (run // many) + n] + base[g]
-    free(own)
     if 0 <= slot < slots:
         for g in range(groups):
             for d in range(dim):
