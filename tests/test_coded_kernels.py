@@ -178,6 +178,7 @@ def test_equal_heads_on_cpu(names):
     equal_heads(BY_NUMBA, names, "float32", 64, 40, counts=True, cap=20.0)
     equal_heads(BY_NUMBA, names, "float32", 128, 7, window=9)
     equal_heads(BY_NUMBA, names, "float32", 96, 264, group=1)
+    equal_heads(BY_NUMBA, names, "float32", 64, 1)
 
 
 @pytest.mark.slow

@@ -30,11 +30,12 @@ from pallas_kernels.cpu_call import (
     supported,
     word,
 )
+from pallas_kernels.decode_attend_score.reference import GROUP as GROUPS
 from pallas_kernels.decode_attend_score.reference import Attended, written
 from pallas_kernels.decode_attend_score.victim import aim
 from pallas_kernels.masking import MASKED
 
-REDUCE = {"sum": 0, "mean": 1, "max": 2, "each": 3}
+REDUCE = {name: code for code, name in enumerate((*GROUPS, "each"))}
 SUM, MEAN, MAX, EACH = REDUCE.values()
 NO_MASS = len(REDUCE)
 # The buffers of a call, in order; of keys and of values codes, scales and lows
@@ -100,7 +101,7 @@ def decode_attend_score(
 
 def _parts(x: jax.Array | Codes, dim: int) -> tuple[tuple, tuple[int, int]]:
     """Codes, scales and lows of keys or values as buffers, and their bits and offset."""
-    none = np.zeros((1, 1, 1, 1), np.int16)
+    none = np.zeros((1, 1, 0, 1), np.int16)  # of one run, and no slots
     if not isinstance(x, Codes):
         if x.dtype != jnp.dtype(jnp.float32):
             raise NotImplementedError(f"{x.dtype} beside codes: float32")
@@ -169,6 +170,21 @@ def _float(half):
     return sign * np.float32(1024 + (half & 1023)) * np.float32(2.0 ** (power - 25))
 
 
+@compiled
+def _lying(ins, which, unit, slots, dim, bits):
+    """Of a head's keys or values: runs with a scale of their own, channels of a run, bytes of a slot, and where codes,
+    scales and lows begin; 0 for no lows."""
+    lows, each = word(ins, which + LOW), dim * bits // 8
+    runs = size(word(ins, which + SCALE), 3)
+    entries = unit * slots
+    return (
+        runs, dim // runs, each,
+        word(word(ins, which + CODE), DATA) + entries * each,
+        word(word(ins, which + SCALE), DATA) + 2 * entries * runs,
+        word(lows, DATA) + 2 * entries * runs if size(lows, 2) > 0 else 0,
+    )  # fmt: skip
+
+
 @compiled(fastmath=ORDER)
 def _numbers(codes, bits, address, out):
     """The integers of one slot's run, or its numbers, apart, as the float32 `out` at an address."""
@@ -204,10 +220,8 @@ def _affine(scales, lows, at, bits, offset):
 def _logits(ins, unit, query, key, positions, oldest, newest, slot, bits, offset, own, weights):
     """query . key of all slots that are seen."""
     groups, dim = query.shape
-    slots, runs = positions.shape[0], size(word(ins, KEYS + SCALE), 3)
-    run, each, many = dim // runs, dim * bits // 8, max(8 // bits, 1)
-    codes = word(word(ins, KEYS), DATA) + unit * slots * each
-    scales, lows = _beside(ins, KEYS, unit * slots * runs)
+    slots, many = positions.shape[0], max(8 // bits, 1)
+    runs, run, each, codes, scales, lows = _lying(ins, KEYS, unit, slots, dim, bits)
     x, apart = carray(pointer(own), (run,), np.float32), carray(pointer(own + 4 * run), (groups, run), np.float32)
     sums = carray(pointer(own + 4 * (groups + 1) * run), (groups,), np.float32)
     for r in range(runs):
@@ -298,10 +312,8 @@ def _softmax(weights, positions, oldest, newest, bias, settings, reduce, own, ls
 def _values(ins, unit, weights, value, positions, oldest, newest, slot, bits, offset, own, output):
     """The values by their weights."""
     groups, dim = output.shape
-    slots, runs = positions.shape[0], size(word(ins, VALUES + SCALE), 3)
-    run, each, many = dim // runs, dim * bits // 8, max(8 // bits, 1)
-    codes = word(word(ins, VALUES), DATA) + unit * slots * each
-    scales, lows = _beside(ins, VALUES, unit * slots * runs)
+    slots, many = positions.shape[0], max(8 // bits, 1)
+    runs, run, each, codes, scales, lows = _lying(ins, VALUES, unit, slots, dim, bits)
     x, apart = carray(pointer(own), (run,), np.float32), carray(pointer(own + 4 * run), (groups, run), np.float32)
     base = carray(pointer(own + 4 * (groups + 1) * run), (groups,), np.float32)
     for r in range(runs):
@@ -327,13 +339,3 @@ def _values(ins, unit, weights, value, positions, oldest, newest, slot, bits, of
         for g in range(groups):
             for d in range(dim):
                 output[g, d] += weights[g, slot] * value[d]
-
-
-@compiled
-def _beside(ins, which, entries):
-    """Where scales and lows of a head begin; 0 for none."""
-    lows = word(ins, which + LOW)
-    return (
-        word(word(ins, which + SCALE), DATA) + 2 * entries,
-        word(lows, DATA) + 2 * entries if size(lows, 2) == size(word(ins, POSITIONS), 2) else 0,
-    )
