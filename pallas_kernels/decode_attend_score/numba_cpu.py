@@ -8,6 +8,7 @@ to its weight.
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +59,7 @@ def decode_attend_score(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    rotate: None = None,
+    rotate: Callable | None = None,
     with_mass: bool = True,
 ) -> Attended:
     """`reference.decode_attend_score` on codes, read once.
