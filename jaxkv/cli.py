@@ -20,7 +20,7 @@ from jaxkv.errors import BadValue, JaxkvError
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_POLICY = "laq-h2o"  # what docs/choosing.md recommends where all must stay in the budget
 SERVED_POLICY = "dapq-longflow"  # an engine looks at a prompt as it comes, and cannot run it twice
-DEFAULT_BUDGET = 1024
+DEFAULT_BUDGET = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Cut:
     policy: str = DEFAULT_POLICY
     """A name from `jaxkv policies`, or a .toml file of your own; "full" keeps everything."""
     budget: int | None = None
-    """Tokens kept per KV head and layer (1024 when neither this nor --ratio nor the policy's file says)."""
+    """Tokens kept per KV head and layer (256 when neither this nor --ratio nor the policy's file says)."""
     ratio: float | None = None
     """Fraction of the prompt removed, instead of a budget."""
     bytes: int | None = None
