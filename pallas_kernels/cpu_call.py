@@ -27,10 +27,14 @@ EXTENSION, API, CONTEXT, ARGUMENTS, RESULTS = 1, 2, 3, 9, 14  # words of a frame
 DATA, SIZES = 3, 5  # of a buffer
 METADATA, METADATA_VERSION = 3, 3  # of the extension that asks for the version, and of where it wants it
 API_VERSION, DESTROY_ERROR, SCHEDULE, COUNT_THREADS = 4, 8, 17, 18  # of the API
-SHARED, BEGUN, DONE, HOLDERS, UNITS, INS, OUTS, BLOCK = range(8)  # of what the threads of one call share, and how many
+SHARED, BEGUN, DONE, HOLDERS, UNITS, INS, OUTS, DOING, BLOCK = range(
+    9
+)  # what the threads of a call share, and how many
 
 VERSION = 0
-HELP, TOLD = -1, -2  # in place of a frame's size: of such a block, and of what tells a function its own address
+HELP, TOLD = -1, -2  # in place of a frame's size: of such a block, and of what a function is told about itself
+ITSELF, BODY = 1, 2  # of that: its own address, and that of what does a unit
+KNOWN: list[np.ndarray] = []  # what functions have been told, for as long as they may run
 OWN = "jaxkv_own_word"
 WORD = ir.IntType(64)
 
@@ -47,7 +51,8 @@ def compiled(body: Callable | None = None, **options) -> Any:
     """`numba.njit` of the function itself, whatever checks were wrapped around it."""
     if body is None:
         return lambda body: compiled(body, **options)
-    return njit(inspect.unwrap(body), error_model="numpy", **options)
+    options |= {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return njit(inspect.unwrap(body), **options)
 
 
 def emitted(code: Callable) -> Any:
@@ -74,6 +79,18 @@ def called(typing, function, argument):
         return builder.call(builder.inttoptr(args[0], form.as_pointer()), [args[1]])
 
     return types.intp(types.intp, types.intp), code
+
+
+@emitted
+def did(typing, function, ins, outs, unit):
+    """Let the function at an address do a unit of a call's work."""
+
+    def code(context, builder, signature, args):
+        form = ir.FunctionType(ir.VoidType(), [WORD] * 3)
+        builder.call(builder.inttoptr(args[0], form.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 4), code
 
 
 @emitted
@@ -120,6 +137,33 @@ def size(typing, buffer, axis):
         return builder.load(_word(builder, builder.load(_word(builder, args[0], WORD(SIZES))), args[1]))
 
     return types.intp(types.intp, types.intp), code
+
+
+def _integer(builder: Any, buffer: Any, index: Any) -> Any:
+    """Where a buffer's number of 32 bits lies."""
+    address = builder.load(_word(builder, buffer, WORD(DATA)))
+    return builder.gep(builder.inttoptr(address, ir.IntType(32).as_pointer()), [index])
+
+
+@emitted
+def integer(typing, buffer, index):
+    """A buffer's int32 number."""
+
+    def code(context, builder, signature, args):
+        return builder.sext(builder.load(_integer(builder, *args)), WORD)
+
+    return types.intp(types.intp, types.intp), code
+
+
+@emitted
+def set_integer(typing, buffer, index, value):
+    """Set a buffer's int32 number."""
+
+    def code(context, builder, signature, args):
+        builder.store(builder.trunc(args[2], ir.IntType(32)), _integer(builder, *args[:2]))
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp), code
 
 
 @compiled
@@ -248,30 +292,32 @@ def left(block):
         free(block)
 
 
+@compiled
+def work(block):
+    """The units of a call that nobody has begun yet, one after the other."""
+    count, ins, outs, body = word(block, UNITS), word(block, INS), word(block, OUTS), word(block, DOING)
+    unit = added(block + 8 * BEGUN, 1)
+    while unit < count:
+        did(body, ins, outs, unit)
+        added(block + 8 * DONE, 1)
+        unit = added(block + 8 * BEGUN, 1)
+
+
 def registered(name: str, units: Callable, body: Callable) -> str:
     """The name by which programs call `body(ins, outs, unit)` for each unit of `units(ins)`, over XLA's threads.
 
-    `ins` and `outs` are lists of buffers (`word(ins, 0)` is the first). Both functions are `compiled`; they must not
-    fail, for nobody would hear of it. Units may run at the same time, in any order.
+    `ins` and `outs` are lists of buffers (`word(ins, 0)` is the first). `units` is `compiled`; `body` is not, for it is
+    compiled by itself here, once. They must not fail, for nobody would hear of it. Units may run at the same time, in
+    any order.
     """
 
-    def work(block):
-        count, ins, outs = word(block, UNITS), word(block, INS), word(block, OUTS)
-        unit = added(block + 8 * BEGUN, 1)
-        while unit < count:
-            body(ins, outs, unit)
-            added(block + 8 * DONE, 1)
-            unit = added(block + 8 * BEGUN, 1)
-
-    work = compiled(work)
-
-    def handler(frame):  # all in one function: two would both have the body compiled into them
+    def handler(frame):
         if word(frame, 0) == HELP:  # no frame: what another thread shares
             work(frame)
             left(frame)
             return 0
         if word(frame, 0) == TOLD:
-            set_own_word(word(frame, 1))
+            set_own_word(frame)
             return 0
         if asked_for_version(frame):
             return 0
@@ -286,8 +332,9 @@ def registered(name: str, units: Callable, body: Callable) -> str:
         set_word(block, UNITS, count)
         set_word(block, INS, ins)
         set_word(block, OUTS, outs)
+        set_word(block, DOING, word(own_word(), BODY))
         for _ in range(helpers):
-            if not asked(frame, SCHEDULE, own_word(), block):
+            if not asked(frame, SCHEDULE, word(own_word(), ITSELF), block):
                 left(block)
         work(block)
         while added(block + 8 * DONE, 0) < count:
@@ -295,9 +342,11 @@ def registered(name: str, units: Callable, body: Callable) -> str:
         left(block)
         return 0
 
+    doing = address(f"{name}_unit", types.void(*[types.intp] * 3), inspect.unwrap(body), (units,))
     handling = address(name, types.intp(types.intp), inspect.unwrap(handler), (units, body))
     handle = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_ssize_t)(handling)
-    told = np.array([TOLD, handling], np.intp)
-    handle(told.ctypes.data)
+    known = np.array([TOLD, handling, doing], np.intp)
+    KNOWN.append(known)
+    handle(known.ctypes.data)
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handle), platform="cpu")
     return name

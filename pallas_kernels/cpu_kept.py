@@ -35,7 +35,7 @@ def address(name: str, signature: Any, function: Callable, parts: Iterable[Calla
     file = Path(folder) / f"{name}-{_key(tuple(map(_file, (function, *parts))))}{SUFFIX}" if folder else None
     found = None if file is None else _read(file)
     if found is None:
-        code: Any = cfunc(signature)(function)
+        code: Any = cfunc(signature, error_model="numpy")(function)
         library, symbol = code._library, code.native_name
         if file is not None:
             _write(file, symbol, library.serialize_using_object_code())

@@ -73,7 +73,6 @@ def _panels(ins):
     return size(word(ins, CODES), 0)
 
 
-@compiled
 def _panel(ins, outs, unit):
     """The outputs of one panel, for all rows."""
     count, inputs, panels = size(word(ins, ROWS), 0), size(word(ins, ROWS), 1), size(word(ins, CODES), 0)

@@ -1,0 +1,374 @@
+"""A decode step on a CPU, compiled by numba: every head reads its own segment of slots, where they lie, once.
+
+KV heads with as many slots each are segments of one length. Codes become numbers a slot at a time, in a core's cache,
+where XLA would write out all of them; plain numbers are read in place, where XLA's products take no operand at an
+offset that is data. The token's own key and value, for which the slot is meant, come from the arguments.
+
+The numbers of a run of channels with one scale lie apart while they are used: first those that lie lowest in their
+bytes, then the next. So do the query and the output. Scale and lowest value of a key go to its logit, those of a value
+to its weight.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from numba.np.numpy_support import carray
+
+from pallas_kernels.arguments import Judge, Line, Segments, Token
+from pallas_kernels.codes import Codes
+from pallas_kernels.cpu_call import (
+    DATA,
+    compiled,
+    free,
+    integer,
+    new,
+    pointer,
+    registered,
+    set_integer,
+    size,
+    supported,
+    word,
+)
+from pallas_kernels.cpu_lanes import LANES, fused, half, lanes, load, store, total, unpacked
+from pallas_kernels.decode_attend_score.reference import GROUP as GROUPS
+from pallas_kernels.masking import MASKED
+from pallas_kernels.ragged_decode.reference import LAST
+
+REDUCE = {name: code for code, name in enumerate((*GROUPS, "each"))}
+SUM, MEAN, MAX, EACH = REDUCE.values()
+NO_MASS = len(REDUCE)
+NO_RULE = -1
+# The buffers of a call, in order; of keys and of values codes, scales and lows
+QUERY, KEY, VALUE, SLOT, POSITION, POSITIONS, OFFSETS, FIRST, ADDED, WEIGHT, BIAS, RECENTS, SOFTMAX, FACTS = range(14)
+KEYS, VALUES = 14, 17
+CODE, SCALE, LOW = range(3)
+GROUP, WINDOW, SINKS, OF_KEYS, OF_VALUES = 0, 1, 2, 3, 5  # of the facts; of keys and values bits and offset
+OUTPUT, LSE, MASS, AIMED = range(4)
+BITS = 8, 4, 2  # of codes
+PLAIN = 32  # bits of numbers as they are
+LEAST = np.float32(MASKED / 2)  # what lies below it has no weight
+ORDER = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; infinities and NaN stay what they are
+
+
+class Step(NamedTuple):
+    """What the kernel gives: with a mass for each query head, those of a KV head lie behind each other. Without a rule
+    `next_slot` is the segment's first empty slot, or its first."""
+
+    output: Float[Array, "B Hk G D"]
+    lse: Float[Array, "B Hk G"]
+    mass: Float[Array, "B P"]
+    next_slot: Int[Array, "B Hk"]
+
+
+def step(
+    token: Token,
+    held: Segments,
+    slot: Int[Array, "B Hk"],
+    judge: Judge,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    with_mass: bool = True,
+) -> Step:
+    """`held`'s positions are those with the token; its keys and values may be those before it.
+
+    Raises `NotImplementedError` for dtypes other than float32, for codes of floats, of 3 bits or without a scale, and
+    where XLA cannot call what numba compiles.
+    """
+    query, key, value, position, *_ = token
+    if query.dtype != jnp.dtype(jnp.float32):
+        raise NotImplementedError(f"{query.dtype}: float32")
+    batch, kv_heads, dim = key.shape
+    if dim % LANES:
+        raise NotImplementedError(f"{dim} channels: a multiple of {LANES}")
+    line = held.line or Line(held.keys, held.values, jnp.zeros_like(position))
+    parts = [_parts(x, dim) for x in (line.keys, line.values)]
+    queries = query.reshape(batch, kv_heads, -1, dim)
+    heads, slots = queries.shape[2], held.positions.shape[1]
+    group = REDUCE[judge.group] if with_mass else NO_MASS
+    facts = [group, window or 0, NO_RULE if judge.rule is None else judge.rule.sinks]
+    by_slot = (held.bias, judge.weight, judge.bias)
+    shapes = queries.shape, queries.shape[:3], (batch, slots * (heads if group == EACH else 1))
+    out = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return Step(*jax.ffi.ffi_call(_attend(), [*out, jax.ShapeDtypeStruct(slot.shape, jnp.int32)])(
+        queries, key, value, jnp.where(position[:, None] < 0, -1, slot), position, held.positions, held.offsets,
+        line.first, *(x if isinstance(x, jax.Array) else np.full((1, 1), x or 0.0, np.float32) for x in by_slot),
+        judge.recents, np.array([scale, softcap or 0.0], np.float32),
+        np.array([*facts, *(fact for of in parts for fact in of[1])], np.int32),
+        *(array for of in parts for array in of[0]),
+    ))  # fmt: skip
+
+
+def _parts(x: jax.Array | Codes, dim: int) -> tuple[tuple[Any, ...], tuple[int, int]]:
+    """Codes, scales and lows of keys or values as buffers, and their bits and offset."""
+    none = np.zeros((1, 0, 1), np.int16)  # of one run, and no slots
+    if not isinstance(x, Codes):
+        if x.dtype != jnp.dtype(jnp.float32):
+            raise NotImplementedError(f"keys or values of {x.dtype}: float32")
+        return (x, none, none), (PLAIN, 0)
+    if x.codes.dtype != jnp.dtype(jnp.uint8) or x.bits not in BITS or x.scale is None:
+        raise NotImplementedError(f"codes of {x.codes.dtype} in {x.bits} bits: integers of 8, 4 or 2 with a scale")
+    if dim // x.groups * x.bits % (8 * LANES):
+        raise NotImplementedError(f"a scale for {dim // x.groups} channels in {x.bits} bits: for bytes by {LANES}")
+    return (x.codes, x.scale, none if x.low is None else x.low), (x.bits, x.offset)
+
+
+@functools.cache
+def _attend() -> str:
+    """The kernel's name; it is compiled when it is first called for."""
+    supported()
+    return registered("jaxkv_decode", _heads, _head)
+
+
+@compiled
+def _heads(ins):
+    """The KV heads of all rows."""
+    return size(word(ins, QUERY), 0) * size(word(ins, QUERY), 1)
+
+
+@compiled
+def _row(address, count):
+    """The float32 numbers at an address."""
+    return carray(pointer(address), (count,), np.float32)
+
+
+@compiled
+def _rows(address, rows, count):
+    """The rows of float32 numbers at an address."""
+    return carray(pointer(address), (rows, count), np.float32)
+
+
+@compiled
+def _at(buffer, index):
+    """The address of a buffer's number of 32 bits."""
+    return word(buffer, DATA) + 4 * index
+
+
+@compiled
+def _by_slot(buffer, row, begin, slots):
+    """A row's numbers of these slots; the one number, where there is only one for all."""
+    rows, columns = size(buffer, 0), size(buffer, 1)
+    one = rows * columns == 1
+    return _row(_at(buffer, 0 if one else row * columns + begin), 1 if one else slots)
+
+
+def _head(ins, outs, unit):
+    """One head of one row: its segment, softmax, mass, output and next slot."""
+    query = word(ins, QUERY)
+    heads, groups, dim = size(query, 1), size(query, 2), size(query, 3)
+    row, head, pool = unit // heads, unit % heads, size(word(ins, POSITIONS), 1)
+    borders = row * (heads + 1) + head
+    begin = max(integer(word(ins, OFFSETS), borders), 0)
+    end = min(integer(word(ins, OFFSETS), borders + 1), pool)
+    slots, slot = end - begin, integer(word(ins, SLOT), unit) - begin
+    positions = carray(pointer(_at(word(ins, POSITIONS), row * pool + begin)), (slots,), np.int32)
+    newest, window = integer(word(ins, POSITION), row), integer(word(ins, FACTS), WINDOW)
+    oldest = max(newest - window + 1, 0) if window > 0 else 0
+    first = row * size(word(ins, KEYS), 1) + integer(word(ins, FIRST), row) + begin
+    masses = size(word(outs, MASS), 1) // pool  # one, or one for each query head
+    mass = _rows(_at(word(outs, MASS), masses * (row * pool + begin)), masses, slots)
+    _clear(_row(_at(word(outs, MASS), masses * row * pool), masses * begin if head == 0 else 0))  # nobody's
+    _clear(_row(_at(word(outs, MASS), masses * (row * pool + end)), masses * (pool - end) if head == heads - 1 else 0))
+
+    own = new(4 * (groups * slots + max(slots, (groups + 1) * dim)))
+    weights, rest = _rows(own, groups, slots), own + 4 * groups * slots
+    each = unit * groups * dim
+    _logits(
+        _lying(ins, KEYS, first, dim, integer(word(ins, FACTS), OF_KEYS)), integer(word(ins, FACTS), OF_KEYS + 1),
+        _at(query, each), _at(word(ins, KEY), unit * dim), dim, slot,
+        positions, oldest, newest, rest, weights,
+    )  # fmt: skip
+    _softmax(
+        weights, positions, oldest, newest, _by_slot(word(ins, ADDED), row, begin, slots),
+        _row(_at(word(ins, SOFTMAX), 0), 2), integer(word(ins, FACTS), GROUP), rest,
+        _row(_at(word(outs, LSE), unit * groups), groups), mass,
+    )  # fmt: skip
+    _values(
+        _lying(ins, VALUES, first, dim, integer(word(ins, FACTS), OF_VALUES)), integer(word(ins, FACTS), OF_VALUES + 1),
+        _at(word(outs, OUTPUT), each), _at(word(ins, VALUE), unit * dim), dim, slot,
+        positions, oldest, newest, rest, weights,
+    )  # fmt: skip
+    free(own)
+    weight, bias = _by_slot(word(ins, WEIGHT), row, begin, slots), _by_slot(word(ins, BIAS), row, begin, slots)
+    recent = newest + 1 - integer(word(ins, RECENTS), row)
+    aimed = _aim(positions, mass[0], weight, bias, integer(word(ins, FACTS), SINKS), recent)
+    set_integer(word(outs, AIMED), unit, begin + aimed)
+
+
+@compiled
+def _clear(numbers):
+    """Zeros."""
+    for n in range(numbers.shape[0]):
+        numbers[n] = 0
+
+
+@compiled
+def _lying(ins, which, first, dim, bits):
+    """Of keys or values from slot `first` on: their bits, runs with a scale of their own, and where codes, scales and
+    lows begin; 0 for no lows."""
+    lows, runs = word(ins, which + LOW), size(word(ins, which + SCALE), 2)
+    return (
+        bits, runs,
+        word(word(ins, which + CODE), DATA) + first * (dim * bits // 8),
+        word(word(ins, which + SCALE), DATA) + 2 * first * runs,
+        word(lows, DATA) + 2 * first * runs if size(lows, 1) > 0 else 0,
+    )  # fmt: skip
+
+
+@compiled
+def _numbers(lies, offset, slot, dim, own):
+    """The address of a slot's numbers, apart, which are written to `own`; of plain ones, where they lie."""
+    bits, runs, codes, scales, lows = lies
+    if bits == PLAIN:
+        return codes + 4 * dim * slot
+    each = dim * bits // 8  # bytes of a slot
+    part = each // runs
+    for r in range(runs):
+        at = 2 * (slot * runs + r)
+        by, low = half(scales + at), half(lows + at) if lows else np.float32(0)
+        step, least = lanes(by), lanes(low - by * np.float32(offset))
+        for j in range(8 // bits):
+            for n in range(r * part, (r + 1) * part, LANES):
+                some = unpacked(codes + each * slot + n, bits * j, (1 << bits) - 1)
+                store(own + 4 * (each * j + n), fused(some, step, least))
+    return own
+
+
+@compiled
+def _dot(x, y, dim):
+    """The product of the numbers at two addresses."""
+    sums = lanes(np.float32(0))
+    for d in range(0, 4 * dim, 4 * LANES):
+        sums = fused(load(x + d), load(y + d), sums)
+    return total(sums)
+
+
+@compiled
+def _add(sums, x, weight, dim):
+    """Numbers at an address, by a weight, to those at another."""
+    weights = lanes(weight)
+    for d in range(0, 4 * dim, 4 * LANES):
+        store(sums + d, fused(load(x + d), weights, load(sums + d)))
+
+
+@compiled
+def _logits(lies, offset, query, key, dim, slot, positions, oldest, newest, own, weights):
+    """query . key of all slots that are seen."""
+    groups, slots = weights.shape
+    many = max(8 // lies[0], 1)
+    apart, whole = _rows(own, groups, dim), _rows(query, groups, dim)
+    for g in range(groups):
+        for j in range(many):
+            for n in range(dim // many):
+                apart[g, j * (dim // many) + n] = whole[g, n * many + j]
+    for p in range(slots):
+        if p == slot:
+            for g in range(groups):
+                weights[g, p] = _dot(query + 4 * g * dim, key, dim)
+        elif oldest <= positions[p] and positions[p] <= newest:
+            x = _numbers(lies, offset, p, dim, own + 4 * groups * dim)
+            for g in range(groups):
+                weights[g, p] = _dot(own + 4 * g * dim, x, dim)
+
+
+@compiled(fastmath=ORDER)
+def _exponentials(row, top, own):
+    """exp(x - top) of a row, none above 0, without a call for each: 2^n by its bits, and the rest by a polynomial."""
+    slots = row.shape[0]
+    bits, powers = carray(pointer(own), (slots,), np.int32), _row(own, slots)
+    for p in range(slots):
+        x = max(row[p] - top, np.float32(-87))
+        n = np.floor(x * np.float32(1.442695041) + np.float32(0.5))
+        bits[p] = (np.int32(n) + 127) << 23
+        r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+        y = np.float32(1.9875691500e-4)
+        y = y * r + np.float32(1.3981999507e-3)
+        y = y * r + np.float32(8.3334519073e-3)
+        y = y * r + np.float32(4.1665795894e-2)
+        y = y * r + np.float32(1.6666665459e-1)
+        y = y * r + np.float32(5.0000001201e-1)
+        row[p] = (y * r * r + r + 1) if row[p] > top - 87 else np.float32(0)
+    for p in range(slots):
+        row[p] *= powers[p]
+
+
+@compiled(fastmath=ORDER)
+def _softmax(weights, positions, oldest, newest, added, settings, reduce, own, lse, mass):
+    """Logits to weights, their log-sum-exp, and the mass of every slot."""
+    groups, slots = weights.shape
+    by_slot, nothing = min(added.shape[0] - 1, 1), -np.float32(np.inf)  # 0 where there is one number for all
+    for g in range(mass.shape[0]):
+        _clear(mass[g])
+    for g in range(groups):
+        row, top, total = weights[g], LEAST, np.float32(0)
+        for p in range(slots):
+            if positions[p] < oldest or positions[p] > newest:
+                row[p] = nothing
+                continue
+            logit = row[p] * settings[0]
+            if settings[1] > 0:
+                logit = settings[1] * math.tanh(logit / settings[1])
+            row[p] = logit + added[p * by_slot]
+            top = max(top, row[p])
+        _exponentials(row, top, own)
+        for p in range(slots):
+            total += row[p]
+        lse[g] = top + math.log(total) if total > 0 else nothing
+        share = 1 / total if total > 0 else np.float32(0)
+        for p in range(slots):
+            row[p] *= share
+        if reduce == EACH:
+            for p in range(slots):
+                mass[g, p] = row[p]
+        elif reduce == MAX:
+            for p in range(slots):
+                mass[0, p] = max(mass[0, p], row[p])
+        elif reduce != NO_MASS:
+            for p in range(slots):
+                mass[0, p] += row[p] * (1 / np.float32(groups) if reduce == MEAN else np.float32(1))
+
+
+@compiled
+def _values(lies, offset, output, value, dim, slot, positions, oldest, newest, own, weights):
+    """The values by their weights."""
+    groups, slots = weights.shape
+    many = max(8 // lies[0], 1)
+    apart, whole = _rows(own, groups, dim), _rows(output, groups, dim)
+    for g in range(groups):
+        _clear(apart[g])
+    for p in range(slots):
+        if p != slot and oldest <= positions[p] and positions[p] <= newest:
+            x = _numbers(lies, offset, p, dim, own + 4 * groups * dim)
+            for g in range(groups):
+                _add(own + 4 * g * dim, x, weights[g, p], dim)
+    for g in range(groups):
+        for n in range(dim // many):
+            for j in range(many):
+                whole[g, n * many + j] = apart[g, j * (dim // many) + n]
+        if slot >= 0 and slot < slots:
+            _add(output + 4 * g * dim, value, weights[g, slot], dim)
+
+
+@compiled
+def _aim(positions, mass, weight, bias, sinks, recent):
+    """A segment's first empty slot, else the oldest of the lowest weight * mass + bias, protected entries last; without
+    a rule the first empty slot, else the first."""
+    found, lowest, oldest = 0, np.float32(np.inf), LAST
+    by_slot = min(weight.shape[0] - 1, 1), min(bias.shape[0] - 1, 1)  # 0 where there is one number for all
+    for p in range(positions.shape[0]):
+        if positions[p] < 0:
+            return p
+        if sinks == NO_RULE:
+            continue
+        worth = weight[p * by_slot[0]] * mass[p] + bias[p * by_slot[1]]
+        if positions[p] < sinks or positions[p] >= recent:
+            worth = np.float32(np.inf)
+        if worth < lowest or (worth == lowest and positions[p] < oldest):
+            found, lowest, oldest = p, worth, positions[p]
+    return found
