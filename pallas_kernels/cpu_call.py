@@ -130,6 +130,27 @@ def set_word(typing, address, index, value):
 
 
 @emitted
+def number(typing, address):
+    """The float32 number at an address."""
+
+    def code(context, builder, signature, args):
+        return builder.load(builder.inttoptr(args[0], ir.FloatType().as_pointer()))
+
+    return types.float32(types.intp), code
+
+
+@emitted
+def set_number(typing, address, value):
+    """Set the float32 number at an address."""
+
+    def code(context, builder, signature, args):
+        builder.store(args[1], builder.inttoptr(args[0], ir.FloatType().as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.float32), code
+
+
+@emitted
 def size(typing, buffer, axis):
     """How long a buffer is along an axis."""
 

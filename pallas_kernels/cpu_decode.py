@@ -27,9 +27,11 @@ from pallas_kernels.cpu_call import (
     free,
     integer,
     new,
+    number,
     pointer,
     registered,
     set_integer,
+    set_number,
     size,
     supported,
     word,
@@ -177,22 +179,22 @@ def _head(ins, outs, unit):
     _clear(_row(_at(word(outs, MASS), masses * (row * pool + end)), masses * (pool - end) if head == heads - 1 else 0))
 
     own = new(4 * (groups * slots + max(slots, (groups + 1) * dim)))
-    weights, rest = _rows(own, groups, slots), own + 4 * groups * slots
+    rest = own + 4 * groups * slots
     each = unit * groups * dim
     _logits(
         _lying(ins, KEYS, first, dim, integer(word(ins, FACTS), OF_KEYS)), integer(word(ins, FACTS), OF_KEYS + 1),
         _at(query, each), _at(word(ins, KEY), unit * dim), dim, slot,
-        positions, oldest, newest, rest, weights,
+        positions, oldest, newest, rest, own, groups,
     )  # fmt: skip
     _softmax(
-        weights, positions, oldest, newest, _by_slot(word(ins, ADDED), row, begin, slots),
+        _rows(own, groups, slots), positions, oldest, newest, _by_slot(word(ins, ADDED), row, begin, slots),
         _row(_at(word(ins, SOFTMAX), 0), 2), integer(word(ins, FACTS), GROUP), rest,
         _row(_at(word(outs, LSE), unit * groups), groups), mass,
     )  # fmt: skip
     _values(
         _lying(ins, VALUES, first, dim, integer(word(ins, FACTS), OF_VALUES)), integer(word(ins, FACTS), OF_VALUES + 1),
         _at(word(outs, OUTPUT), each), _at(word(ins, VALUE), unit * dim), dim, slot,
-        positions, oldest, newest, rest, weights,
+        positions, oldest, newest, rest, own, groups,
     )  # fmt: skip
     free(own)
     weight, bias = _by_slot(word(ins, WEIGHT), row, begin, slots), _by_slot(word(ins, BIAS), row, begin, slots)
@@ -258,23 +260,27 @@ def _add(sums, x, weight, dim):
 
 
 @compiled
-def _logits(lies, offset, query, key, dim, slot, positions, oldest, newest, own, weights):
-    """query . key of all slots that are seen."""
-    groups, slots = weights.shape
-    many = max(8 // lies[0], 1)
-    apart, whole = _rows(own, groups, dim), _rows(query, groups, dim)
+def _turned(matrix, rows, columns, out):
+    """A matrix of so many columns by rows, [columns, rows], as one of rows by columns."""
+    for r in range(rows):
+        for c in range(columns):
+            set_number(out + 4 * (r * columns + c), number(matrix + 4 * (c * rows + r)))
+
+
+@compiled
+def _logits(lies, offset, query, key, dim, slot, positions, oldest, newest, own, weights, groups):
+    """query . key of all slots that are seen, [groups, slots]."""
+    slots, each, many = positions.shape[0], 4 * dim, max(8 // lies[0], 1)
     for g in range(groups):
-        for j in range(many):
-            for n in range(dim // many):
-                apart[g, j * (dim // many) + n] = whole[g, n * many + j]
+        _turned(query + g * each, many, dim // many, own + g * each)
     for p in range(slots):
         if p == slot:
             for g in range(groups):
-                weights[g, p] = _dot(query + 4 * g * dim, key, dim)
+                set_number(weights + 4 * (g * slots + p), _dot(query + g * each, key, dim))
         elif oldest <= positions[p] and positions[p] <= newest:
-            x = _numbers(lies, offset, p, dim, own + 4 * groups * dim)
+            x = _numbers(lies, offset, p, dim, own + groups * each)
             for g in range(groups):
-                weights[g, p] = _dot(own + 4 * g * dim, x, dim)
+                set_number(weights + 4 * (g * slots + p), _dot(own + g * each, x, dim))
 
 
 @compiled(fastmath=ORDER)
@@ -335,24 +341,19 @@ def _softmax(weights, positions, oldest, newest, added, settings, reduce, own, l
 
 
 @compiled
-def _values(lies, offset, output, value, dim, slot, positions, oldest, newest, own, weights):
-    """The values by their weights."""
-    groups, slots = weights.shape
-    many = max(8 // lies[0], 1)
-    apart, whole = _rows(own, groups, dim), _rows(output, groups, dim)
-    for g in range(groups):
-        _clear(apart[g])
+def _values(lies, offset, output, value, dim, slot, positions, oldest, newest, own, weights, groups):
+    """The values by their weights, [groups, slots]."""
+    slots, each, many = positions.shape[0], 4 * dim, max(8 // lies[0], 1)
+    _clear(_row(own, groups * dim))
     for p in range(slots):
         if p != slot and oldest <= positions[p] and positions[p] <= newest:
-            x = _numbers(lies, offset, p, dim, own + 4 * groups * dim)
+            x = _numbers(lies, offset, p, dim, own + groups * each)
             for g in range(groups):
-                _add(own + 4 * g * dim, x, weights[g, p], dim)
+                _add(own + g * each, x, number(weights + 4 * (g * slots + p)), dim)
     for g in range(groups):
-        for n in range(dim // many):
-            for j in range(many):
-                whole[g, n * many + j] = apart[g, j * (dim // many) + n]
+        _turned(own + g * each, dim // many, many, output + g * each)
         if slot >= 0 and slot < slots:
-            _add(output + 4 * g * dim, value, weights[g, slot], dim)
+            _add(output + g * each, value, number(weights + 4 * (g * slots + slot)), dim)
 
 
 @compiled

@@ -12,7 +12,7 @@ from numba.extending import models, register_model
 from pallas_kernels.cpu_call import emitted
 
 LANES = 8
-NUMBERS = ir.VectorType(ir.FloatType(), LANES)
+NUMBERS, WORDS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
 CONTRACT = ("contract", "nsz", "arcp")  # a product and a sum in one instruction
 
 
@@ -35,7 +35,7 @@ class _Lies(models.PrimitiveModel):
 
 
 def _places(*order: int) -> ir.Constant:
-    return ir.Constant(ir.VectorType(ir.IntType(32), LANES), list(order))
+    return ir.Constant(WORDS, list(order))
 
 
 def _all(builder: Any, number: Any) -> Any:
@@ -101,32 +101,71 @@ def total(typing, numbers):
 
 
 @emitted
+def plus(typing, x, y):
+    """x + y."""
+
+    def code(context, builder, signature, args):
+        return builder.fadd(*args, flags=CONTRACT)
+
+    return KIND(KIND, KIND), code
+
+
+def _bytes(builder: Any, address: Any) -> Any:
+    """The eight bytes at an address."""
+    return builder.load(builder.inttoptr(address, ir.VectorType(ir.IntType(8), LANES).as_pointer()), align=1)
+
+
+@emitted
 def unpacked(typing, address, shift, mask):
     """The codes in the bytes at an address, those of a mask from a place on, as numbers."""
 
     def code(context, builder, signature, args):
-        kind, word = ir.VectorType(ir.IntType(8), LANES), ir.IntType(32)
-        lies = builder.load(builder.inttoptr(args[0], kind.as_pointer()), align=1)
-        shift, mask = (_all(builder, builder.trunc(x, word)) for x in args[1:])
-        wide = builder.zext(lies, ir.VectorType(word, LANES))
+        shift, mask = (_all(builder, builder.trunc(x, WORDS.element)) for x in args[1:])
+        wide = builder.zext(_bytes(builder, args[0]), WORDS)
         return builder.sitofp(builder.and_(builder.lshr(wide, shift), mask), NUMBERS)
 
     return KIND(types.intp, types.intp, types.intp), code
 
 
 @emitted
-def half(typing, address):
-    """The float16 number at an address; by its bits, as XLA's threads take subnormal ones for zero."""
+def signed(typing, address):
+    """The int8 numbers at an address."""
 
     def code(context, builder, signature, args):
-        word, number = ir.IntType(32), ir.FloatType()
-        lies = builder.zext(builder.load(builder.inttoptr(args[0], ir.IntType(16).as_pointer()), align=2), word)
-        power, rest = builder.and_(lies, word(0x7C00)), builder.shl(builder.and_(lies, word(0x7FFF)), word(13))
-        normal = builder.bitcast(builder.add(rest, word(112 << 23)), number)
-        small = builder.fmul(builder.sitofp(builder.and_(lies, word(0x3FF)), number), number(2.0**-24))
-        beyond = builder.bitcast(builder.or_(rest, word(0x7F800000)), number)  # infinite, or no number
-        size = builder.select(builder.icmp_unsigned("==", power, word(0)), small, normal)
-        size = builder.select(builder.icmp_unsigned("==", power, word(0x7C00)), beyond, size)
-        return builder.select(builder.icmp_unsigned("<", lies, word(0x8000)), size, builder.fneg(size))
+        return builder.sitofp(builder.sext(_bytes(builder, args[0]), WORDS), NUMBERS)
+
+    return KIND(types.intp), code
+
+
+def _halves(builder: Any, address: Any, words: Any, numbers: Any, lies: Any) -> Any:
+    """Float16 numbers at an address by their bits, as XLA's threads take subnormal ones for zero."""
+    word = lambda bits: ir.Constant(words, bits if words is WORDS.element else [bits] * LANES)  # noqa: E731
+    bits = builder.zext(builder.load(builder.inttoptr(address, lies.as_pointer()), align=2), words)
+    power, rest = builder.and_(bits, word(0x7C00)), builder.shl(builder.and_(bits, word(0x7FFF)), word(13))
+    normal = builder.bitcast(builder.add(rest, word(112 << 23)), numbers)
+    tiny = ir.Constant(numbers, 2.0**-24 if words is WORDS.element else [2.0**-24] * LANES)
+    small = builder.fmul(builder.sitofp(builder.and_(bits, word(0x3FF)), numbers), tiny)
+    beyond = builder.bitcast(builder.or_(rest, word(0x7F800000)), numbers)  # infinite, or no number
+    size = builder.select(builder.icmp_unsigned("==", power, word(0)), small, normal)
+    size = builder.select(builder.icmp_unsigned("==", power, word(0x7C00)), beyond, size)
+    return builder.select(builder.icmp_unsigned("<", bits, word(0x8000)), size, builder.fneg(size))
+
+
+@emitted
+def half(typing, address):
+    """The float16 number at an address."""
+
+    def code(context, builder, signature, args):
+        return _halves(builder, args[0], WORDS.element, NUMBERS.element, ir.IntType(16))
 
     return types.float32(types.intp), code
+
+
+@emitted
+def halves(typing, address):
+    """The eight float16 numbers at an address."""
+
+    def code(context, builder, signature, args):
+        return _halves(builder, args[0], WORDS, NUMBERS, ir.VectorType(ir.IntType(16), LANES))
+
+    return KIND(types.intp), code

@@ -8,29 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
-from numba.np.numpy_support import carray
 
 from pallas_kernels.block_product.reference import GROUP
-from pallas_kernels.cpu_call import (
-    DATA,
-    compiled,
-    floats,
-    free,
-    integers,
-    new,
-    pointer,
-    registered,
-    size,
-    supported,
-    word,
-)
+from pallas_kernels.cpu_call import DATA, compiled, free, integer, new, number, registered, size, supported, word
+from pallas_kernels.cpu_lanes import LANES, fused, halves, lanes, load, plus, signed, store, unpacked
 
 ROWS, CODES, SCALE, OFFSET, FACTS = range(5)  # the buffers of a call, in order
 WIDTH = 64  # outputs of a panel: known ahead, so that loops over them have no rest
 MOST_ROWS = 32  # above it arithmetic is the bound, and XLA's products are faster
-ORDER = {"contract"}  # a product and a sum in one instruction
-PART = 4 * WIDTH  # bytes of a row of floats
-OWN = (2 + GROUP) * PART  # of a panel's own memory: scales, offsets and a group's numbers
+PART, BYTES = 4 * WIDTH, 4 * LANES  # bytes of a panel's numbers, and of those at a time
 
 
 def block_product(
@@ -75,120 +61,98 @@ def _panels(ins):
 
 def _panel(ins, outs, unit):
     """The outputs of one panel, for all rows."""
-    count, inputs, panels = size(word(ins, ROWS), 0), size(word(ins, ROWS), 1), size(word(ins, CODES), 0)
-    facts, scaled = integers(word(ins, FACTS), (2,)), size(word(ins, SCALE), 1)  # scales of an output
+    count, inputs = size(word(ins, ROWS), 0), size(word(ins, ROWS), 1)
+    bits, offsets, scaled = integer(word(ins, FACTS), 0), integer(word(ins, FACTS), 1), size(word(ins, SCALE), 1)
     length = min(GROUP, inputs // scaled)  # inputs of a group
     groups = inputs // length
-    rows = floats(word(ins, ROWS), (count, inputs))
-    out = floats(word(outs, 0), (panels, count, WIDTH))[unit]
-    each = length * WIDTH * facts[0] // 8  # bytes of a group's codes
-    halves = 2 * WIDTH  # bytes of a group's scales, and of its offsets
-    scale = word(word(ins, SCALE), DATA) + unit * scaled * halves
-    offset = word(word(ins, OFFSET), DATA) + unit * scaled * halves
+    rows, out = word(word(ins, ROWS), DATA), word(word(outs, 0), DATA) + unit * count * PART
+    each, scales = length * WIDTH * bits // 8, 2 * WIDTH  # bytes of a group's codes, and of its scales or offsets
+    scale = word(word(ins, SCALE), DATA) + unit * scaled * scales
+    offset = word(word(ins, OFFSET), DATA) + unit * scaled * scales
     codes = word(word(ins, CODES), DATA) + unit * groups * each
-    own = new(OWN)
-    scales, offsets = carray(pointer(own), (WIDTH,), np.float32), carray(pointer(own + PART), (WIDTH,), np.float32)
-    matrix = carray(pointer(own + 2 * PART), (GROUP, WIDTH), np.float32)
-    for o in range(WIDTH):
-        offsets[o] = 0
-        for row in range(count):
-            out[row, o] = 0
+    own = new((2 + GROUP) * PART)  # a group's scales, offsets and numbers
+    matrix = own + 2 * PART
+    for at in range(0, count * PART, BYTES):
+        store(out + at, lanes(np.float32(0)))
+    for at in range(0, PART, BYTES):
+        store(own + PART + at, lanes(np.float32(0)))
     for group in range(groups):
         if group < scaled:  # each group has a scale of its own, or all have one
-            _decoded(scale + group * halves, own, scales)
-        if group < scaled and facts[1] != 0:
-            _decoded(offset + group * halves, own + PART, offsets)
+            _decoded(scale + group * scales, own)
+        if group < scaled and offsets != 0:
+            _decoded(offset + group * scales, own + PART)
+        begin, lies = rows + 4 * group * length, codes + group * each
         if count == 1:
-            _one_row(rows, group * length, length, codes + group * each, facts[0], scales, offsets, matrix, out)
-        else:
-            _numbers(codes + group * each, length, facts[0], scales, offsets, matrix)
-            _products(rows, group * length, length, matrix, out)
+            _one_row(begin, length, lies, bits, own, out)
+            continue
+        _numbers(lies, length, bits, own, matrix)
+        for row in range(count):
+            _product_of(begin + 4 * row * inputs, length, matrix, out + row * PART)
     free(own)
 
 
 @compiled
-def _decoded(lies, address, found):
-    """Float16 numbers as the float32 `found` at an address; by hand, as XLA's threads take subnormal ones for zero."""
-    halves = carray(pointer(lies), (WIDTH,), np.int16)
-    bits = carray(pointer(address), (WIDTH,), np.int32)
-    for o in range(WIDTH):
-        half = np.int32(halves[o])
-        bits[o] = ((half & 0x7FFF) << 13) + (112 << 23) | (half & 0x8000) << 16
-    for o in range(WIDTH):
-        half = np.int32(halves[o])
-        small = np.float32(half & 0x3FF) * np.float32(2.0**-24)
-        small = -small if half < 0 else small
-        found[o] = small if half & 0x7C00 == 0 else found[o]
+def _decoded(lies, found):
+    """The float16 numbers of a group's scales or offsets, as float32."""
+    for o in range(0, WIDTH, LANES):
+        store(found + 4 * o, halves(lies + 2 * o))
 
 
-@compiled(fastmath=ORDER)
-def _one_row(rows, begin, length, codes, width, scales, offsets, matrix, out):
+@compiled
+def _one_row(row, length, codes, bits, scales, out):
     """A group's part of one row's outputs: the sums of row[i] * codes[i, o], times the scales, and what the offsets
     make of the group's inputs.
     """
-    row, sums, half, total = rows[0], matrix[0], length // 2, np.float32(0)
+    half, whole = length // 2, np.float32(0)
     for i in range(length):
-        total += row[begin + i]
-    for o in range(WIDTH):
-        sums[o] = 0
-    if width == 8:
-        signed = carray(pointer(codes), (length, WIDTH), np.int8)
-        for i in range(0, length, 8):
-            at = begin + i
-            a, b, c, d = row[at], row[at + 1], row[at + 2], row[at + 3]
-            e, f, g, h = row[at + 4], row[at + 5], row[at + 6], row[at + 7]
-            for o in range(WIDTH):
-                first = a * np.float32(signed[i, o]) + b * np.float32(signed[i + 1, o])
-                second = c * np.float32(signed[i + 2, o]) + d * np.float32(signed[i + 3, o])
-                third = e * np.float32(signed[i + 4, o]) + f * np.float32(signed[i + 5, o])
-                fourth = g * np.float32(signed[i + 6, o]) + h * np.float32(signed[i + 7, o])
-                sums[o] += (first + second) + (third + fourth)
-    else:
-        pairs = carray(pointer(codes), (half, WIDTH), np.uint8)
-        for i in range(0, half, 4):
-            at, after = begin + i, begin + half + i
-            a, b, c, d = row[at], row[at + 1], row[at + 2], row[at + 3]
-            e, f, g, h = row[after], row[after + 1], row[after + 2], row[after + 3]
-            for o in range(WIDTH):
-                p, q = np.int32(pairs[i, o]), np.int32(pairs[i + 1, o])
-                r, s = np.int32(pairs[i + 2, o]), np.int32(pairs[i + 3, o])
-                first = a * np.float32(p & 15) + b * np.float32(q & 15)
-                second = c * np.float32(r & 15) + d * np.float32(s & 15)
-                third = e * np.float32(p >> 4) + f * np.float32(q >> 4)
-                fourth = g * np.float32(r >> 4) + h * np.float32(s >> 4)
-                sums[o] += (first + second) + (third + fourth)
-    for o in range(WIDTH):
-        out[0, o] += sums[o] * scales[o] + total * offsets[o]
+        whole += number(row + 4 * i)
+    for o in range(0, WIDTH, LANES):
+        a, b, c, d = lanes(np.float32(0)), lanes(np.float32(0)), lanes(np.float32(0)), lanes(np.float32(0))
+        if bits == 8:
+            for i in range(0, length, 4):
+                x, lies = row + 4 * i, codes + WIDTH * i + o
+                a = fused(lanes(number(x)), signed(lies), a)
+                b = fused(lanes(number(x + 4)), signed(lies + WIDTH), b)
+                c = fused(lanes(number(x + 8)), signed(lies + 2 * WIDTH), c)
+                d = fused(lanes(number(x + 12)), signed(lies + 3 * WIDTH), d)
+        else:
+            for i in range(0, half, 2):
+                x, y, lies = row + 4 * i, row + 4 * (half + i), codes + WIDTH * i + o
+                a = fused(lanes(number(x)), unpacked(lies, 0, 15), a)
+                b = fused(lanes(number(y)), unpacked(lies, 4, 15), b)
+                c = fused(lanes(number(x + 4)), unpacked(lies + WIDTH, 0, 15), c)
+                d = fused(lanes(number(y + 4)), unpacked(lies + WIDTH, 4, 15), d)
+        at = 4 * o
+        sums = fused(plus(plus(a, b), plus(c, d)), load(scales + at), load(out + at))
+        store(out + at, fused(lanes(whole), load(scales + PART + at), sums))
 
 
-@compiled(fastmath=ORDER)
-def _numbers(codes, length, width, scales, offsets, matrix):
+@compiled
+def _numbers(codes, length, bits, scales, matrix):
     """A group's codes * scale + offset, [length, WIDTH]."""
     half = length // 2
-    if width == 8:
-        signed = carray(pointer(codes), (length, WIDTH), np.int8)
+    for o in range(0, WIDTH, LANES):
+        scale, offset = load(scales + 4 * o), load(scales + PART + 4 * o)
+        if bits == 8:
+            for i in range(length):
+                store(matrix + PART * i + 4 * o, fused(signed(codes + WIDTH * i + o), scale, offset))
+        else:
+            for i in range(half):
+                lies, to = codes + WIDTH * i + o, matrix + PART * i + 4 * o
+                store(to, fused(unpacked(lies, 0, 15), scale, offset))
+                store(to + PART * half, fused(unpacked(lies, 4, 15), scale, offset))
+
+
+@compiled
+def _product_of(row, length, matrix, out):
+    """A group's part of one row's outputs, from its numbers."""
+    for o in range(0, PART, 4 * BYTES):
+        a, b, c, d = load(out + o), load(out + o + BYTES), load(out + o + 2 * BYTES), load(out + o + 3 * BYTES)
         for i in range(length):
-            for o in range(WIDTH):
-                matrix[i, o] = np.float32(signed[i, o]) * scales[o] + offsets[o]
-    else:
-        pairs = carray(pointer(codes), (half, WIDTH), np.uint8)
-        for i in range(half):
-            for o in range(WIDTH):
-                matrix[i, o] = np.float32(np.int32(pairs[i, o]) & 15) * scales[o] + offsets[o]
-            for o in range(WIDTH):
-                matrix[half + i, o] = np.float32(np.int32(pairs[i, o]) >> 4) * scales[o] + offsets[o]
-
-
-@compiled(fastmath=ORDER)
-def _products(rows, begin, length, matrix, out):
-    """A group's part of all rows' outputs."""
-    for row in range(rows.shape[0]):
-        x, y = rows[row], out[row]
-        for i in range(0, length, 8):
-            at = begin + i
-            a, b, c, d = x[at], x[at + 1], x[at + 2], x[at + 3]
-            e, f, g, h = x[at + 4], x[at + 5], x[at + 6], x[at + 7]
-            for o in range(WIDTH):
-                first = a * matrix[i, o] + b * matrix[i + 1, o] + c * matrix[i + 2, o] + d * matrix[i + 3, o]
-                second = e * matrix[i + 4, o] + f * matrix[i + 5, o] + g * matrix[i + 6, o] + h * matrix[i + 7, o]
-                y[o] += first + second
+            x, y = lanes(number(row + 4 * i)), matrix + PART * i + o
+            a, b = fused(x, load(y), a), fused(x, load(y + BYTES), b)
+            c, d = fused(x, load(y + 2 * BYTES), c), fused(x, load(y + 3 * BYTES), d)
+        store(out + o, a)
+        store(out + o + BYTES, b)
+        store(out + o + 2 * BYTES, c)
+        store(out + o + 3 * BYTES, d)
