@@ -87,7 +87,7 @@ def test_every_implementation_gives_the_product(implementation, kind, rows, outp
             **interpreted(implementation),
         )  # fmt: skip
 
-    if (implementation == "numba_cpu" and rows > 32) or (
+    if (implementation == "numba_cpu" and rows > 128) or (
         implementation == "mosaic_tpu" and kind == "int8" and inputs > GROUP
     ):
         with pytest.raises(

@@ -15,7 +15,7 @@ from pallas_kernels.cpu_lanes import LANES, fused, halves, lanes, load, plus, si
 
 ROWS, CODES, SCALE, OFFSET, FACTS = range(5)  # the buffers of a call, in order
 WIDTH = 64  # outputs of a panel: known ahead, so that loops over them have no rest
-MOST_ROWS = 32  # above it arithmetic is the bound, and XLA's products are faster
+MOST_ROWS = 128  # above it XLA's products are as fast
 PART, BYTES = 4 * WIDTH, 4 * LANES  # bytes of a panel's numbers, and of those at a time
 
 
@@ -70,7 +70,7 @@ def _panel(ins, outs, unit):
     scale = word(word(ins, SCALE), DATA) + unit * scaled * scales
     offset = word(word(ins, OFFSET), DATA) + unit * scaled * scales
     codes = word(word(ins, CODES), DATA) + unit * groups * each
-    own = new((2 + GROUP) * PART)  # a group's scales, offsets and numbers
+    own = new((3 + GROUP) * PART)  # a group's scales, offsets and numbers, and a row
     matrix = own + 2 * PART
     for at in range(0, count * PART, BYTES):
         store(out + at, lanes(np.float32(0)))
@@ -86,8 +86,11 @@ def _panel(ins, outs, unit):
             _one_row(begin, length, lies, bits, own, out)
             continue
         _numbers(lies, length, bits, own, matrix)
-        for row in range(count):
-            _product_of(begin + 4 * row * inputs, length, matrix, out + row * PART)
+        for row in range(0, count, 2):
+            alone = row + 1 == count  # then its twin goes nowhere
+            other = row if alone else row + 1
+            twin = matrix + GROUP * PART if alone else out + other * PART
+            _two_rows(begin + 4 * row * inputs, begin + 4 * other * inputs, length, matrix, out + row * PART, twin)
     free(own)
 
 
@@ -144,15 +147,23 @@ def _numbers(codes, length, bits, scales, matrix):
 
 
 @compiled
-def _product_of(row, length, matrix, out):
-    """A group's part of one row's outputs, from its numbers."""
+def _two_rows(row, other, length, matrix, out, twin):
+    """A group's part of two rows' outputs, from its numbers."""
     for o in range(0, PART, 4 * BYTES):
-        a, b, c, d = load(out + o), load(out + o + BYTES), load(out + o + 2 * BYTES), load(out + o + 3 * BYTES)
+        at, to = out + o, twin + o
+        a, b, c, d = load(at), load(at + BYTES), load(at + 2 * BYTES), load(at + 3 * BYTES)
+        e, f, g, h = load(to), load(to + BYTES), load(to + 2 * BYTES), load(to + 3 * BYTES)
         for i in range(length):
-            x, y = lanes(number(row + 4 * i)), matrix + PART * i + o
-            a, b = fused(x, load(y), a), fused(x, load(y + BYTES), b)
-            c, d = fused(x, load(y + 2 * BYTES), c), fused(x, load(y + 3 * BYTES), d)
-        store(out + o, a)
-        store(out + o + BYTES, b)
-        store(out + o + 2 * BYTES, c)
-        store(out + o + 3 * BYTES, d)
+            x, y, lies = lanes(number(row + 4 * i)), lanes(number(other + 4 * i)), matrix + PART * i + o
+            first, second = load(lies), load(lies + BYTES)
+            third, fourth = load(lies + 2 * BYTES), load(lies + 3 * BYTES)
+            a, b, c, d = fused(x, first, a), fused(x, second, b), fused(x, third, c), fused(x, fourth, d)
+            e, f, g, h = fused(y, first, e), fused(y, second, f), fused(y, third, g), fused(y, fourth, h)
+        store(at, a)
+        store(at + BYTES, b)
+        store(at + 2 * BYTES, c)
+        store(at + 3 * BYTES, d)
+        store(to, e)
+        store(to + BYTES, f)
+        store(to + 2 * BYTES, g)
+        store(to + 3 * BYTES, h)
