@@ -9,6 +9,7 @@ also those of several prompts that are padded to one length.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -89,18 +90,29 @@ def _listen(
 @functools.partial(jax.jit, static_argnames=("config", "policy", "plan", "dtype"))
 def _cut(
     weights, heard: list[Heard], looks: list[Heard] | None, tokens: Int[Array, "1 T"], positions: Int[Array, "1 T"],
-    pseudo: Int[Array, "1 N"], ends: Int[Array, "1"], limits: Int[Array, "L 1"], learned: run.Learned,
+    pseudo: Int[Array, "1 N"], ends: Int[Array, "1"], limits: Int[Array, "S L 1"], learned: run.Learned,
     *, config: ModelConfig, policy: Policy, plan: Plan, dtype: Any,
-) -> run.Layers:  # fmt: skip
-    """What the policy keeps of the prompt in every layer, `looks` looking on from behind it."""
+) -> list[run.Layers]:  # fmt: skip
+    """What the policy keeps of the prompt in every layer at each of S sizes, `looks` looking on from behind it. What
+    does not depend on the size, such as the scores, is computed once."""
     if looks is not None:
         heard = [each.followed(by) for each, by in zip(heard, looks, strict=True)]
-    layers, *_ = run.through_block(
-        Recorded(run.model_of(config, weights), heard), run.empty_layers(config, policy, 1, dtype), tokens, positions,
-        pseudo, jnp.zeros_like(ends), ends, limits, config=config, policy=policy, plan=plan, begins=True,
-        scan_layers=True, learned=learned,
-    )  # fmt: skip
-    return run.fitted(layers, learned, config=config, policy=policy) if policy.store.fits else layers
+
+    form: Any = None
+
+    def at(limits: Int[Array, "L 1"]) -> list[jax.Array]:
+        nonlocal form
+        layers, *_ = run.through_block(
+            Recorded(run.model_of(config, weights), heard), run.empty_layers(config, policy, 1, dtype), tokens,
+            positions, pseudo, jnp.zeros_like(ends), ends, limits, config=config, policy=policy, plan=plan, begins=True,
+            scan_layers=True, learned=learned,
+        )  # fmt: skip
+        layers = run.fitted(layers, learned, config=config, policy=policy) if policy.store.fits else layers
+        arrays, form = jax.tree.flatten(layers)
+        return arrays
+
+    arrays = jax.vmap(at)(limits)
+    return [jax.tree.unflatten(form, [each[size] for each in arrays]) for size in range(len(limits))]
 
 
 @held
@@ -188,21 +200,29 @@ def keep(prompt: Prompt, sizes: Sequence[Policy], room: int) -> Iterator[Kept]:
     wide = shapes(sizes[largest], min(length, config.max_position - room))[0]
     wide = dataclasses.replace(wide, slots=tuple(map(max, wide.slots, *(each.slots for each, _ in own))))
     wide = dataclasses.replace(wide, reach=max(wide.reach, *(each.reach for each, _ in own)))
-    pseudo = _pseudo(prompt, sizes)
-    for (mine, limits), tokens in zip(own, pseudo, strict=True):
+    looking = [
+        (mine.look, tokens if mine.look else tokens[:, :0])
+        for (mine, _), tokens in zip(own, _pseudo(prompt, sizes), strict=True)
+    ]
+    key = lambda at: (looking[at][0], looking[at][1].tobytes())  # noqa: E731
+    for _, alike in itertools.groupby(range(len(sizes)), key):  # those that are looked at by the same tokens
         make_room()
-        tokens = tokens if mine.look else tokens[:, :0]
+        group = list(alike)
+        look, tokens = looking[group[0]]
         behind, places = run.looking_on(
-            sizes[largest], mine.look, jnp.asarray(prompt.tokens), jnp.asarray(prompt.positions), jnp.asarray(tokens),
+            sizes[largest], look, jnp.asarray(prompt.tokens), jnp.asarray(prompt.positions), jnp.asarray(tokens),
             jnp.asarray(prompt.ends), jnp.asarray(prompt.ends),
         )  # fmt: skip
-        layers = _cut(
+        some = _cut(
             params.weights, prompt.heard, prompt.looked(behind, places) if behind.shape[1] else None, prompt.tokens,
-            prompt.positions, tokens, prompt.ends, limits, learned, config=config, policy=sizes[largest],
-            plan=dataclasses.replace(wide, look=mine.look), dtype=params.dtype,
+            prompt.positions, tokens, prompt.ends, np.stack([own[at][1] for at in group]), learned, config=config,
+            policy=sizes[largest], plan=dataclasses.replace(wide, look=look), dtype=params.dtype,
         )  # fmt: skip
         check_scores(sizes[largest])
-        yield Kept(layers, limits, sum(mine.slots) / sum(wide.slots), len(prompt.ids), prompt.first)
+        some.reverse()
+        for at in group:
+            mine, limits = own[at]
+            yield Kept(some.pop(), limits, sum(mine.slots) / sum(wide.slots), len(prompt.ids), prompt.first)
 
 
 def _pseudo(prompt: Prompt, sizes: Sequence[Policy]) -> list[np.ndarray]:
