@@ -509,4 +509,4 @@ def test_what_runs_where():
     ):
         found = choices(**shape, dtype=dtype, platform=platform)
         assert (found["decode_attend_score"].implementation, found["ragged_decode"].implementation) == (decode, pool)
-    assert found["ragged_decode"].reasons == ["numba_cpu does not: bfloat16 and bfloat16: float32"]
+    assert found["ragged_decode"].reasons == ["numba_cpu does not: bfloat16: float32"]
