@@ -107,6 +107,4 @@ def test_a_decode_step_copies_no_keys(config, name, options):
     copied = {tuple(map(int, shape.split(","))) for shape in re.findall(r"= f32\[([\d,]+)\]\S* copy\(", step)}
     keys = 2 * config.num_kv_heads * BUDGET * config.head_dim  # numbers in one layer's keys
     assert all(math.prod(shape) < keys for shape in copied), copied
-    assert len(re.findall(r"custom-call\(.*jaxkv_decode", step)) == (
-        config.num_layers if policy.allocate.pooled else 0
-    )
+    assert len(re.findall(r"custom-call\(.*jaxkv_decode", step)) == (config.num_layers if policy.allocate.pooled else 0)
