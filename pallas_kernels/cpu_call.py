@@ -188,15 +188,9 @@ def set_integer(typing, buffer, index, value):
 
 
 @compiled
-def floats(buffer, shape):
-    """A buffer's float32 numbers, where they lie."""
-    return carray(pointer(word(buffer, DATA)), shape, np.float32)
-
-
-@compiled
-def integers(buffer, shape):
-    """A buffer's int32 numbers, where they lie."""
-    return carray(pointer(word(buffer, DATA)), shape, np.int32)
+def floats(address, shape):
+    """The float32 numbers at an address, as an array."""
+    return carray(pointer(address), shape, np.float32)
 
 
 @compiled
@@ -329,8 +323,9 @@ def registered(name: str, units: Callable, body: Callable) -> str:
 
     `ins` and `outs` are lists of buffers (`word(ins, 0)` is the first). `units` is `compiled`; `body` is not, for it is
     compiled by itself here, once. They must not fail, for nobody would hear of it. Units may run at the same time, in
-    any order.
+    any order. Raises `NotImplementedError` where `supported` does.
     """
+    supported()
 
     def handler(frame):
         if word(frame, 0) == HELP:  # no frame: what another thread shares
@@ -363,8 +358,8 @@ def registered(name: str, units: Callable, body: Callable) -> str:
         left(block)
         return 0
 
-    doing = address(f"{name}_unit", types.void(*[types.intp] * 3), inspect.unwrap(body), (units,))
-    handling = address(name, types.intp(types.intp), inspect.unwrap(handler), (units, body))
+    doing = address(f"{name}_unit", types.void(*[types.intp] * 3), inspect.unwrap(body), ())
+    handling = address(name, types.intp(types.intp), inspect.unwrap(handler), (units,))
     handle = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_ssize_t)(handling)
     known = np.array([TOLD, handling, doing], np.intp)
     KNOWN.append(known)

@@ -24,6 +24,7 @@ from pallas_kernels.codes import Codes
 from pallas_kernels.cpu_call import (
     DATA,
     compiled,
+    floats,
     free,
     integer,
     new,
@@ -33,7 +34,6 @@ from pallas_kernels.cpu_call import (
     set_integer,
     set_number,
     size,
-    supported,
     word,
 )
 from pallas_kernels.cpu_lanes import LANES, fused, half, lanes, load, store, total, unpacked
@@ -124,7 +124,6 @@ def _parts(x: jax.Array | Codes, dim: int) -> tuple[tuple[Any, ...], tuple[int, 
 @functools.cache
 def _attend() -> str:
     """The kernel's name; it is compiled when it is first called for."""
-    supported()
     return registered("jaxkv_decode", _heads, _head)
 
 
@@ -132,18 +131,6 @@ def _attend() -> str:
 def _heads(ins):
     """The KV heads of all rows."""
     return size(word(ins, QUERY), 0) * size(word(ins, QUERY), 1)
-
-
-@compiled
-def _row(address, count):
-    """The float32 numbers at an address."""
-    return carray(pointer(address), (count,), np.float32)
-
-
-@compiled
-def _rows(address, rows, count):
-    """The rows of float32 numbers at an address."""
-    return carray(pointer(address), (rows, count), np.float32)
 
 
 @compiled
@@ -157,7 +144,7 @@ def _by_slot(buffer, row, begin, slots):
     """A row's numbers of these slots; the one number, where there is only one for all."""
     rows, columns = size(buffer, 0), size(buffer, 1)
     one = rows * columns == 1
-    return _row(_at(buffer, 0 if one else row * columns + begin), 1 if one else slots)
+    return floats(_at(buffer, 0 if one else row * columns + begin), (1 if one else slots,))
 
 
 def _head(ins, outs, unit):
@@ -174,9 +161,10 @@ def _head(ins, outs, unit):
     oldest = max(newest - window + 1, 0) if window > 0 else 0
     first = row * size(word(ins, KEYS), 1) + integer(word(ins, FIRST), row) + begin
     masses = size(word(outs, MASS), 1) // pool  # one, or one for each query head
-    mass = _rows(_at(word(outs, MASS), masses * (row * pool + begin)), masses, slots)
-    _clear(_row(_at(word(outs, MASS), masses * row * pool), masses * begin if head == 0 else 0))  # nobody's
-    _clear(_row(_at(word(outs, MASS), masses * (row * pool + end)), masses * (pool - end) if head == heads - 1 else 0))
+    mass = floats(_at(word(outs, MASS), masses * (row * pool + begin)), (masses, slots))
+    before, behind = begin if head == 0 else 0, pool - end if head == heads - 1 else 0  # nobody's
+    _clear(floats(_at(word(outs, MASS), masses * row * pool), (masses * before,)))
+    _clear(floats(_at(word(outs, MASS), masses * (row * pool + end)), (masses * behind,)))
 
     own = new(4 * (groups * slots + max(slots, (groups + 1) * dim)))
     rest = own + 4 * groups * slots
@@ -187,9 +175,9 @@ def _head(ins, outs, unit):
         positions, oldest, newest, rest, own, groups,
     )  # fmt: skip
     _softmax(
-        _rows(own, groups, slots), positions, oldest, newest, _by_slot(word(ins, ADDED), row, begin, slots),
-        _row(_at(word(ins, SOFTMAX), 0), 2), integer(word(ins, FACTS), GROUP), rest,
-        _row(_at(word(outs, LSE), unit * groups), groups), mass,
+        floats(own, (groups, slots)), positions, oldest, newest, _by_slot(word(ins, ADDED), row, begin, slots),
+        floats(_at(word(ins, SOFTMAX), 0), (2,)), integer(word(ins, FACTS), GROUP), rest,
+        floats(_at(word(outs, LSE), unit * groups), (groups,)), mass,
     )  # fmt: skip
     _values(
         _lying(ins, VALUES, first, dim, integer(word(ins, FACTS), OF_VALUES)), integer(word(ins, FACTS), OF_VALUES + 1),
@@ -287,7 +275,7 @@ def _logits(lies, offset, query, key, dim, slot, positions, oldest, newest, own,
 def _exponentials(row, top, own):
     """exp(x - top) of a row, none above 0, without a call for each: 2^n by its bits, and the rest by a polynomial."""
     slots = row.shape[0]
-    bits, powers = carray(pointer(own), (slots,), np.int32), _row(own, slots)
+    bits, powers = carray(pointer(own), (slots,), np.int32), floats(own, (slots,))
     for p in range(slots):
         x = max(row[p] - top, np.float32(-87))
         n = np.floor(x * np.float32(1.442695041) + np.float32(0.5))
@@ -344,7 +332,7 @@ def _softmax(weights, positions, oldest, newest, added, settings, reduce, own, l
 def _values(lies, offset, output, value, dim, slot, positions, oldest, newest, own, weights, groups):
     """The values by their weights, [groups, slots]."""
     slots, each, many = positions.shape[0], 4 * dim, max(8 // lies[0], 1)
-    _clear(_row(own, groups * dim))
+    _clear(floats(own, (groups * dim,)))
     for p in range(slots):
         if p != slot and oldest <= positions[p] and positions[p] <= newest:
             x = _numbers(lies, offset, p, dim, own + groups * each)

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("numba")
 from pallas_kernels import cpu_call, cpu_kept
-from pallas_kernels.cpu_call import compiled, floats, registered, size, word
+from pallas_kernels.cpu_call import DATA, compiled, floats, registered, size, word
 
 HEADER = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
 
@@ -75,8 +75,8 @@ def _sum_of_squares(ins, outs, unit):
     rows, columns = size(word(ins, 0), 0), size(word(ins, 0), 1)
     total = np.float32(0)
     for column in range(columns):
-        total += floats(word(ins, 0), (rows, columns))[unit, column] ** 2
-    floats(word(outs, 0), (rows,))[unit] = total
+        total += floats(word(word(ins, 0), DATA), (rows, columns))[unit, column] ** 2
+    floats(word(word(outs, 0), DATA), (rows,))[unit] = total
 
 
 @pytest.mark.some(2)
@@ -130,12 +130,12 @@ def test_a_later_process_does_not_compile(tmp_path):
 
 def _twice(ins, outs, unit):
     rows = size(word(ins, 0), 0)
-    floats(word(outs, 0), (rows,))[unit] = 2 * floats(word(ins, 0), (rows,))[unit]
+    floats(word(word(outs, 0), DATA), (rows,))[unit] = 2 * floats(word(word(ins, 0), DATA), (rows,))[unit]
 
 
 def _thrice(ins, outs, unit):
     rows = size(word(ins, 0), 0)
-    floats(word(outs, 0), (rows,))[unit] = 3 * floats(word(ins, 0), (rows,))[unit]
+    floats(word(word(outs, 0), DATA), (rows,))[unit] = 3 * floats(word(word(ins, 0), DATA), (rows,))[unit]
 
 
 def test_two_functions_help_themselves():

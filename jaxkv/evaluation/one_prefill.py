@@ -97,7 +97,6 @@ def _cut(
     does not depend on the size, such as the scores, is computed once."""
     if looks is not None:
         heard = [each.followed(by) for each, by in zip(heard, looks, strict=True)]
-
     form: Any = None
 
     def at(limits: Int[Array, "L 1"]) -> list[jax.Array]:
@@ -219,7 +218,7 @@ def keep(prompt: Prompt, sizes: Sequence[Policy], room: int) -> Iterator[Kept]:
             policy=sizes[largest], plan=dataclasses.replace(wide, look=look), dtype=params.dtype,
         )  # fmt: skip
         check_scores(sizes[largest])
-        some.reverse()
+        some.reverse()  # so that each is given away as it is taken
         for at in group:
             mine, limits = own[at]
             yield Kept(some.pop(), limits, sum(mine.slots) / sum(wide.slots), len(prompt.ids), prompt.first)

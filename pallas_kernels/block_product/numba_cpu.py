@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.block_product.reference import GROUP
-from pallas_kernels.cpu_call import DATA, compiled, free, integer, new, number, registered, size, supported, word
+from pallas_kernels.cpu_call import DATA, compiled, free, integer, new, number, registered, size, word
 from pallas_kernels.cpu_lanes import LANES, fused, halves, lanes, load, plus, signed, store, unpacked
 
 ROWS, CODES, SCALE, OFFSET, FACTS = range(5)  # the buffers of a call, in order
@@ -49,7 +49,6 @@ def block_product(
 @functools.cache
 def _product() -> str:
     """The kernel's name; it is compiled when it is first called for."""
-    supported()
     return registered("jaxkv_block_product", _panels, _panel)
 
 
