@@ -142,7 +142,8 @@ def planned(
     if sharing:
         most_slots = max(slots[layer] for layer in sharing)
         limit = min(int(limits[sharing].max()), most_slots)
-        reach = policy.allocate.reach(most_slots, limit, len(sharing), longest)
+        tokens = min(longest, len(sharing) * limit + block)
+        reach = policy.allocate.reach(most_slots, limit, len(sharing), tokens)
     blocks = PromptBlocks(min(rounded(first, sizes), block), more, block)
     return Plan(tuple(slots), bool(scored(policy, total, limits).any()), in_pieces(reach)), blocks, limits
 

@@ -137,6 +137,20 @@ def test_d2o(apart):
 
 
 @pytest.mark.long
+def test_merged_layers_are_those_of_a_row_alone(tiny):
+    """A row's smaller budget merges what it merges alone, beside one whose layers hold their whole text for a while."""
+    policy = jaxkv.policy("d2o", ratio=0.75, sinks=2, spare=0, spare_last=0)  # two layers, half of the text
+    rows = [ids(70, 1), ids(45, 2)]
+    beside, alone = (jaxkv.prefill(tiny(FAMILY), each, policy=policy) for each in (rows, rows[1]))
+    assert held(beside, 1) == held(alone)
+    for mine, own in zip(beside.views, alone.views, strict=True):
+        for name in ("keys", "values"):
+            sums = [np.asarray(getattr(each.by_head(), name))[row] for each, row in ((mine, 1), (own, 0))]
+            at = [np.asarray(each.by_head().positions)[row] for each, row in ((mine, 1), (own, 0))]
+            mine_, own_ = (np.where(p[..., None] >= 0, x, 0).sum(axis=1) for x, p in zip(sums, at, strict=True))
+            np.testing.assert_allclose(mine_, own_, rtol=1e-4, atol=1e-4)
+
+
 def test_layers_that_are_spared_hold_the_text(tiny):
     """The first ones and the last, at decode and when a cache goes on too; the others share, and merge at each step."""
     params = tiny(FAMILY)

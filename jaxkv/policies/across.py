@@ -296,6 +296,10 @@ class Density(Across):
     def budgets(self, budget: int, layers: int, tokens: int, window: int, learned: Learned) -> tuple[int, ...]:
         return tuple(budget if self.shares(layer, layers) else UNLIMITED for layer in range(layers))
 
+    def reach(self, slots: int, limit: int, layers: int, tokens: int) -> int:
+        """All that there is: nothing leaves before the layers are divided, for what leaves is merged."""
+        return super().reach(slots, limit, layers, tokens) if self.most else slots + max(tokens - limit, 0) + 1
+
     def widest(self, slots: int) -> int:
         return math.ceil(math.e * slots) + 1  # no weight is more than e times another
 

@@ -125,7 +125,8 @@ class Allocate(Checked):
 
     def reach(self, slots: int, limit: int, layers: int, tokens: int) -> int:
         """Slots per head that a layer may hold while a block of a prompt runs, of `layers` that share; 0: as many as
-        its budget needs. `slots` are those of an even share, `limit` its budget, `tokens` the length of the text."""
+        its budget needs. `slots` are those of an even share, `limit` its budget, `tokens` the most that a layer can
+        have when a block has come."""
         return 0
 
     def guard(self, limits: Int[Array, "B"], phases: Sequence[Any]) -> Int[Array, "B"]:
