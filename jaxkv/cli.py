@@ -413,9 +413,7 @@ def _generate(command: Generate) -> int:
 
 
 def _loaded(command: Generate | Chat | Warmup | Serve, mesh: Any = None) -> Any:
-    """The model. On one CPU a GGUF file stays in its own blocks: loaded sooner, smaller, and faster to decode from; not
-    where many rows decode together, for which floats are faster.
-    """
+    """The model. On one CPU a GGUF file stays in its own blocks: loaded sooner, smaller, and faster to decode from."""
     import jax
 
     import jaxkv
@@ -423,7 +421,7 @@ def _loaded(command: Generate | Chat | Warmup | Serve, mesh: Any = None) -> Any:
 
     path, weights = locate(command.model), command.weights
     if weights is None and command.dtype is None and mesh is None and jax.default_backend() == "cpu":
-        weights = "file" if path.suffix == ".gguf" and not isinstance(command, Serve) else None
+        weights = "file" if path.suffix == ".gguf" else None
     return jaxkv.load(path, dtype=command.dtype, weights=None if weights == "floats" else weights, mesh=mesh)
 
 

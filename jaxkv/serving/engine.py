@@ -352,16 +352,18 @@ class Engine:
             self._reading = None
 
     def _chunk(self) -> _Flying:
-        """Start a chunk of steps; a shorter one while prompts wait for rows that are free, for a step costs as much
-        however few rows run."""
+        """Start a chunk of steps, of as few rows as all requests lie in; a shorter one while prompts wait for rows that
+        are free, for steps of more rows cost less for each."""
         assert self._rows is not None  # warm
-        owners, ended, alone = tuple(self._seats), self._ended.copy(), self._alone
-        self._ended[:], self._alone = False, True
-        steps, taken = self._steps, sum(seat is not None for seat in owners)
+        taken = [at for at, seat in enumerate(self._seats) if seat is not None]
+        many = next(many for many in self._programs.widths if many > max(taken, default=0))
+        owners, ended, alone = tuple(self._seats[:many]), self._ended.copy(), self._alone
+        self._ended[:many], self._alone = False, True
+        steps = self._steps
         if self._queue or self._reading is not None:
-            steps = max(1, steps * taken // len(owners))
+            steps = max(1, steps * len(taken) // len(self._seats))
         if self._tally is None or self._gate is None:
-            self._rows, told, kept = self._programs.chunk(self._rows, ended, steps)
+            self._rows, told, kept = self._programs.chunk(self._rows, ended, steps, many)
             return _Flying(owners, told, kept)
         began = time.perf_counter() if alone else None
         self._rows, told, kept, self._gate, counts = self._programs.rounds(

@@ -102,18 +102,27 @@ class Programs:
         row, _ = self.begin(short, passed, 0)
         rows = _many(row, static.rows, static.params.layout)
         insert = jax.jit(device.insert, donate_argnums=0, static_argnames="layout")
-        self._compile({"insert": insert.lower(rows, row, self._put(np.int32(0)), **laid), "chunk": self._steps(rows)})
+        chunks = {("chunk", many): self._steps(rows, many) for many in self.widths}
+        self._compile({"insert": insert.lower(rows, row, self._put(np.int32(0)), **laid), **chunks})
         return rows
 
-    def _steps(self, rows: Rows) -> Any:
-        """The program of a chunk, lowered."""
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """How many rows a chunk may run: all, or the first 1, 2, 4 and so on up to a quarter of them, whose caches are
+        in memory a second time meanwhile. All, where they lie on several devices or draft."""
+        static = self._static
+        few = [2**n for n in range(static.rows.bit_length()) if 2**n <= static.rows // 4]
+        return (*(few if static.params.layout.mesh is None and static.drafts is None else ()), static.rows)
+
+    def _steps(self, rows: Rows, many: int) -> Any:
+        """The program of a chunk of so many rows, lowered."""
         static = self._static
         steps, ended = self._put(np.int32(0)), self._put(np.zeros(static.rows, bool))
         shared = {"room": static.steps, "count": TOP}
         if static.drafts is None:
-            chunk = jax.jit(device.chunk, donate_argnums=1, static_argnames=("room", "count", *self._common))
+            chunk = jax.jit(device.chunk, donate_argnums=1, static_argnames=("many", "room", "count", *self._common))
             return chunk.lower(
-                static.params.weights, rows, steps, ended, learned=static.learned, **shared, **self._common
+                static.params.weights, rows, steps, ended, learned=static.learned, many=many, **shared, **self._common
             )
         common = {name: value for name, value in self._common.items() if name != "layout"}  # there is one device
         rounds = jax.jit(device.rounds, donate_argnums=1, static_argnames=("room", "count", "drafts", *common))
@@ -169,12 +178,12 @@ class Programs:
         """The rows, which are donated, with another one at place `at`."""
         return self._made["insert"](rows, row, self._put(np.int32(at)))
 
-    def chunk(self, rows: Rows, ended: np.ndarray, steps: int) -> tuple[Rows, Told, Float[Array, "B"]]:
-        """A chunk of `steps` decode steps of all rows, which are donated; what was told, and what each row's cache
-        holds."""
-        static, many = self._static, self._put(np.int32(steps))
-        return self._made["chunk"](
-            static.params.weights, rows, many, self._put(ended), learned=static.learned
+    def chunk(self, rows: Rows, ended: np.ndarray, steps: int, many: int) -> tuple[Rows, Told, Float[Array, "N"]]:
+        """A chunk of `steps` decode steps of the first `many` rows (one of `widths`); all are donated. What was told,
+        and what the cache of each of these holds."""
+        static, count = self._static, self._put(np.int32(steps))
+        return self._made["chunk", many](
+            static.params.weights, rows, count, self._put(ended), learned=static.learned
         )  # fmt: skip
 
     def rounds(
@@ -182,7 +191,7 @@ class Programs:
     ) -> tuple[Rows, Told, Float[Array, "B"], Gate, Counts]:
         """As `chunk`, for rows that draft, by the gate and what a pass over trees costs in plain steps."""
         given = gate, *map(self._put, (np.float32(cost), np.int32(steps), ended))
-        return self._made["chunk"](self._static.params.weights, rows, *given)
+        return self._made["chunk", self._static.rows](self._static.params.weights, rows, *given)
 
     def kept(self, layers: Layers) -> Float[Array, "1"]:
         """Tokens held behind a prompt."""
@@ -268,6 +277,8 @@ def _name(key: Any) -> str:
     if isinstance(key, str):
         return key
     kind, *_, look = key
+    if kind == "chunk":
+        return f"chunk of {look} row{'s' * (look > 1)}"
     if kind == "expecting":
         return f"drafts beside a block of {look} tokens"
     size = f" of {key[2]} tokens" if kind == "first" else ""

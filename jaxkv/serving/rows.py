@@ -104,17 +104,24 @@ def begin(
 
 def insert(rows: Rows, row: Rows, at: Int[Array, ""], *, layout: Layout = ONE_DEVICE) -> Rows:
     """The rows, which are donated, with one row, a batch of its own, at place `at`; no other row is touched."""
+    return laid(put(rows, row, at), layout)
 
-    def put(every: jax.Array, one: jax.Array, axis: int = 0) -> jax.Array:
-        return lax.dynamic_update_slice_in_dim(every, one, at, axis)
 
-    def with_limits(rows: Rows, limits: jax.Array) -> Rows:
-        cache = dataclasses.replace(rows.state.cache, limits=limits)
-        return dataclasses.replace(rows, state=dataclasses.replace(rows.state, cache=cache))
+def put(rows: Rows, some: Rows, at: int | Int[Array, ""]) -> Rows:
+    """The rows with some others in the places from `at` on."""
+    into = lambda every, few: lax.dynamic_update_slice_in_dim(every, few, at, 0)  # noqa: E731
+    return by_row(jax.tree.map(into, by_row(rows), by_row(some)))
 
-    limits = put(rows.state.cache.limits, row.state.cache.limits, 1)  # [L, B], where all else begins with the row
-    whole = jax.tree.map(put, *(with_limits(each, each.state.left) for each in (rows, row)))
-    return laid(with_limits(whole, limits), layout)
+
+def first(rows: Rows, many: int) -> Rows:
+    """The first so many of the rows."""
+    return by_row(jax.tree.map(lambda every: every[:many], by_row(rows)))
+
+
+def by_row(rows: Rows) -> Rows:
+    """Every array begins with the row: limits, `[L, B]`, are turned to `[B, L]`; and its own inverse."""
+    cache = dataclasses.replace(rows.state.cache, limits=rows.state.cache.limits.T)
+    return dataclasses.replace(rows, state=dataclasses.replace(rows.state, cache=cache))
 
 
 def laid(rows: Rows, layout: Layout) -> Rows:
@@ -129,6 +136,7 @@ def chunk(
     steps: Int[Array, ""],
     ended: Bool[Array, "B"],
     *,
+    many: int,
     room: int,
     count: int,
     config: ModelConfig,
@@ -136,12 +144,13 @@ def chunk(
     layout: Layout = ONE_DEVICE,
     implementation: str | None = None,
     learned: Learned = NOTHING,
-) -> tuple[Rows, Told, Float[Array, "B"]]:
-    """At most `steps` decode steps of all rows (up to `room`), fewer when every row has ended; the rows are donated.
+) -> tuple[Rows, Told, Float[Array, "N"]]:
+    """At most `steps` decode steps (up to `room`) of the first `many` rows, N, fewer when all of them have ended; all
+    rows are donated.
 
-    `ended` rows have been ended by the host. Gives what was told `[room, B]`, and the tokens that each row holds.
+    `ended` rows have been ended by the host. Gives what was told `[room, N]`, and the tokens that each row holds.
     """
-    batch = ended.shape[0]
+    every_row, rows, ended = rows, rows if many == len(ended) else first(rows, many), ended[:many]
 
     def going(carry: Any) -> Bool[Array, ""]:
         step, state, _ = carry
@@ -157,9 +166,10 @@ def chunk(
         every = jax.tree.map(lambda all, new: lax.dynamic_update_index_in_dim(all, new, step, 0), every, one)
         return step + 1, layout.state(state), jax.tree.map(layout.constrain, every)
 
-    state, nothing = dataclasses.replace(rows.state, done=rows.state.done | ended), untold(room, batch, count)
+    state, nothing = dataclasses.replace(rows.state, done=rows.state.done | ended), untold(room, many, count)
     _, state, every = lax.while_loop(going, body, (jnp.int32(0), state, nothing))
-    rows = laid(dataclasses.replace(rows, state=state), layout)
+    rows = dataclasses.replace(rows, state=state)
+    rows = laid(rows if len(every_row.told) == many else put(every_row, rows, 0), layout)
     return rows, jax.tree.map(layout.constrain, every), kept(state.cache.layers, layout=layout)
 
 

@@ -47,8 +47,8 @@ def params(tiny):
 
 @pytest.fixture(scope="module")
 def engine(params):
-    """An engine of three rows that all tests share: each leaves it idle."""
-    return Engine(params, sized("dapq-longflow"), rows=3, longest=140, max_new_tokens=16, steps=4, queue=12)
+    """An engine of four rows that all tests share: each leaves it idle."""
+    return Engine(params, sized("dapq-longflow"), rows=4, longest=140, max_new_tokens=16, steps=4, queue=12)
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +73,23 @@ def test_mixed_requests_get_what_each_gets_alone_and_nothing_is_compiled(engine,
         assert 0 < answer.kept <= min(40, answer.seen)
         times = dataclasses.astuple(answer.times)
         assert list(times) == sorted(times)
+
+
+def test_a_request_alone_takes_steps_of_one_row(engine, known):
+    """Then those of all rows, when another one has come; one of them is alone again at the end."""
+    ask = {"max_new_tokens": 16, "stop_tokens": ()}
+    first, (prompt, asked, tokens) = ids(30, 6), known[3]
+    lone, widths = engine.submit(first, **ask), []
+    other = None
+    while not lone.ended or other is None or not other.ended:
+        engine.turn()
+        if engine._flying is not None:
+            widths.append(engine._flying.told.token.shape[1])
+        if other is None and lone.tokens:
+            other = engine.submit(prompt, **asked)
+    finish(engine)
+    assert widths[0] == 1 and 4 in widths
+    assert lone.tokens == alone(engine.params, engine.policy, first, **ask) and other.tokens == tokens
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -114,7 +131,7 @@ def test_samples_share_their_prompt(engine, params):
     assert len({tuple(answer.tokens) for answer in answers}) > 1
     assert engine.load.prompt_tokens - before == 3 * 45
     with pytest.raises(BadValue, match="as many as the engine has rows"):
-        engine.submit_all(prompt, samples=4)
+        engine.submit_all(prompt, samples=5)
 
 
 def test_log_probabilities_are_those_of_the_models_own_logits(engine, params):
@@ -269,7 +286,7 @@ EACH = [
 def test_policies(params, name):
     """Each policy that an engine takes, with rows of every length beside one another."""
     policy = sized(name)
-    engine = Engine(params, policy, rows=3, longest=140, max_new_tokens=12, steps=4)
+    engine = Engine(params, policy, rows=4, longest=140, max_new_tokens=12, steps=4)
     work = [(ids(length, length), {"max_new_tokens": 11, "stop_tokens": ()}) for length in (5, 90, 33, 50, 130)]
     answers = [engine.submit(prompt, **asked) for prompt, asked in work]
     finish(engine)
