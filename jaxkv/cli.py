@@ -19,7 +19,7 @@ from jaxkv.errors import BadValue, JaxkvError
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_POLICY = "laq-h2o"  # what docs/choosing.md recommends where all must stay in the budget
-SERVED_POLICY = "dapq-longflow"  # an engine looks at a prompt as it comes, and cannot run it twice
+SERVED_POLICY = "dapq-longflow"  # it reads a prompt once; one that looks ahead has twice the programs to compile
 DEFAULT_BUDGET = 256
 
 

@@ -83,6 +83,7 @@ class Asked:
     stop: np.ndarray
     told: bool
     text: np.ndarray  # prefix and prompt, as far as they are known
+    first: "Asked | None" = None  # its first pass, whose tokens look: where the policy has one, and it has not run
 
     @property
     def ends(self) -> np.ndarray:
@@ -108,11 +109,6 @@ def shapes_of(params: Params, policy: Policy, learned: Learned, longest: int, ro
         raise BadValue(
             f"policy {policy.name!r} divides one budget over all layers, by a border of each row's own that programs "
             "are compiled for: an engine takes policies whose layers have budgets of their own, such as 'adakv-h2o'"
-        )
-    if policy.prefill is not None and policy.prefill.observe.drafts:
-        raise BadValue(
-            f"policy {policy.name!r} drafts tokens before it reads a prompt, a generation within one: an engine takes "
-            "policies that look with the prompt's own or with pseudo queries, such as 'dapq-longflow'"
         )
 
     def at(tokens: int) -> tuple[Plan, PromptBlocks, np.ndarray]:
@@ -175,7 +171,9 @@ def asked(
     tokens, positions = left_padded(rows, blocks.length, lengths)
     pseudo = np.zeros((1, 0), np.int32)
     if policy.prefill is not None and plan.look:
-        pseudo = behind(params, rows, policy.prefill.observe, blocks)
+        observe = policy.prefill.observe
+        drafted = observe.drafts  # by the first pass
+        pseudo = np.full((1, observe.extra), -1, np.int32) if drafted else behind(params, rows, observe, blocks)
     text = np.append(before, rows[0]).astype(np.int32)
     return Asked(
         request, fresh, budget, named, answers(len(fresh), seen + len(rows[0])), prefix, plan.look, blocks, tokens,
@@ -194,6 +192,8 @@ def pseudo_width(params: Params, policy: Policy) -> int:
     """How many tokens look from behind a prompt."""
     if policy.prefill is None:
         return 0
+    if policy.prefill.observe.drafts:
+        return policy.prefill.observe.extra
     return behind(params, [np.zeros(1, np.int32)], policy.prefill.observe, PromptBlocks(1, 0, 1)).shape[-1]
 
 

@@ -24,6 +24,7 @@ from jaxkv.sampling import Sampler
 from jaxkv.serving.answer import CANCELLED, FAILED, Answer, Chance
 from jaxkv.serving.asked import Asked, Prefix, asked, shapes_of
 from jaxkv.serving.drafts import Drafts
+from jaxkv.serving.first_pass import FirstPass
 from jaxkv.serving.programs import Passed, Programs, Static
 from jaxkv.serving.rows import Rows, Told
 from jaxkv.serving.turns import FRONT, Turns
@@ -80,9 +81,9 @@ class Engine:
     fit as well. Prompts run in the policy's blocks, at most `blocks` of them between chunks of `steps` decode steps
     (fewer while rows are free and prompts wait); `sizes` of a first block per doubling are compiled. `speculative`,
     such as `jaxkv.speculative.PromptLookup()`, has rows draft and verify together, each by its own text. It takes
-    every policy but those that divide a budget over layers or draft before they read, and meshes that leave rows
-    whole; on many hosts process 0 takes the requests, and the others `follow`. What it does not take is a `BadValue`
-    before compilation.
+    every policy but those that divide a budget over layers (one that looks ahead reads a prompt twice), and meshes that
+    leave rows whole; on many hosts process 0 takes the requests, and the others `follow`. What it does not take is a
+    `BadValue` before compilation.
     """
 
     def __init__(
@@ -111,9 +112,10 @@ class Engine:
         self._sizes, self._steps, self._blocks, self.queue = sizes, steps, blocks, queue
         drafts = Drafts.of(speculative, params, self.policy, rows, longest, max_new_tokens, steps)
         self.shapes = shapes_of(params, self.policy, self._learned, longest, max_new_tokens, sizes)
-        self._programs = Programs(
-            Static(params, self.policy, self.shapes, self._learned, rows, steps, implementation, scan_layers, drafts)
+        static = Static(
+            params, self.policy, self.shapes, self._learned, rows, steps, implementation, scan_layers, drafts
         )
+        self._programs, self._first_pass = Programs(static), FirstPass.of(static, longest, sizes)
         self._rows: Rows | None = None
         self._tally: Tally | None = None if drafts is None else Tally(drafts.cost)
         self._gate: Gate | None = None if drafts is None else drafts.gate()
@@ -139,8 +141,11 @@ class Engine:
         """Compile everything that requests will need; the seconds that each program took."""
         with self._turning:
             if self._rows is None:
-                self._rows = self._programs.make(self._asked(np.zeros(1, np.int32), max_new_tokens=1))
-        return dict(self._programs.seconds)
+                short = self._asked(np.zeros(1, np.int32), max_new_tokens=1)
+                if self._first_pass is not None:
+                    self._first_pass.make(short)
+                self._rows = self._programs.make(short)
+        return {**self._programs.seconds, **({} if self._first_pass is None else self._first_pass.seconds)}
 
     def submit(self, prompt: Any, **settings: Any) -> Answer:
         """Ask for one answer; its tokens are those of `jaxkv.generate(params, prompt, policy=..., **settings)`.
@@ -178,6 +183,11 @@ class Engine:
             raise BadCheckpoint(f"the cache was made under {cache.policy.name!r}, not as this engine's policy says")
         if cache.batch != 1:
             raise BadValue(f"a cache of {cache.batch} rows as prefix {name!r}: expected one row")
+        if self._first_pass is not None:
+            raise BadValue(
+                f"prefix {name!r} under policy {self.policy.name!r}, whose prompts go on in a first pass that forgets "
+                "nothing: expected a policy that reads a prompt once, such as 'dapq-longflow'"
+            )
         if self._tally is not None:
             check(self.policy, cache)
         prefix = Prefix.of(cache)
@@ -310,20 +320,31 @@ class Engine:
         for _ in range(min(self._blocks, max(1, (len(self._seats) - taken) // max(taken, 1)))):
             if self._reading is None:
                 with self._work:
-                    self._reading = _Reading(self._queue.popleft()) if self._queue else None
-            if self._reading is None or self._reading.rows:
+                    work = self._queue.popleft() if self._queue else None
+                if work is None:
+                    return
+                self._reading = _Reading(work)
+                for answer in work.answers:
+                    answer.started()
+            if self._reading.rows:
                 return
             self._run_block(self._reading)
 
     def _run_block(self, reading: _Reading) -> None:
-        """The next block of the prompt; behind the last one its samples begin."""
+        """The next block of the prompt, of its first pass before; behind the last one its samples begin."""
         work = reading.asked
         if not work.waiting:
             self._reading = None
             return
-        if not reading.blocks:
-            for answer in work.answers:
-                answer.started()
+        first = work.first
+        if first is not None and self._first_pass is not None:
+            reading.passed = self._first_pass.block(first, reading.passed, reading.blocks)
+            reading.blocks += 1
+            self._alone = False
+            if reading.blocks > first.blocks.count:  # now it is read, with these tokens behind it
+                ahead = self._first_pass.ahead(first, reading.passed)
+                self._reading = _Reading(dataclasses.replace(work, pseudo=ahead, first=None))
+            return
         passed = reading.passed = self._programs.block(work, reading.passed, reading.blocks)
         reading.blocks += 1
         self._alone = False
@@ -506,10 +527,11 @@ class Engine:
                 answer.group = every[0]
             return every
 
-        return asked(
+        work = asked(
             self.params, self.policy, self._learned, self.shapes, self._sizes, prompt, request, answers,
             budget=budget, named=prefix, prefix=stored, told=logprobs,
         )  # fmt: skip
+        return work if self._first_pass is None else self._first_pass.before(work)
 
 
 class _Read(NamedTuple):

@@ -217,12 +217,33 @@ def test_what_does_not_fit_is_refused_at_once(engine, asked, says):
     assert idle(engine)
 
 
+def test_a_policy_that_looks_ahead_reads_a_prompt_twice(params):
+    policy = sized("laq-h2o")
+    engine = Engine(params, policy, rows=4, longest=140, max_new_tokens=12, steps=4)
+    engine.warm()
+    work = [(ids(length, length), {"max_new_tokens": 11, "stop_tokens": ()}) for length in (5, 90, 33, 30, 64, 130)]
+    with compilations() as seen:
+        answers = [engine.submit(prompt, **asked) for prompt, asked in work]
+        gone = engine.submit(ids(100, 7))
+        engine.turn()
+        gone.cancel()
+        small = engine.submit(work[1][0], budget=36, **work[1][1])
+        finish(engine)
+    assert seen == [] and idle(engine)
+    for (prompt, asked), answer in zip(work, answers, strict=True):
+        assert answer.tokens == alone(params, policy, prompt, **asked), len(prompt)
+    prompt, asked = work[1]
+    assert small.tokens == alone(params, dataclasses.replace(policy, budget=36), prompt, **asked)
+    with pytest.raises(BadValue, match="first pass would look with another window"):
+        engine.submit(ids(90), budget=policy.prefill.observe.draft_window)
+    with pytest.raises(BadValue, match=r"prefix 'a' .* reads a prompt once"):
+        engine.store("a", jaxkv.prefill(params, ids(20), policy=policy))
+
+
 def test_what_an_engine_does_not_take(params):
     with compilations() as seen:
         with pytest.raises(BadValue, match="divides one budget over all layers"):
             Engine(params, sized("global-h2o"))
-        with pytest.raises(BadValue, match="drafts tokens before it reads"):
-            Engine(params, sized("laq-longflow"))
         with pytest.raises(BadValue, match="rows=0"):
             Engine(params, sized("h2o"), rows=0)
         with pytest.raises(BadValue, match="context"):
@@ -271,12 +292,20 @@ def test_an_engine_that_fails_says_so_to_everybody(params, monkeypatch):
     engine.stop()
 
 
-TAKEN = [
-    name for name, policy in catalogue().items() if not policy.allocate.divides and name not in ("laq", "laq-longflow")
-]
+TAKEN = [name for name, policy in catalogue().items() if not policy.allocate.divides]
 
 
-OF_EACH_KIND = ("streaming-llm", "snapkv", "spans-longflow", "adakv-h2o", "razorattention", "quest", "keepkv", "full")
+OF_EACH_KIND = (
+    "laq-h2o-int4",
+    "streaming-llm",
+    "snapkv",
+    "spans-longflow",
+    "adakv-h2o",
+    "razorattention",
+    "quest",
+    "keepkv",
+    "full",
+)
 EACH = [
     pytest.param(name, marks=pytest.mark.long if name in OF_EACH_KIND else pytest.mark.slow) for name in sorted(TAKEN)
 ]

@@ -1,0 +1,84 @@
+"""The first pass of a policy that looks ahead: its prompt under another policy, and a row of its own that goes on.
+
+What that row says looks at the prompt from behind it, when the prompt is read a second time.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jaxkv.errors import BadValue
+from jaxkv.generate import first_pass
+from jaxkv.sampling import Sampler
+from jaxkv.serving.asked import Asked, asked, shapes_of
+from jaxkv.serving.programs import Passed, Programs, Static
+from jaxkv.serving.rows import Rows
+
+
+class FirstPass:
+    """Programs as an engine's own, for one row and as many steps as tokens look ahead."""
+
+    def __init__(self, whole: Static, longest: int, sizes: int):
+        assert whole.policy.prefill is not None
+        self.count, self._sizes = whole.policy.prefill.observe.extra, sizes
+        policy = first_pass(whole.policy)
+        learned = whole.params.learned_for(policy.learns, policy.name)
+        shapes = shapes_of(whole.params, policy, learned, longest, self.count, sizes)
+        self._static = dataclasses.replace(
+            whole, policy=policy, shapes=shapes, learned=learned, rows=1, steps=self.count, drafts=None
+        )
+        self._programs = Programs(self._static)
+        self._row: Rows | None = None
+
+    @classmethod
+    def of(cls, whole: Static, longest: int, sizes: int) -> "FirstPass | None":
+        """That of the policy that programs are compiled for; None where it drafts nothing."""
+        drafts = whole.policy.prefill is not None and whole.policy.prefill.observe.drafts
+        return cls(whole, longest, sizes) if drafts else None
+
+    def make(self, short: Asked) -> None:
+        """Compile everything; `short` is any prompt of one block."""
+        self._row = self._programs.make(self._asked(short))
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """What making each program took."""
+        return {f"first pass, {name}": took for name, took in self._programs.seconds.items()}
+
+    def before(self, work: Asked) -> Asked:
+        """The request with its first pass in front, where anybody looks. Raises `BadValue` for a budget of its own that
+        is as small as what that pass looks with."""
+        return dataclasses.replace(work, first=self._asked(work)) if work.look else work
+
+    def block(self, work: Asked, before: Passed | None, number: int) -> Passed:
+        """As `Programs.block`, of the first pass."""
+        return self._programs.block(work, before, number)
+
+    def ahead(self, work: Asked, passed: Passed) -> np.ndarray:
+        """The tokens `[1, N]` that the prompt goes on with, on the host."""
+        assert self._row is not None  # made
+        row, first = self._programs.begin(work, passed, 0)
+        row = self._programs.insert(self._row, row, 0)
+        self._row, told, _ = self._programs.chunk(row, np.zeros(1, bool), self.count, 1)
+        later = np.asarray(told.token)[: self.count - 1, 0]
+        return np.concatenate([np.asarray(first.token), later])[None].astype(np.int32)
+
+    def _asked(self, work: Asked) -> Asked:
+        static, policy = self._static, work.request.policy
+        if work.budget is not None:
+            own = first_pass(dataclasses.replace(policy, budget=work.budget))
+            if dataclasses.replace(own, budget=static.policy.budget) != static.policy:
+                raise BadValue(
+                    f"budget={work.budget} of a request under policy {policy.name!r}: its first pass would look with "
+                    "another window than this engine's programs; expected a larger one"
+                )
+        greedy = dataclasses.replace(
+            work.request, policy=static.policy, max_new_tokens=self.count, sampler=Sampler(), samples=1, seed=0,
+            stop_tokens=(), stop=(),
+        )  # fmt: skip
+        nobody: Any = lambda *_: ()  # noqa: E731
+        return asked(
+            static.params, static.policy, static.learned, static.shapes, self._sizes, work.prompt, greedy, nobody,
+            budget=work.budget, named=None, prefix=None, told=False,
+        )  # fmt: skip
