@@ -1,5 +1,5 @@
-"""Scores against bytes, of runs of `jaxkv eval bytes`, `bytes-qwen`, `bytes-code` and `bytes-long`: which split of the
-cache's bytes between tokens and bits says most.
+"""Scores against bytes, of runs of `jaxkv eval bytes`, `bytes-qwen`, `bytes-code`, `bytes-long` and `ruler-few`: which
+split of the cache's bytes between tokens and bits says most.
 
 Bytes are those of keys and values in bfloat16, and of what lies beside them, when the prompt has been read (where the
 output is long, when it has been written), as a share of the full cache's. Only questions that every policy and size has
@@ -38,6 +38,7 @@ WHOLE = jaxkv.policy("full")
 MEASURES = {
     "needles": "needles, right",
     "kl": "KL from the full cache",
+    "ruler": "RULER, right",
     "code": "code similarity",
     "long": "long outputs",
 }  # in the order of the columns, with the titles of the picture's panels
@@ -60,7 +61,8 @@ def share_of(params: Params, policy: Policy, tokens: Sequence[int]) -> float:
 
 def kind(task: str) -> str:
     """The measure that a task belongs to."""
-    return "code" if task.startswith("longbench/") else "long" if task in LONG else "needles"
+    families = {"longbench": "code", "ruler": "ruler"}
+    return families.get(task.split("/")[0], "long" if task in LONG else "needles")
 
 
 def rows(params: Params, folder: Path) -> Iterator[dict[str, Any]]:
