@@ -17,16 +17,18 @@ from jaxkv.serving.rows import Rows
 
 
 class FirstPass:
-    """Programs as an engine's own, for one row and as many steps as tokens look ahead."""
+    """Programs as an engine's own, for one row and as many steps as tokens look ahead. All of them score the prompt,
+    also one that is kept whole: so they are half as many."""
 
     def __init__(self, whole: Static, longest: int, sizes: int):
         assert whole.policy.prefill is not None
         self.count, self._sizes = whole.policy.prefill.observe.extra, sizes
         policy = first_pass(whole.policy)
         learned = whole.params.learned_for(policy.learns, policy.name)
-        shapes = shapes_of(whole.params, policy, learned, longest, self.count, sizes)
+        self._shapes = shapes_of(whole.params, policy, learned, longest, self.count, sizes)
+        scored = dataclasses.replace(self._shapes, looks=(True,), later_looks=self._shapes.later_looks and (True,))
         self._static = dataclasses.replace(
-            whole, policy=policy, shapes=shapes, learned=learned, rows=1, steps=self.count, drafts=None
+            whole, policy=policy, shapes=scored, learned=learned, rows=1, steps=self.count, drafts=None
         )
         self._programs = Programs(self._static)
         self._row: Rows | None = None
@@ -78,7 +80,8 @@ class FirstPass:
             stop_tokens=(), stop=(),
         )  # fmt: skip
         nobody: Any = lambda *_: ()  # noqa: E731
-        return asked(
-            static.params, static.policy, static.learned, static.shapes, self._sizes, work.prompt, greedy, nobody,
+        first = asked(
+            static.params, static.policy, static.learned, self._shapes, self._sizes, work.prompt, greedy, nobody,
             budget=work.budget, named=None, prefix=None, told=False,
         )  # fmt: skip
+        return dataclasses.replace(first, look=True)
