@@ -221,10 +221,10 @@ def test_a_policy_that_looks_ahead_reads_a_prompt_twice(params):
     policy = sized("laq-h2o")
     engine = Engine(params, policy, rows=4, longest=140, max_new_tokens=12, steps=4)
     engine.warm()
-    work = [(ids(length, length), {"max_new_tokens": 11, "stop_tokens": ()}) for length in (5, 90, 33, 30, 64, 130)]
+    work = [(ids(length, length), {"max_new_tokens": 11, "stop_tokens": ()}) for length in (5, 90, 33)]
     with compilations() as seen:
         answers = [engine.submit(prompt, **asked) for prompt, asked in work]
-        gone = engine.submit(ids(100, 7))
+        gone = engine.submit(ids(90, 7))
         engine.turn()
         gone.cancel()
         small = engine.submit(work[1][0], budget=36, **work[1][1])

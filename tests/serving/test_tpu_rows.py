@@ -87,9 +87,13 @@ def test_no_copy_of_the_cache(name, family):
         abstract_weights(config, jnp.bfloat16, panels=False),
     )
     ended = jax.ShapeDtypeStruct((ROWS,), jnp.bool_, sharding=chip)
-    steps = jax.jit(chunk, donate_argnums=1).lower(weights, rows, number, ended).compile()
-    assert steps.memory_analysis().alias_size_in_bytes >= cache
-    assert made_of(keys, steps.as_text()) <= {*MOVES_NOTHING, "copy-start", "copy-done"}
+    for many, also in ((ROWS, {"copy-start", "copy-done"}), (1, {"dynamic-update-slice", "fusion"})):
+        of_rows = functools.partial(chunk, many=many)
+        steps = jax.jit(of_rows, donate_argnums=1).lower(weights, rows, number, ended).compile()
+        assert steps.memory_analysis().alias_size_in_bytes >= cache
+        assert made_of(keys, steps.as_text()) <= {*MOVES_NOTHING, *also}
+        if many == 1:  # its row is there a second time
+            assert steps.memory_analysis().temp_size_in_bytes < cache // 4
 
 
 def shared_out(tree, layout):
@@ -120,7 +124,9 @@ def test_64_rows_of_llama_on_four_chips_of_v5e():
         for shape, dtype in (((), jnp.int32), ((rows_count,), jnp.bool_))
     )
     insert = jax.jit(device.insert, donate_argnums=0, static_argnames="layout").lower(rows, row, number, layout=layout)
-    chunk = functools.partial(device.chunk, room=8, count=TOP, config=config, policy=policy, learned={}, **common)
+    chunk = functools.partial(
+        device.chunk, many=rows_count, room=8, count=TOP, config=config, policy=policy, learned={}, **common
+    )
     programs = {
         "insert": insert.compile(),
         "block": alone.prefill.compile(),
