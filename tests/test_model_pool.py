@@ -151,6 +151,7 @@ def test_merged_layers_are_those_of_a_row_alone(tiny):
             np.testing.assert_allclose(mine_, own_, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
 def test_layers_that_are_spared_hold_the_text(tiny):
     """The first ones and the last, at decode and when a cache goes on too; the others share, and merge at each step."""
     params = tiny(FAMILY)
