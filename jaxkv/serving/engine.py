@@ -336,19 +336,15 @@ class Engine:
         if not work.waiting:
             self._reading = None
             return
-        first = work.first
-        if first is not None and self._first_pass is not None:
-            reading.passed = self._first_pass.block(first, reading.passed, reading.blocks)
-            reading.blocks += 1
-            self._alone = False
-            if reading.blocks > first.blocks.count:  # now it is read, with these tokens behind it
-                ahead = self._first_pass.ahead(first, reading.passed)
-                self._reading = _Reading(dataclasses.replace(work, pseudo=ahead, first=None))
-            return
-        passed = reading.passed = self._programs.block(work, reading.passed, reading.blocks)
+        programs, part = (self._programs, work) if work.first is None else (self._first_pass, work.first)
+        assert programs is not None  # a first pass has programs
+        passed = reading.passed = programs.block(part, reading.passed, reading.blocks)
         reading.blocks += 1
         self._alone = False
-        if reading.blocks <= work.blocks.count:
+        if reading.blocks <= part.blocks.count:
+            return
+        if isinstance(programs, FirstPass):  # now it is read, with these tokens behind it
+            self._reading = _Reading(dataclasses.replace(work, pseudo=programs.ahead(part, passed), first=None))
             return
         kept = self._programs.kept(passed.layers)
         for number, answer in enumerate(work.answers):
