@@ -18,9 +18,8 @@ from tyro.conf import OmitArgPrefixes, Positional, subcommand
 from jaxkv.errors import BadValue, JaxkvError
 
 DEFAULT_MODEL = "smollm2-135m"
-DEFAULT_POLICY = "laq-h2o"  # what docs/choosing.md recommends where all must stay in the budget
-SERVED_POLICY = "dapq-longflow"  # it reads a prompt once; one that looks ahead has twice the programs to compile
-DEFAULT_BUDGET = 256
+DEFAULT_POLICY = "laq-h2o-int4"  # what docs/choosing.md recommends where all must stay in the budget
+DEFAULT_BUDGET = 1024  # under the default policy the bytes of 293 entries in bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Cut:
     policy: str = DEFAULT_POLICY
     """A name from `jaxkv policies`, or a .toml file of your own; "full" keeps everything."""
     budget: int | None = None
-    """Tokens kept per KV head and layer (256 when neither this nor --ratio nor the policy's file says)."""
+    """Tokens kept per KV head and layer (1024 when neither this nor --ratio nor the policy's file says)."""
     ratio: float | None = None
     """Fraction of the prompt removed, instead of a budget."""
     bytes: int | None = None
@@ -195,7 +194,7 @@ class Serve:
     model: str = DEFAULT_MODEL
     dtype: str | None = None
     weights: Literal["floats", "int8", "int8-g16", "int4", "file"] | None = None
-    cut: Cut = Cut(policy=SERVED_POLICY)
+    cut: Cut = Cut()
     drafting: Drafting = Drafting()
     spread: Spread = Spread()
     rows: int = 8

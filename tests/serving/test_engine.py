@@ -345,7 +345,7 @@ def test_64_requests_at_random_times(tiny, family):
 
 @pytest.mark.long
 @pytest.mark.parametrize("axes", [{"model": 2}, {"context": 2}, {"model": 4, "context": 2}], ids=str)
-@pytest.mark.parametrize("name", ["dapq-longflow", "snapkv", "adakv-h2o"])
+@pytest.mark.parametrize("name", ["dapq-longflow", "snapkv", "adakv-h2o", "laq-h2o-int4"])
 def test_on_a_mesh(params, name, axes):
     """Heads and slots divided over devices, rows whole: the tokens of one device, and nothing compiled."""
     on = type(params)
