@@ -20,7 +20,7 @@ from jaxkv.errors import BadValue, JaxkvError
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_POLICY = "laq-h2o-int4"  # what docs/choosing.md recommends where all must stay in the budget
 SERVED_POLICY = "dapq-longflow"  # it reads a prompt once; one that looks ahead has twice the programs to compile
-DEFAULT_BUDGET = 1024  # under the default policy the bytes of 293 entries in bfloat16
+DEFAULT_BUDGET = 1024  # under the default policy the bytes of less than 300 entries in bfloat16
 
 
 @dataclasses.dataclass(frozen=True)

@@ -174,7 +174,7 @@ def test_a_budget_may_stand_in_the_file(mine, tmp_path):
     assert (jaxkv.policy(path).budget, jaxkv.policy(str(path)).name) == (24, "small")
     assert jaxkv.policy(path, ratio=0.5).budget is None
     assert cli.Cut(policy=str(path)).build().budget == 24
-    assert cli.Cut(policy="tova").build().budget == cli.DEFAULT_BUDGET
+    assert cli.Cut(policy="tova").build().budget == 1024
     assert settings.from_dict({"policies": [str(path)]}).cells()[0].budget == 24
 
 
