@@ -1,4 +1,5 @@
-"""How long a first answer takes: fresh processes of the command line, and prompts of new lengths in a running one.
+"""How long a first answer takes: fresh processes of the command line, a server, and prompts of new lengths in a running
+one.
 
     python -m benchmarks.start_up
 
@@ -7,13 +8,16 @@ first left there.
 """
 
 import argparse
+import contextlib
 import os
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 
 from benchmarks.report import table, write
@@ -45,6 +49,25 @@ def took(command: list[str], cache: Path) -> tuple[float, str]:
     return time.perf_counter() - started, done.stdout
 
 
+def until_ready(cache: Path) -> float:
+    """Seconds until a server answers; it is ended then."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = time.perf_counter()
+    command = [sys.executable, "-m", "jaxkv.cli", "serve", "--port", str(port)]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env={**os.environ, "JAXKV_CACHE": str(cache)}, **quiet) as server:
+        try:
+            while server.poll() is None:
+                with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
+                    return time.perf_counter() - started
+                time.sleep(0.1)
+            raise SystemExit("jaxkv serve has ended before it answered")
+        finally:
+            server.terminate()
+
+
 def main() -> None:
     """Measure, print the table, store the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -70,6 +93,9 @@ def main() -> None:
                 "jaxkv generate, again",
                 took([*python, "-m", "jaxkv.cli", "generate", QUESTIONS[0], "--chat"], cache)[0],
             )
+            shutil.rmtree(cache / "programs", ignore_errors=True)
+            add("jaxkv serve, first", until_ready(cache))
+            add("jaxkv serve, again", until_ready(cache))
             add(
                 "a new length in a known bucket, more than a known one",
                 float(took([*python, "-c", NEW_LENGTH], cache)[1]),

@@ -21,6 +21,7 @@ from jaxkv.store import KVCache
 from jaxkv.weights.params import Params
 
 STOPS = 16  # the most stop tokens of a request
+FEW = 4  # a prompt that is scored is longer than a budget: its first block is padded to a quarter of a block, or more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,14 +46,20 @@ class Prefix:
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """What an engine's programs are compiled for: slots per layer, the sizes of a prompt's first block and of those
-    behind it, and whether prompts are scored or all of them kept (`looks`, `later_looks`)."""
+    """What an engine's programs are compiled for: slots per layer, the sizes of a prompt's first block (`whole` of
+    prompts that are kept whole, `scored` of those that are scored, `every` of those that are scored behind a prefix),
+    the size of the blocks behind it, and whether these are scored (`later_looks`)."""
 
     slots: tuple[int, ...]
-    firsts: tuple[int, ...]
+    whole: tuple[int, ...]
+    scored: tuple[int, ...]
+    every: tuple[int, ...]
     block: int
-    looks: tuple[bool, ...]
     later_looks: tuple[bool, ...]
+
+    def firsts(self, look: bool, prefix: bool) -> tuple[int, ...]:
+        """The sizes of a first block, of a prompt that is scored or not, behind a prefix or not."""
+        return self.whole if not look else self.every if prefix else self.scored
 
     def plan(self, look: bool) -> Plan:
         """The plan of every prompt of the engine."""
@@ -116,13 +123,32 @@ def shapes_of(params: Params, policy: Policy, learned: Learned, longest: int, ro
         return planned(policy, params.config, *shape, room, parts=layout.parts, learned=learned)
 
     # some budgets depend on the text's length, and slots are rounded up behind multiples of 16
-    lengths = {1, longest, min(policy.budget or 1, longest), *range(1, longest, max(ROUND, longest // 256))}
-    slots = np.max([at(tokens)[0].slots for tokens in lengths], axis=0)
+    step = max(ROUND, longest // 256)
+    lengths = {1, longest, min(policy.budget or 1, longest), *range(1, longest, step)}
+    plans = {tokens: at(tokens)[0] for tokens in lengths}
+    slots = np.max([plan.slots for plan in plans.values()], axis=0)
     block = at(longest)[1].size
-    firsts = sorted({min(rounded(count, sizes), block) for count in range(1, block + 1)})
+    every = sorted({min(rounded(count, sizes), block) for count in range(1, block + 1)})
     several = policy.rope != "text" or block + 1 + room <= params.config.max_position  # blocks in a prompt
     later = _looks(policy, at(block + 1)[0].look) if several else ()
-    return Shapes(tuple(map(int, slots)), tuple(firsts), block, _looks(policy, at(1)[0].look), later)
+    most = max((tokens for tokens, plan in plans.items() if not plan.look), default=0)  # the longest that is kept whole
+    while 0 < most < longest and not at(most + 1)[0].look:
+        most += 1
+    least = min((tokens for tokens, plan in plans.items() if plan.look), default=block)  # the shortest that is scored
+    while least > 1 and at(least - 1)[0].look:
+        least -= 1
+    if most == longest or False in later:
+        most = block
+    least = min(rounded(least, sizes), block // FEW)
+    scores = policy.prefill is not None
+    return Shapes(
+        slots=tuple(map(int, slots)),
+        whole=tuple(size for size in every if size <= rounded(most, sizes)) if most else (),
+        scored=tuple(size for size in every if scores and size >= least),
+        every=tuple(every) if scores else (),
+        block=block,
+        later_looks=later,
+    )
 
 
 def _looks(policy: Policy, shortest: bool) -> tuple[bool, ...]:
@@ -167,16 +193,18 @@ def asked(
         policy, params.config, lengths, filled, np.array([len(rows[0])]), request.max_new_tokens,
         parts=params.layout.parts, learned=learned, sizes=sizes,
     )  # fmt: skip
-    _check_fit(policy, shapes, plan, blocks, len(rows[0]) + seen, request.max_new_tokens)
+    look = plan.look or not shapes.whole  # where no program keeps a prompt whole, all are scored
+    _check_slots(policy, shapes, plan, len(rows[0]) + seen, request.max_new_tokens)
+    _check_blocks(policy, shapes, blocks, len(rows[0]) + seen, look, prefix is not None)
     tokens, positions = left_padded(rows, blocks.length, lengths)
     pseudo = np.zeros((1, 0), np.int32)
-    if policy.prefill is not None and plan.look:
+    if policy.prefill is not None and look:
         observe = policy.prefill.observe
         drafted = observe.drafts  # by the first pass
         pseudo = np.full((1, observe.extra), -1, np.int32) if drafted else behind(params, rows, observe, blocks)
     text = np.append(before, rows[0]).astype(np.int32)
     return Asked(
-        request, fresh, budget, named, answers(len(fresh), seen + len(rows[0])), prefix, plan.look, blocks, tokens,
+        request, fresh, budget, named, answers(len(fresh), seen + len(rows[0])), prefix, look, blocks, tokens,
         positions, pseudo, lengths, limits,
         left=request.max_new_tokens,
         seed=request.seed,
@@ -207,8 +235,8 @@ def _with_budget(policy: Policy, budget: int) -> Policy:
     return dataclasses.replace(policy, budget=budget)  # which checks it
 
 
-def _check_fit(policy: Policy, shapes: Shapes, plan: Plan, blocks: PromptBlocks, text: int, new: int) -> None:
-    """Raises `BadValue` where the engine's programs were compiled for less."""
+def _check_slots(policy: Policy, shapes: Shapes, plan: Plan, text: int, new: int) -> None:
+    """Raises `BadValue` where the engine's rows have fewer slots."""
     short = [(have, want) for have, want in zip(shapes.slots, plan.slots, strict=True) if want > have]
     if short:
         have, want = max(short, key=lambda pair: pair[1] - pair[0])
@@ -216,8 +244,12 @@ def _check_fit(policy: Policy, shapes: Shapes, plan: Plan, blocks: PromptBlocks,
             f"{text} tokens and {new} new ones need {want} slots in a layer under policy {policy.name!r}, and this "
             f"engine's rows have {have}: ask for less, or start it with a larger longest=, max_new_tokens= or budget"
         )
-    looks = shapes.later_looks if blocks.count else shapes.looks
-    if blocks.size != shapes.block or plan.look not in looks or (blocks.count and plan.look not in shapes.looks):
+
+
+def _check_blocks(policy: Policy, shapes: Shapes, blocks: PromptBlocks, text: int, look: bool, prefix: bool) -> None:
+    """Raises `BadValue` where the engine has no programs for such blocks."""
+    largest = max(shapes.firsts(look, prefix), default=0)
+    if blocks.first > largest or blocks.size != shapes.block or (blocks.count and look not in shapes.later_looks):
         raise BadValue(
             f"{text} tokens under policy {policy.name!r} need blocks of {blocks.size} that this engine has no program "
             f"for (it runs {shapes.block}): ask with its own budget"

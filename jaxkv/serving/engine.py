@@ -11,7 +11,7 @@ import dataclasses
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,9 +113,11 @@ class Engine:
         drafts = Drafts.of(speculative, params, self.policy, rows, longest, max_new_tokens, steps)
         self.shapes = shapes_of(params, self.policy, self._learned, longest, max_new_tokens, sizes)
         static = Static(
-            params, self.policy, self.shapes, self._learned, rows, steps, implementation, scan_layers, drafts
-        )
-        self._programs, self._first_pass = Programs(static), FirstPass.of(static, longest, sizes)
+            params, self.policy, self.shapes, self._learned, rows, steps, implementation, scan_layers,
+            prefixes=not FirstPass.comes_before(self.policy), drafts=drafts,
+        )  # fmt: skip
+        self._programs = Programs(static)
+        self._first_pass = None if static.prefixes else FirstPass(static, longest, sizes)
         self._rows: Rows | None = None
         self._tally: Tally | None = None if drafts is None else Tally(drafts.cost)
         self._gate: Gate | None = None if drafts is None else drafts.gate()
@@ -130,8 +132,9 @@ class Engine:
         self._open: set[Answer] = set()
         self._flying: _Flying | None = None
         self._prefixes: dict[str, Prefix] = {}
-        self._work, self._turning = threading.Condition(), threading.Lock()
+        self._work, self._turning, self._making = threading.Condition(), threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
+        self._compiling: threading.Thread | None = None
         self._closed, self.failure = False, None
         self._load = Load(0, rows, 0, {}, 0, 0, 0.0)
 
@@ -139,13 +142,48 @@ class Engine:
 
     def warm(self) -> dict[str, float]:
         """Compile everything that requests will need; the seconds that each program took."""
+        self._make()
+        self._rest(lambda: True)
+        return {**self._programs.seconds, **({} if self._first_pass is None else self._first_pass.seconds)}
+
+    def _make(self) -> None:
+        """Compile what short prompts need; on a mesh, whose hosts run the same programs, everything."""
         with self._turning:
             if self._rows is None:
-                short = self._asked(np.zeros(1, np.int32), max_new_tokens=1)
-                if self._first_pass is not None:
-                    self._first_pass.make(short)
-                self._rows = self._programs.make(short)
-        return {**self._programs.seconds, **({} if self._first_pass is None else self._first_pass.seconds)}
+                self._rows = self._programs.make(self._short())
+                if self._turns is not None and self._first_pass is not None:
+                    self._first_pass.make(self._short(), lambda: True)
+
+    def _rest(self, wanted: Callable[[], bool]) -> None:
+        """Compile the other programs as long as they are `wanted`, those first that some prompts wait for."""
+
+        def heard() -> bool:
+            self._wake()
+            return wanted()
+
+        with self._making:
+            self._programs.add_missing(heard)
+            if self._first_pass is not None:
+                self._first_pass.make(self._short(), heard)
+            self._wake()
+            self._programs.add_better(heard)
+            if self._first_pass is not None:
+                self._first_pass.add_better(heard)
+
+    def _compile_meanwhile(self) -> None:
+        try:
+            self._rest(lambda: not self._closed or self._waited_for())
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _short(self) -> Asked:
+        return self._asked(np.zeros(1, np.int32), max_new_tokens=1)
+
+    def _ready(self, work: Asked) -> bool:
+        """Whether its programs are there."""
+        first = work.first is None or (self._first_pass is not None and self._first_pass.ready(work.first))
+        return first and self._programs.ready(work)
 
     def submit(self, prompt: Any, **settings: Any) -> Answer:
         """Ask for one answer; its tokens are those of `jaxkv.generate(params, prompt, policy=..., **settings)`.
@@ -226,12 +264,15 @@ class Engine:
         return dataclasses.replace(self._load, queued=queued, taken=sum(seat is not None for seat in self._seats))
 
     def start(self) -> "Engine":
-        """Compile, and run requests in a thread of the engine's own until `stop`."""
+        """Compile what short prompts need, and run requests in a thread of the engine's own until `stop`. The other
+        programs are compiled in another thread meanwhile, and prompts that need these wait."""
         self._check_leads()
-        self.warm()
+        self._make()
         if self._thread is None and not (self._turns is not None and self._turns.ended):
             self._thread = threading.Thread(target=self._run, name="jaxkv-engine", daemon=True)
+            self._compiling = threading.Thread(target=self._compile_meanwhile, name="jaxkv-programs", daemon=True)
             self._thread.start()
+            self._compiling.start()
         return self
 
     def stop(self, *, finish: bool = True, timeout: float | None = None) -> None:
@@ -247,6 +288,8 @@ class Engine:
         for answer in self._going():
             answer.cancel()
         self._thread.join()
+        if self._compiling is not None:
+            self._compiling.join()
 
     @property
     def leads(self) -> bool:
@@ -260,7 +303,7 @@ class Engine:
         """
         if self._turns is None or self._turns.leads:
             raise BadValue(f"process {FRONT} takes the requests: start() its engine, and follow() on the other hosts")
-        self.warm()
+        self._make()
         while (heard := self._turns.hear(self._asked)) is not None:
             works, cancelled = heard
             with self._turning:
@@ -282,7 +325,9 @@ class Engine:
         The next chunk is started before the last one's tokens are read, unless a prompt waits for a row to be free.
         """
         self._check_leads()
-        self.warm()
+        self._make()
+        if self._compiling is None:  # nobody else does
+            self._rest(lambda: True)
         with self._turning:
             with self._work:
                 works, self._asked_for = self._asked_for, []
@@ -312,7 +357,7 @@ class Engine:
         self._firsts = []
         self._take(before)
         self._settle()
-        return bool(self._asked_for or self._queue or self._reading or self._flying or any(self._seats))
+        return bool(self._runnable() or self._reading or self._flying or any(self._seats))
 
     def _read(self) -> None:
         """Run blocks of the prompt in front: one between chunks, more of them when many rows are free."""
@@ -320,9 +365,11 @@ class Engine:
         for _ in range(min(self._blocks, max(1, (len(self._seats) - taken) // max(taken, 1)))):
             if self._reading is None:
                 with self._work:
-                    work = self._queue.popleft() if self._queue else None
-                if work is None:
-                    return
+                    at = next((at for at, work in enumerate(self._queue) if self._ready(work)), None)
+                    if at is None:
+                        return
+                    work = self._queue[at]
+                    del self._queue[at]
                 self._reading = _Reading(work)
                 for answer in work.answers:
                     answer.started()
@@ -373,7 +420,7 @@ class Engine:
         are free, for steps of more rows cost less for each."""
         assert self._rows is not None  # warm
         taken = [at for at, seat in enumerate(self._seats) if seat is not None]
-        many = next(many for many in self._programs.widths if many > max(taken, default=0))
+        many = self._programs.width(max(taken, default=0) + 1)
         owners, ended, alone = tuple(self._seats[:many]), self._ended.copy(), self._alone
         self._ended[:many], self._alone = False, True
         steps = self._steps
@@ -428,18 +475,33 @@ class Engine:
                 more = self.turn()
                 with self._work:
                     if not more:
-                        self._work.wait_for(lambda: self._asked_for or self._closed)
-                    if self._closed and not self._asked_for and not more:
+                        self._work.wait_for(self._has_work)
+                    if self._closed and not self._waited_for() and not more:
                         break
             self._tell_end()
         except BaseException as error:
             self._fail(error)
             raise
 
+    def _runnable(self) -> bool:
+        """Whether a request waits whose programs are there."""
+        return bool(self._asked_for) or any(map(self._ready, self._queue))
+
+    def _has_work(self) -> bool:
+        """Whether a turn would do anything when nothing runs."""
+        cancelled = any(answer.cancelled for answer in self._open)
+        return self._runnable() or cancelled or (self._closed and not self._waited_for())
+
+    def _waited_for(self) -> bool:
+        """Whether somebody waits for a request that has not begun."""
+        with self._work:
+            return any(work.waiting for work in (*self._asked_for, *self._queue))
+
     def _fail(self, error: BaseException) -> None:
         """Nobody waits for an engine that cannot go on."""
         with self._work:
             self._closed, self.failure = True, error
+            self._work.notify_all()
         for answer in self._going():
             answer.close(FAILED, error)
         self._settle()
@@ -450,7 +512,7 @@ class Engine:
     def _tell_end(self) -> None:
         """No more turns come, as the other hosts then know."""
         if self._turns is not None and self._turns.leads:
-            self.warm()  # they are on their way there
+            self._make()  # they are on their way there
             self._turns.end(None)
 
     def _going(self) -> tuple[Answer, ...]:

@@ -4,12 +4,14 @@ What that row says looks at the prompt from behind it, when the prompt is read a
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from jaxkv.errors import BadValue
 from jaxkv.generate import first_pass
+from jaxkv.policies.policy import Policy
 from jaxkv.sampling import Sampler
 from jaxkv.serving.asked import Asked, asked, shapes_of
 from jaxkv.serving.programs import Passed, Programs, Static
@@ -18,30 +20,48 @@ from jaxkv.serving.rows import Rows
 
 class FirstPass:
     """Programs as an engine's own, for one row and as many steps as tokens look ahead. All of them score the prompt,
-    also one that is kept whole: so they are half as many."""
+    also one that it keeps whole: so they are half as many."""
 
     def __init__(self, whole: Static, longest: int, sizes: int):
         assert whole.policy.prefill is not None
         self.count, self._sizes = whole.policy.prefill.observe.extra, sizes
         policy = first_pass(whole.policy)
         learned = whole.params.learned_for(policy.learns, policy.name)
-        self._shapes = shapes_of(whole.params, policy, learned, longest, self.count, sizes)
-        scored = dataclasses.replace(self._shapes, looks=(True,), later_looks=self._shapes.later_looks and (True,))
+        shapes = shapes_of(whole.params, policy, learned, longest, self.count, sizes)
+        shapes = dataclasses.replace(
+            shapes, whole=(), scored=whole.shapes.scored, later_looks=shapes.later_looks and (True,)
+        )
         self._static = dataclasses.replace(
-            whole, policy=policy, shapes=scored, learned=learned, rows=1, steps=self.count, drafts=None
+            whole,
+            policy=policy,
+            shapes=shapes,
+            learned=learned,
+            rows=1,
+            steps=self.count,
+            prefixes=False,
+            drafts=None,
         )
         self._programs = Programs(self._static)
         self._row: Rows | None = None
 
-    @classmethod
-    def of(cls, whole: Static, longest: int, sizes: int) -> "FirstPass | None":
-        """That of the policy that programs are compiled for; None where it drafts nothing."""
-        drafts = whole.policy.prefill is not None and whole.policy.prefill.observe.drafts
-        return cls(whole, longest, sizes) if drafts else None
+    @staticmethod
+    def comes_before(policy: Policy) -> bool:
+        """Whether prompts under the policy have a first pass: whether they are looked at by tokens that it drafts."""
+        return policy.prefill is not None and policy.prefill.observe.drafts
 
-    def make(self, short: Asked) -> None:
-        """Compile everything; `short` is any prompt of one block."""
-        self._row = self._programs.make(self._asked(short))
+    def make(self, short: Asked, wanted: Callable[[], bool]) -> None:
+        """Compile what prompts wait for, as long as it is `wanted`; `short` is any prompt of one block."""
+        if self._row is None and wanted():
+            self._row = self._programs.make(self._asked(short))
+        self._programs.add_missing(wanted)
+
+    def add_better(self, wanted: Callable[[], bool]) -> None:
+        """As `Programs.add_better`."""
+        self._programs.add_better(wanted)
+
+    def ready(self, work: Asked) -> bool:
+        """Whether the programs of this first pass are there."""
+        return self._row is not None and self._programs.ready(work)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -80,8 +100,7 @@ class FirstPass:
             stop_tokens=(), stop=(),
         )  # fmt: skip
         nobody: Any = lambda *_: ()  # noqa: E731
-        first = asked(
-            static.params, static.policy, static.learned, self._shapes, self._sizes, work.prompt, greedy, nobody,
+        return asked(
+            static.params, static.policy, static.learned, static.shapes, self._sizes, work.prompt, greedy, nobody,
             budget=work.budget, named=None, prefix=None, told=False,
         )  # fmt: skip
-        return dataclasses.replace(first, look=True)

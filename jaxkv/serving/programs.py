@@ -1,12 +1,16 @@
-"""The compiled programs of an engine: all of them made before the first request, and held by it.
+"""The compiled programs of an engine, made ahead of time and held by it: a call that fits none of them is an error and
+never a compilation.
 
-They are compiled ahead of time, so a call that fits none of them is an error and never a compilation.
+Those of prompts that are kept whole are made before the first request. Those that other prompts wait for are made
+meanwhile, and so are those that do less work for short prompts and few rows.
 """
 
 import dataclasses
 import functools
+import os
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -25,12 +29,13 @@ from jaxkv.serving.rows import Rows, Told
 from jaxkv.sharding.layout import Layout
 from jaxkv.speculative.gate import Gate
 from jaxkv.speculative.rounds import Counts
-from jaxkv.store import KVCache
+from jaxkv.store import EMPTY, KVCache
 from jaxkv.store.cache import repeated
 from jaxkv.weights.params import Params
 
 TOP = 20  # the likeliest tokens told beside each, where log-probabilities are asked for
-AT_ONCE = 4  # programs that are compiled side by side
+AT_ONCE = min(max((os.cpu_count() or 1) // 2, 1), 4)  # programs compiled side by side; each takes several threads
+APART = 4  # of a first block's sizes, every so manyth is made before the first request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +50,7 @@ class Static:
     steps: int
     implementation: str | None
     scan_layers: bool
+    prefixes: bool  # whether prompts may go on from stored texts
     drafts: Drafts | None = None
 
 
@@ -67,6 +73,8 @@ class Programs:
         params, policy = static.params, static.policy
         self.seconds: dict[str, float] = {}
         self._static, self._made = static, {}
+        self._missing: deque[tuple[Any, Callable[[], Any]]] = deque()  # some prompts wait for these
+        self._better: deque[tuple[Any, Callable[[], Any]]] = deque()  # these do less work than one that is there
         self._common = {
             "config": params.config, "policy": policy, "layout": params.layout,
             "implementation": static.implementation,
@@ -75,44 +83,91 @@ class Programs:
         self._top = 0 if static.drafts is None else static.drafts.drafter.top
         self._empty = params.layout.layers(run.empty_layers(params.config, policy, 1, params.dtype))
         self._unfit = None
+        self._after: dict[bool, Any] = {}  # the form of the layers behind a first block, behind a prefix or not
         self._unseen = self._put(np.zeros((1, params.config.vocab_size), bool))
 
     def make(self, short: Asked) -> Rows:
-        """Compile everything; the rows, none of which is taken. `short` is any prompt of one block."""
+        """Compile what short prompts need; the rows, none of which is taken. `short` is any prompt of one block.
+
+        On a mesh everything is compiled: its hosts run the same programs.
+        """
         static, shapes = self._static, self._static.shapes
-        self._compile(self._firsts(self._empty))
-        passed, lowered = self._run(short, None, 0), {}
+        soon, missing, better = _parted(self._firsts(self._empty, prefix=False), short.look)
+        if static.params.layout.mesh is not None:
+            soon, missing, better = {**soon, **missing, **better}, {}, {}
+        self._compile(soon)
+        passed, following = self._run(short, None, 0), {}
+        self._after = dict.fromkeys((False, True), jax.tree.structure(passed.layers))
         for fits in (False, True) if static.policy.store.fits else (False,):
-            if fits:  # from here on with what is fitted, as behind a prefix
+            if fits:  # from here on with what is fitted
                 laid = {name: self._common[name] for name in ("config", "policy", "layout")}
                 whole = jax.jit(functools.partial(run.fitted, **laid))
-                self._compile({"fit": whole.lower(passed.layers, static.learned)})
+                self._compile({"fit": functools.partial(whole.lower, passed.layers, static.learned)})
                 self._unfit = jax.tree.structure(passed.layers)
                 passed = self._fitted(passed)
-            for look in shapes.later_looks:
-                given = self._prompt_arrays(shapes.block, look)
-                program = self._lowered(run.next_block, passed.layers, given, look)
-                lowered["next", jax.tree.structure(passed.layers), look] = program
+                self._after[True] = jax.tree.structure(passed.layers)
+            for look in shapes.later_looks if static.prefixes or not fits else ():
+                key = "next", jax.tree.structure(passed.layers), look
+                given = passed.layers, self._prompt_arrays(shapes.block, look), look
+                following[key] = functools.partial(self._lowered, run.next_block, *given)
         given = self._row_arrays(short, passed, 0)
         laid = {"layout": static.params.layout}
         begin = jax.jit(device.begin, static_argnames=("count", "drafts", "layout"))
-        lowered["begin"] = begin.lower(*given, count=TOP, drafts=static.drafts, **laid)
-        lowered["kept"] = jax.jit(device.kept, static_argnames="layout").lower(passed.layers, **laid)
-        self._compile(lowered)
+        begin = functools.partial(begin.lower, *given, count=TOP, drafts=static.drafts, **laid)
+        kept = functools.partial(jax.jit(device.kept, static_argnames="layout").lower, passed.layers, **laid)
+        on_mesh = following if static.params.layout.mesh is not None else {}
+        self._compile({"begin": begin, "kept": kept, **on_mesh})
         row, _ = self.begin(short, passed, 0)
         rows = _many(row, static.rows, static.params.layout)
         insert = jax.jit(device.insert, donate_argnums=0, static_argnames="layout")
-        chunks = {("chunk", many): self._steps(rows, many) for many in self.widths}
-        self._compile({"insert": insert.lower(rows, row, self._put(np.int32(0)), **laid), **chunks})
+        insert = functools.partial(insert.lower, rows, row, self._put(np.int32(0)), **laid)
+        every = functools.partial(self._steps, rows, static.rows)
+        self._compile({"insert": insert, ("chunk", static.rows): every})
+        shapes_of_rows = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), rows)
+        few = [(("chunk", many), functools.partial(self._steps, shapes_of_rows, many)) for many in self._few]
+        near = [(key, lower) for key, lower in following.items() if key[-1] is short.look]
+        far = [(key, lower) for key, lower in following.items() if key[-1] is not short.look]
+        # the first of these first: a request alone takes its steps several times as fast
+        self._missing.extend((*few[:1], *near, *missing.items(), *far))
+        self._better.extend((*few[1:], *better.items()))
         return rows
 
+    def add_missing(self, wanted: Callable[[], bool]) -> None:
+        """Compile what some prompts wait for, one program after the other, as long as it is `wanted`."""
+        self._rest(self._missing, wanted)
+
+    def add_better(self, wanted: Callable[[], bool]) -> None:
+        """As `add_missing`, of what does less work for short prompts and for few rows."""
+        self._rest(self._better, wanted)
+
+    def _rest(self, programs: deque[tuple[Any, Callable[[], Any]]], wanted: Callable[[], bool]) -> None:
+        while programs and wanted():
+            key, lower = programs[0]
+            if key not in self._made:
+                self._compile({key: lower})
+            programs.popleft()
+
+    def ready(self, asked: Asked) -> bool:
+        """Whether the programs of this prompt are there."""
+        if not self._missing:
+            return True
+        layers = self._empty if asked.prefix is None else asked.prefix.layers
+        following = "next", self._after[asked.prefix is not None], asked.look
+        later = asked.blocks.count == 0 or following in self._made
+        return later and self._first(layers, asked) is not None
+
     @property
-    def widths(self) -> tuple[int, ...]:
-        """How many rows a chunk may run: all, or the first 1, 2, 4 and so on up to a quarter of them, whose caches are
-        in memory a second time meanwhile. All, where they lie on several devices or draft."""
+    def _few(self) -> tuple[int, ...]:
+        """How many rows a chunk may run besides all of them: the first 1, 2, 4 and so on up to a quarter, whose caches
+        are in memory a second time meanwhile. None where they lie on several devices or draft."""
         static = self._static
-        few = [2**n for n in range(static.rows.bit_length()) if 2**n <= static.rows // 4]
-        return (*(few if static.params.layout.mesh is None and static.drafts is None else ()), static.rows)
+        if static.params.layout.mesh is not None or static.drafts is not None:
+            return ()
+        return tuple(2**n for n in range(static.rows.bit_length()) if 2**n <= static.rows // 4)
+
+    def width(self, least: int) -> int:
+        """How many rows a chunk runs that has to run so many: the fewest that there is a program for."""
+        return next(many for many in (*self._few, self._static.rows) if many >= least and ("chunk", many) in self._made)
 
     def _steps(self, rows: Rows, many: int) -> Any:
         """The program of a chunk of so many rows, lowered."""
@@ -131,8 +186,8 @@ class Programs:
 
     def add(self, prefix: Prefix) -> None:
         """Compile what prompts behind the prefix need, as far as it is not there."""
-        lowered = self._firsts(prefix.layers)
-        self._compile({key: value for key, value in lowered.items() if key not in self._made})
+        firsts = self._firsts(prefix.layers, prefix=True)
+        self._compile({key: lower for key, lower in firsts.items() if key not in self._made})
 
     # ---- calls
 
@@ -149,24 +204,33 @@ class Programs:
 
     def _run(self, asked: Asked, before: Passed | None, number: int) -> Passed:
         drafts = self._static.drafts
+        part = list(asked.blocks)[number]
+        tokens, positions = asked.tokens[:, part], asked.positions[:, part]
         if before is None:
             layers = self._empty if asked.prefix is None else asked.prefix.layers
-            key = ("first", _shape(layers), asked.blocks.first, asked.look)
+            key = self._first(layers, asked)
+            assert key is not None, "its programs are not there"
+            front = (0, 0), (key[2] - tokens.shape[1], 0)
+            tokens, positions = np.pad(tokens, front), np.pad(positions, front, constant_values=EMPTY)
             text = None if drafts is None else drafts.row(asked.text)
         else:
             layers, _, text = before
             key = ("next", jax.tree.structure(layers), asked.look)
-        part = list(asked.blocks)[number]
-        arrays = asked.tokens[:, part], asked.positions[:, part], of_block(asked.pseudo, number)
-        arrays += asked.lengths, asked.ends, asked.limits
+        arrays = tokens, positions, of_block(asked.pseudo, number), asked.lengths, asked.ends, asked.limits
         arrays = tuple(map(self._put, arrays))
         wanted = drafts is not None and (asked.blocks.count - number) * asked.blocks.size < drafts.columns[0]
         after, logits, expected = self._made[key](
             self._static.params.weights, layers, *arrays, self._put(np.bool_(wanted)), learned=self._static.learned
         )
         if self._top:
-            text = self._made["expecting", part.stop - part.start](text, arrays[1], expected)
+            text = self._made["expecting", tokens.shape[1]](text, arrays[1], expected)
         return Passed(after, logits, text)
+
+    def _first(self, layers: Layers, asked: Asked) -> tuple[Any, ...] | None:
+        """The program of a first block: the one of the smallest size that is made, if any."""
+        sizes = self._static.shapes.firsts(asked.look, asked.prefix is not None)
+        keys = (("first", _shape(layers), size, asked.look) for size in sizes if size >= asked.blocks.first)
+        return next((key for key in keys if key in self._made), None)
 
     def begin(self, asked: Asked, passed: Passed, number: int) -> tuple[Rows, Told]:
         """The row of sample `number` behind the prompt, and its first token."""
@@ -199,16 +263,20 @@ class Programs:
 
     # ---- making them
 
-    def _firsts(self, layers: Layers) -> dict[Any, Any]:
-        """The programs of a prompt's first block on these layers."""
-        shapes, lowered = self._static.shapes, {}
-        for size in shapes.firsts:
-            for look in shapes.looks:
-                given = self._prompt_arrays(size, look)
-                lowered["first", _shape(layers), size, look] = self._lowered(run.first_block, layers, given, look)
+    def _firsts(self, layers: Layers, prefix: bool) -> dict[Any, Callable[[], Any]]:
+        """How to lower the programs of a prompt's first block on these layers, from the smallest."""
+        shapes, of_layers = self._static.shapes, _shape(layers)
+        firsts = [(size, look) for look in (False, True) for size in shapes.firsts(look, prefix)]
+        lowered: dict[Any, Callable[[], Any]] = {
+            ("first", of_layers, *key): functools.partial(self._lowered_first, layers, *key) for key in firsts
+        }
         if self._top:
-            lowered |= {("expecting", size): self._expecting(size) for size in {*shapes.firsts, shapes.block}}
+            sizes = {shapes.block, *(size for size, _ in firsts)}
+            lowered |= {("expecting", size): functools.partial(self._expecting, size) for size in sizes}
         return lowered
+
+    def _lowered_first(self, layers: Layers, size: int, look: bool) -> Any:
+        return self._lowered(run.first_block, layers, self._prompt_arrays(size, look), look)
 
     def _expecting(self, size: int) -> Any:
         """The program that adds what was likely in a block of so many tokens, lowered."""
@@ -243,15 +311,32 @@ class Programs:
             **self._common,
         )  # fmt: skip
 
-    def _compile(self, lowered: Mapping[Any, Any]) -> None:
-        def timed(program: Any) -> tuple[Any, float]:
+    def _compile(self, programs: Mapping[Any, Callable[[], Any]]) -> None:
+        """Make the programs, each from what lowers it."""
+
+        def timed(lower: Callable[[], Any]) -> tuple[Any, float]:
             started = time.perf_counter()
-            return program.compile(), time.perf_counter() - started
+            return lower().compile(), time.perf_counter() - started
 
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            for key, (made, took) in zip(lowered, pool.map(timed, lowered.values()), strict=True):
+            for key, (made, took) in zip(programs, pool.map(timed, programs.values()), strict=True):
                 self._made[key] = made
                 self.seconds[_name(key)] = took
+
+
+def _parted(firsts: dict[Any, Callable[[], Any]], look: bool) -> tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]]:
+    """The programs of a first block: those that are made before the first request, those that some prompts wait for,
+    and those that do less work. Of prompts that are scored, and of those that are not, the largest and every fourth
+    size below it are not among the last; those that are not scored as `look` says wait."""
+    soon, missing, better = dict(firsts), {}, {}
+    for of_look in (False, True):
+        keys = [key for key in firsts if key[0] == "first" and key[3] is of_look]
+        for below, key in enumerate(reversed(keys)):
+            if below % APART:
+                better[key] = soon.pop(key)
+            elif of_look is not look:
+                missing[key] = soon.pop(key)
+    return soon, missing, better
 
 
 def _many(row: Rows, count: int, layout: Layout) -> Rows:

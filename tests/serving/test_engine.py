@@ -273,6 +273,59 @@ def test_a_thread_runs_it_and_the_stop_finishes_what_runs(params, known):
         waits.wait(0.01)
 
 
+def test_prompts_whose_programs_are_there_do_not_wait_for_the_others(params, monkeypatch):
+    """Under a policy that looks ahead a short prompt is answered before the programs of long ones are made."""
+    policy, ask = sized("laq-h2o"), {"max_new_tokens": 6, "stop_tokens": ()}
+    engine, go_on = Engine(params, policy, rows=4, longest=140, max_new_tokens=12, steps=4), threading.Event()
+    held = engine._programs.add_missing
+    monkeypatch.setattr(engine._programs, "add_missing", lambda wanted: go_on.wait(60) and held(wanted))
+    long, short, middle = (engine.submit(ids(length, 3), **ask) for length in (100, 9, 30))
+    gone = engine.submit(ids(120), **ask)
+    with engine:
+        assert short.wait(60).tokens == alone(params, policy, ids(9, 3), **ask)
+        assert middle.wait(60).tokens == alone(params, policy, ids(30, 3), **ask)
+        with pytest.raises(TimeoutError):
+            long.wait(0.2)
+        gone.cancel()
+        gone.wait(60)
+        go_on.set()
+        assert long.wait(60).tokens == alone(params, policy, ids(100, 3), **ask)
+    assert not long.cancelled and gone.finish == "cancelled" and idle(engine)
+
+
+def test_what_waits_for_programs_is_answered_before_the_engine_stops(params):
+    policy, ask = sized("laq-h2o"), {"max_new_tokens": 6, "stop_tokens": ()}
+    with Engine(params, policy, rows=4, longest=140, max_new_tokens=12, steps=4) as engine:
+        answer = engine.submit(ids(100, 3), **ask)
+    assert answer.tokens == alone(params, policy, ids(100, 3), **ask)
+
+
+def test_programs_that_cannot_be_made_end_an_engine(params, monkeypatch):
+    engine = Engine(params, sized("dapq-longflow"), rows=2, longest=140, max_new_tokens=16)
+    monkeypatch.setattr(threading, "excepthook", lambda *_: None)
+
+    def broken(_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(engine._programs, "add_missing", broken)
+    answer = engine.submit(ids(100))
+    engine.start()
+    with pytest.raises(JaxkvError, match="out of memory"):
+        answer.wait(60)
+    engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "scored"),
+    [("dapq", (16, 32, 64), (32, 64, 128)), ("full", (16, 32, 64, 128), ()), ("h2o", (), (16, 32, 64, 128))],
+)
+def test_first_blocks_have_the_sizes_that_prompts_can_have(params, name, whole, scored):
+    """At a budget of 40 no longer prompt is kept whole, and a shorter one is scored where its scores are kept."""
+    shapes = Engine(params, dataclasses.replace(sized(name), block=128), longest=140, max_new_tokens=4).shapes
+    assert (shapes.firsts(False, False), shapes.firsts(True, False)) == (whole, scored)
+    assert shapes.firsts(True, True) == ((16, 32, 64, 128) if scored else ())
+
+
 def test_an_engine_that_fails_says_so_to_everybody(params, monkeypatch):
     engine = Engine(params, sized("dapq-longflow"), rows=2, longest=140, max_new_tokens=16)
     engine.warm()
