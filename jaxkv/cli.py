@@ -19,7 +19,6 @@ from jaxkv.errors import BadValue, JaxkvError
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_POLICY = "laq-h2o-int4"  # what docs/choosing.md recommends where all must stay in the budget
-SERVED_POLICY = "dapq-longflow"  # it reads a prompt once; one that looks ahead has twice the programs to compile
 DEFAULT_BUDGET = 1024  # under the default policy the bytes of less than 300 entries in bfloat16
 
 
@@ -195,7 +194,7 @@ class Serve:
     model: str = DEFAULT_MODEL
     dtype: str | None = None
     weights: Literal["floats", "int8", "int8-g16", "int4", "file"] | None = None
-    cut: Cut = Cut(policy=SERVED_POLICY)
+    cut: Cut = Cut()
     drafting: Drafting = Drafting()
     spread: Spread = Spread()
     rows: int = 8
