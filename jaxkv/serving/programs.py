@@ -82,7 +82,6 @@ class Programs:
         self._put = params.layout.put
         self._top = 0 if static.drafts is None else static.drafts.drafter.top
         self._empty = params.layout.layers(run.empty_layers(params.config, policy, 1, params.dtype))
-        self._unfit = None
         self._after: dict[bool, Any] = {}  # the form of the layers behind a first block, behind a prefix or not
         self._unseen = self._put(np.zeros((1, params.config.vocab_size), bool))
 
@@ -91,46 +90,56 @@ class Programs:
 
         On a mesh everything is compiled: its hosts run the same programs.
         """
-        static, shapes = self._static, self._static.shapes
-        soon, missing, better = _parted(self._firsts(self._empty, prefix=False), short.look)
-        if static.params.layout.mesh is not None:
-            soon, missing, better = {**soon, **missing, **better}, {}, {}
-        self._compile(soon)
-        passed, following = self._run(short, None, 0), {}
-        self._after = dict.fromkeys((False, True), jax.tree.structure(passed.layers))
-        for fits in (False, True) if static.policy.store.fits else (False,):
-            if fits:  # from here on with what is fitted
-                laid = {name: self._common[name] for name in ("config", "policy", "layout")}
-                whole = jax.jit(functools.partial(run.fitted, **laid))
-                self._compile({"fit": functools.partial(whole.lower, passed.layers, static.learned)})
-                self._unfit = jax.tree.structure(passed.layers)
-                passed = self._fitted(passed)
-                self._after[True] = jax.tree.structure(passed.layers)
-            for look in shapes.later_looks if static.prefixes or not fits else ():
-                key = "next", jax.tree.structure(passed.layers), look
-                given = passed.layers, self._prompt_arrays(shapes.block, look), look
-                following[key] = functools.partial(self._lowered, run.next_block, *given)
-        given = self._row_arrays(short, passed, 0)
-        laid = {"layout": static.params.layout}
+        static = self._static
+        passed, laid = self._make_blocks(short), {"layout": static.params.layout}
         begin = jax.jit(device.begin, static_argnames=("count", "drafts", "layout"))
+        given = self._row_arrays(short, passed, 0)
         begin = functools.partial(begin.lower, *given, count=TOP, drafts=static.drafts, **laid)
         kept = functools.partial(jax.jit(device.kept, static_argnames="layout").lower, passed.layers, **laid)
-        on_mesh = following if static.params.layout.mesh is not None else {}
-        self._compile({"begin": begin, "kept": kept, **on_mesh})
+        self._compile({"begin": begin, "kept": kept})
         row, _ = self.begin(short, passed, 0)
         rows = _many(row, static.rows, static.params.layout)
         insert = jax.jit(device.insert, donate_argnums=0, static_argnames="layout")
         insert = functools.partial(insert.lower, rows, row, self._put(np.int32(0)), **laid)
         every = functools.partial(self._steps, rows, static.rows)
         self._compile({"insert": insert, ("chunk", static.rows): every})
-        shapes_of_rows = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), rows)
-        few = [(("chunk", many), functools.partial(self._steps, shapes_of_rows, many)) for many in self._few]
-        near = [(key, lower) for key, lower in following.items() if key[-1] is short.look]
-        far = [(key, lower) for key, lower in following.items() if key[-1] is not short.look]
-        # the first of these first: a request alone takes its steps several times as fast
-        self._missing.extend((*few[:1], *near, *missing.items(), *far))
-        self._better.extend((*few[1:], *better.items()))
+        later = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), rows)
+        few = [(("chunk", many), functools.partial(self._steps, later, many)) for many in self._few]
+        self._missing.extendleft(few[:1])  # before all others: a request alone takes its steps several times as fast
+        self._better.extendleft(reversed(few[1:]))
         return rows
+
+    def _make_blocks(self, short: Asked) -> Passed:
+        """Compile the blocks that short prompts need, and note the others; what the short prompt leaves."""
+        static, mesh = self._static, self._static.params.layout.mesh
+        soon, missing, better = _parted(self._firsts(self._empty, prefix=False), short.look)
+        self._compile({**soon, **missing, **better} if mesh is not None else soon)
+        passed = self._run(short, None, 0)
+        self._after = dict.fromkeys((False, True), jax.tree.structure(passed.layers))
+        following = self._followings(passed)
+        if static.policy.store.fits:
+            laid = {name: self._common[name] for name in ("config", "policy", "layout")}
+            fit = jax.jit(functools.partial(run.fitted, **laid))
+            self._compile({"fit": functools.partial(fit.lower, passed.layers, static.learned)})
+            passed = self._fitted(passed)
+            self._after[True] = jax.tree.structure(passed.layers)
+            following |= self._followings(passed) if static.prefixes else {}
+        if mesh is not None:
+            self._compile(following)
+            return passed
+        near = {key: lower for key, lower in following.items() if key[-1] is short.look}
+        self._missing.extend({**near, **missing, **following}.items())
+        self._better.extend(better.items())
+        return passed
+
+    def _followings(self, passed: Passed) -> dict[Any, Callable[[], Any]]:
+        """How to lower the programs of a block behind another one."""
+        shapes, form = self._static.shapes, jax.tree.structure(passed.layers)
+
+        def lowered(look: bool) -> Any:
+            return self._lowered(run.next_block, passed.layers, self._prompt_arrays(shapes.block, look), look)
+
+        return {("next", form, look): functools.partial(lowered, look) for look in shapes.later_looks}
 
     def add_missing(self, wanted: Callable[[], bool]) -> None:
         """Compile what some prompts wait for, one program after the other, as long as it is `wanted`."""
@@ -198,7 +207,7 @@ class Programs:
         return self._fitted(passed) if number == asked.blocks.count and "fit" in self._made else passed
 
     def _fitted(self, passed: Passed) -> Passed:
-        if jax.tree.structure(passed.layers) != self._unfit:
+        if jax.tree.structure(passed.layers) != self._after[False]:
             return passed  # behind a prefix
         return passed._replace(layers=self._made["fit"](passed.layers, self._static.learned))
 
