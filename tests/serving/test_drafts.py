@@ -117,6 +117,8 @@ def test_requests_branch_from_a_stored_prefix(engine, params):
     cache = jaxkv.prefill(params, ids(77, 5), policy=engine.policy)
     engine.store("manual", cache)
     asked = {"max_new_tokens": 12, "stop_tokens": ()}
+    engine.submit(ids(3), prefix="manual", **asked)  # small operations on the host are compiled
+    finish(engine)
     with compilations() as seen:
         answers = [engine.submit(ids(length, length), prefix="manual", **asked) for length in (3, 40)]
         finish(engine)
