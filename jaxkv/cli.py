@@ -278,8 +278,8 @@ class Eval:
 
     run: Positional[str] = "default"
     """A TOML file, or a shipped run: ahead, allocators, bytes, bytes-code, bytes-long, bytes-qwen, catalogue, dapq,
-    default, flagship, gsm8k, heads, long-output, long-output-1000, longbench, merging, needles, retrieval, ruler,
-    ruler-few, text."""
+    default, flagship, gsm8k, heads, long-output, long-output-1000, longbench, longbench-code, merging, needles,
+    retrieval, ruler, ruler-few, text."""
     model: str | None = None
     """Instead of the run's model."""
     dtype: str | None = None
