@@ -152,7 +152,7 @@ class Engine:
             if self._rows is None:
                 self._rows = self._programs.make(self._short())
                 if self._turns is not None and self._first_pass is not None:
-                    self._first_pass.make(self._short(), lambda: True)
+                    self._first_pass.make(self._short, lambda: True)
 
     def _rest(self, wanted: Callable[[], bool]) -> None:
         """Compile the other programs as long as they are `wanted`, those first that some prompts wait for."""
@@ -164,7 +164,7 @@ class Engine:
         with self._making:
             self._programs.add_missing(heard)
             if self._first_pass is not None:
-                self._first_pass.make(self._short(), heard)
+                self._first_pass.make(self._short, heard)
             self._wake()
             self._programs.add_better(heard)
             if self._first_pass is not None:

@@ -49,10 +49,10 @@ class FirstPass:
         """Whether prompts under the policy have a first pass: whether they are looked at by tokens that it drafts."""
         return policy.prefill is not None and policy.prefill.observe.drafts
 
-    def make(self, short: Asked, wanted: Callable[[], bool]) -> None:
-        """Compile what prompts wait for, as long as it is `wanted`; `short` is any prompt of one block."""
+    def make(self, short: Callable[[], Asked], wanted: Callable[[], bool]) -> None:
+        """Compile what prompts wait for, as long as it is `wanted`; `short` gives any prompt of one block."""
         if self._row is None and wanted():
-            self._row = self._programs.make(self._asked(short))
+            self._row = self._programs.make(self._asked(short()))
         self._programs.add_missing(wanted)
 
     def add_better(self, wanted: Callable[[], bool]) -> None:

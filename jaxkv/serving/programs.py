@@ -237,8 +237,8 @@ class Programs:
 
     def _first(self, layers: Layers, asked: Asked) -> tuple[Any, ...] | None:
         """The program of a first block: the one of the smallest size that is made, if any."""
-        sizes = self._static.shapes.firsts(asked.look, asked.prefix is not None)
-        keys = (("first", _shape(layers), size, asked.look) for size in sizes if size >= asked.blocks.first)
+        sizes, of_layers = self._static.shapes.firsts(asked.look, asked.prefix is not None), _shape(layers)
+        keys = (("first", of_layers, size, asked.look) for size in sizes if size >= asked.blocks.first)
         return next((key for key in keys if key in self._made), None)
 
     def begin(self, asked: Asked, passed: Passed, number: int) -> tuple[Rows, Told]:
