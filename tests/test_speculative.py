@@ -34,13 +34,18 @@ from jaxkv.speculative.method import Start
 from jaxkv.speculative.rounds import speculate
 from jaxkv.speculative.tree import ABSENT, Shape, Tree, chain, lineage, placed, pruned, sees, walk
 from jaxkv.speculative.verify import follows
-from jaxkv.store import EMPTY, Entries, KVCache, Slots
+from jaxkv.store import EMPTY, KVCache, Slots
 from jaxkv.store import slots as stores
 from jaxkv.store.codecs import Codecs
 
 FAMILY = "llama3"
 SHOWN = ["full", "longflow", "streaming-llm", "streaming-llm/text", "dapq", "dapq-longflow"]
 FLAGSHIP = "dapq-longflow"  # most tests run this one alone, so that they share compiled programs
+CODED = "laq-h2o-int4"
+IN_CODES = {
+    "int4": {"keys": {"kind": "int", "bits": 4}, "values": {"kind": "int", "bits": 4}},
+    "fp8-keys": {"keys": {"kind": "fp8"}},
+}
 
 
 def slow(*values):
@@ -49,9 +54,11 @@ def slow(*values):
 
 
 def policy(name: str, budget: int = 24, **options):
-    """The named policy at test size; "name/text" is the one with positions in the text."""
+    """The named policy at test size; "name/text" is the one with positions in the text, "name+int4" with such codes."""
+    name, _, codes = name.partition("+")
     name, _, rope = name.partition("/")
     options = {**SMALL.get(name, {}), **({"rope": rope} if rope else {}), **options}
+    options |= {"store": IN_CODES[codes]} if codes else {}
     return jaxkv.policy(name, **({} if name == "full" else {"budget": budget}), **options)
 
 
@@ -79,15 +86,19 @@ def assert_same_cache(plain, fast):
         assert np.array_equal(one.positions, other.positions)
         assert np.array_equal(one.next_slot, other.next_slot)
         live = np.asarray(one.positions) >= 0
-        pairs = [(one.keys, other.keys), (one.values, other.values)]
-        pairs += [(one.stats[name], other.stats[name]) for name in one.stats]
-        for mine, theirs in pairs:
-            np.testing.assert_allclose(np.asarray(mine)[live], np.asarray(theirs)[live], atol=1e-3)
+        for name in one.stats:
+            np.testing.assert_allclose(
+                np.asarray(one.stats[name])[live], np.asarray(other.stats[name])[live], atol=1e-3
+            )
+        for name, mine, theirs in (("keys", one.keys, other.keys), ("values", one.values, other.values)):
+            near = np.isclose(np.asarray(mine)[live], np.asarray(theirs)[live], atol=1e-3)
+            least = 1.0 if getattr(one.codecs, name).plain else 0.998  # rounding moves a number to the next code
+            assert near.mean() >= least, f"{name}: {near.mean():.4%} alike"
 
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize(
-    "name", ["full", FLAGSHIP, *map(slow, ["longflow", "streaming-llm", "streaming-llm/text", "dapq", "h2o"])]
+    "name", ["full", FLAGSHIP, CODED, *map(slow, ["longflow", "streaming-llm", "streaming-llm/text", "dapq", "h2o"])]
 )
 def test_greedy_equals_plain_decoding(tiny, name):
     """128 tokens of a batch whose rows accept different lengths; AASD drafts siblings everywhere, so that all occur."""
@@ -270,10 +281,12 @@ def assert_paths_come_one_by_one(chosen, spec, shape, tree, seed):
     step, whole, written = programs(chosen, spec, shape)
     slots = chosen.budget if chosen.decode else spec.window or 48  # without eviction room for all that is added
     limits = jnp.asarray(rng.integers(min(10, slots), slots + 1, ROWS).astype(np.int32))
-    layer, lengths = stores.empty(ROWS, 2, slots, 8, jnp.float32, chosen.stats), rng.integers(0, 41, ROWS)
+    layer = stores.empty(ROWS, 2, slots, 8, jnp.float32, chosen.stats, chosen.store)
+    lengths = rng.integers(0, 41, ROWS)
     for at in range(int(lengths.max())):
         position = jnp.asarray(np.where(at < lengths, at, EMPTY).astype(np.int32))
         layer = step(layer, limits, position, *drawn(rng, ROWS, 1))[1]
+    layer = layer.fitted({}, looks=False)
     first = jnp.asarray(np.where(rows < ROWS - 1, lengths, EMPTY).astype(np.int32))
     given = drawn(rng, ROWS, shape.nodes)
     context, spot, branches = whole(layer, limits, first, tree, *given)
@@ -294,10 +307,7 @@ def assert_paths_come_one_by_one(chosen, spec, shape, tree, seed):
 def _each_after(steps: list[Slots], node: np.ndarray) -> Slots:
     """Each row's layer as it was after its node."""
     rows = np.arange(len(node))
-    pick = lambda of: jnp.asarray(np.stack([np.asarray(of(one)) for one in steps])[node, rows])  # noqa: E731
-    parts = {name: pick(lambda one, name=name: getattr(one, name)) for name in ("keys", "values", "positions")}
-    stats = {name: pick(lambda one, name=name: one.stats[name]) for name in steps[0].stats}
-    return Slots(Entries(**parts, stats=stats), pick(lambda one: one.next_slot))
+    return jax.tree.map(lambda *each: jnp.asarray(np.stack(list(map(np.asarray, each)))[node, rows]), *steps)
 
 
 def assert_same_layer(plain, fast, rows):
@@ -305,15 +315,15 @@ def assert_same_layer(plain, fast, rows):
     assert np.array_equal(np.asarray(plain.positions)[rows], np.asarray(fast.positions)[rows])
     assert np.array_equal(np.asarray(plain.next_slot)[rows], np.asarray(fast.next_slot)[rows])
     live = (np.asarray(plain.positions) >= 0) & rows[:, None, None]
-    pairs = [(plain.keys, fast.keys), (plain.values, fast.values)]
+    pairs = list(zip(*(jax.tree.leaves((x.entries.keys, x.entries.values)) for x in (plain, fast)), strict=True))
     for mine, theirs in [*pairs, *((plain.stats[name], fast.stats[name]) for name in plain.stats)]:
         np.testing.assert_allclose(np.asarray(mine)[live], np.asarray(theirs)[live], atol=1e-5)
 
 
 LAYERS = [
-    *[(name, SPEC) for name in ("full", "streaming-llm", "h2o", FLAGSHIP)],
+    *[(name, SPEC) for name in ("full", "streaming-llm", "h2o", FLAGSHIP, CODED, "full+int4")],
     ("full", SLIDING),
-    *[slow(name, SPEC) for name in ("longflow", "streaming-llm/text", "dapq", "knorm")],
+    *[slow(name, SPEC) for name in ("longflow", "streaming-llm/text", "dapq", "knorm", "streaming-llm+fp8-keys")],
     slow("tova", SLIDING),
 ]
 
@@ -818,5 +828,5 @@ def test_every_policy_speculates_or_says_why_not():
     beside |= {"arkv", "mikv", "tiered-h2o", "tiered-laq", "zipcache"}
     growing = {name for name, known in catalogue().items() if known.decode and known.decode.score.grows}
     merging = {name for name, known in catalogue().items() if known.decode and known.decode.evicted.moves}
-    coded = {name for name, known in catalogue().items() if known.store != Codecs()}
+    coded = {name for name, known in catalogue().items() if known.store != Codecs()} - {CODED, "kv-heads"}
     assert refused == slow | bent | pooled | measured | beside | growing | merging | coded and bent and coded

@@ -5,6 +5,7 @@ tokens evicted. The cache itself is only read; `commit` writes the accepted node
 """
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,9 @@ from jaxkv.models.rope import rotate
 from jaxkv.policies.needs import learned_names
 from jaxkv.policies.policy import Policy
 from jaxkv.speculative.tree import Placed
-from jaxkv.store import KVCache, Slots
+from jaxkv.store import Entries, KVCache, Slots
 from jaxkv.store.entries import ranks
+from jaxkv.store.fit import FIT
 from pallas_kernels.decode_attend_score.reference import GROUP
 from pallas_kernels.decode_attend_score.victim import alive, linear, over_heads, protected, victim
 from pallas_kernels.masking import biased, filled, masked_softmax, soft_cap, visible
@@ -34,11 +36,12 @@ DEEPEST = 512  # more layers than a model has
 class Branches:
     """What each node of the tree would write: its key, value and own statistics, into which slot; the slot after it.
 
-    `stats` holds the statistics of all slots after the node, for those that change with every observation.
+    Keys and values are as they lie in a slot, `[B, Hk, N, ...]`. `stats` holds the statistics of all slots after the
+    node, for those that change with every observation.
     """
 
-    keys: Float[Array, "B Hk N D"]
-    values: Float[Array, "B Hk N D"]
+    keys: Any
+    values: Any
     slots: Int[Array, "B Hk N"]
     next_slots: Int[Array, "B Hk N"]
     entered: dict[str, Float[Array, "B Hk N"]]
@@ -55,12 +58,19 @@ def check(policy: Policy, cache: KVCache | None = None) -> None:
         )
     attended = any(phase.evicted.attended for phase in policy.phases)
     rules = attended or (policy.decode is not None and policy.decode.evicted.acts)  # a prompt's may have merged
-    idle = set() if policy.prefill is None else {policy.prefill.evicted.state}
+    idle = {FIT} if policy.prefill is None else {FIT, policy.prefill.evicted.state}
     whole = all(policy.read.everything(layer) for layer in range(DEEPEST))
-    if rules or not whole or not policy.store.plain or any(set(store.beside) - idle for store in stores):
+    if rules or not whole or any(set(store.beside) - idle for store in stores):
         raise BadValue(
-            f"policy {policy.name!r} with speculative=: a tree of drafts reads plain slots alone so far; expected "
-            "evicted kind 'drop' while decoding, read kind 'all' and plain keys and values, or leave speculative= out"
+            f"policy {policy.name!r} with speculative=: a tree of drafts reads the slots alone so far; expected "
+            "evicted kind 'drop' while decoding and read kind 'all', or leave speculative= out"
+        )
+    codecs = policy.store
+    if not codecs.apart or codecs.pairs or codecs.residual or codecs.initial:
+        raise BadValue(
+            f"policy {policy.name!r} with speculative=: drafts read keys and values that every slot of every layer "
+            "codes for itself; expected no tokens in full precision beside their codes and a codec with a scale per "
+            "token, such as {'kind': 'int', 'bits': 4}, or leave speculative= out"
         )
     if policy.decode is not None and policy.decode.every > 1:
         raise BadValue(
@@ -110,19 +120,49 @@ def tree_layer(
     entered = policy.enter(key, value, positions=tree.positions, prompt=False)
     if policy.rope == "text":
         query, key = (rotate(x, tree.positions[:, None], spec.rope) for x in (query, key))
+    keys, values = Nodes.of(state.cache, "keys", key), Nodes.of(state.cache, "values", value)
     if policy.decode is None and policy.rope == "text":
-        context, branches = _at_once(tree, spec, query, key, value, state.cache, implementation)
+        context, branches = _at_once(tree, spec, query, keys, values, state.cache, implementation)
     else:
-        context, branches = _by_depth(policy, tree, spec, query, key, value, entered, state)
+        context, branches = _by_depth(policy, tree, spec, query, keys, values, entered, state)
     return jnp.swapaxes(context, 1, 2), dataclasses.replace(branches, entered=entered)
+
+
+class Nodes(NamedTuple):
+    """The keys or the values of all nodes: as each attends to its `own`, as their children `read` them, and the `code`
+    that would lie in a slot. All are one where slots hold them as the model makes them."""
+
+    own: Float[Array, "B Hk N D"]
+    read: Float[Array, "B Hk N D"]
+    code: Any
+
+    @classmethod
+    def of(cls, layer: Slots, name: str, x: Float[Array, "B Hk N D"]) -> "Nodes":
+        """What the layer's codec makes of the "keys" or "values"."""
+        codec = layer.codec(name)
+        code = codec.encode(x)
+        return cls(x, x if codec.plain else codec.decode(code).astype(x.dtype), code)
+
+    @property
+    def coded(self) -> bool:
+        """Whether a node is read by those below it as something else than it was."""
+        return self.read is not self.own
+
+    def along(self, paths: Int[Array, "B *n levels"], node: Int[Array, "*n"]) -> Float[Array, "B Hk *n levels D"]:
+        """What each node attends to of its path, which ends with itself."""
+        of_rows = jax.vmap(lambda x, index: x[:, index])
+        read = of_rows(self.read, paths)
+        if not self.coded:
+            return read
+        return jnp.where((paths == node[..., None])[:, None, ..., None], of_rows(self.own, paths), read)
 
 
 def _at_once(
     tree: Placed,
     spec: AttentionSpec,
     query: Float[Array, "B Hq N D"],
-    key: Float[Array, "B Hk N D"],
-    value: Float[Array, "B Hk N D"],
+    keys: Nodes,
+    values: Nodes,
     layer: Slots,
     implementation: str | None,
 ) -> tuple[Float[Array, "B Hq N D"], Branches]:
@@ -134,8 +174,13 @@ def _at_once(
         query, layer.keys, layer.values, positions, layer.positions, window=spec.window, with_lse=True,
         bias=layer.entries.bias, implementation=implementation, **softmax,
     )  # fmt: skip
-    own = tree.looks[:, None] & visible(positions[:, None], positions[:, None], spec.window)
-    context = merge(Partial(*held), attend_few(query, key, value, own, **softmax)).output
+    looks = tree.looks[:, None] & visible(positions[:, None], positions[:, None], spec.window)
+    own = (keys.read, values.read, looks)
+    if keys.coded or values.coded:
+        itself = jnp.eye(tree.shape.nodes, dtype=bool)
+        seen = jnp.concatenate([looks & ~itself, looks & itself], axis=-1)
+        own = (*(jnp.concatenate([x.read, x.own], axis=2) for x in (keys, values)), seen)
+    context = merge(Partial(*held), attend_few(query, *own, **softmax)).output
 
     def step(carry, depth):
         held, slot = carry
@@ -147,7 +192,7 @@ def _at_once(
     start = (layer.positions, layer.next_slot)
     _, (slot, after) = lax.scan(step, start, jnp.arange(tree.shape.depth + 1, dtype=jnp.int32))
     slot, after = (jnp.moveaxis(x, 0, -1)[:, :, tree.shape.depths] for x in (slot, after))
-    return context, Branches(key, value, slot, after, {}, {})
+    return context, Branches(keys.code, values.code, slot, after, {}, {})
 
 
 def _by_depth(
@@ -155,8 +200,8 @@ def _by_depth(
     tree: Placed,
     spec: AttentionSpec,
     query: Float[Array, "B Hq N D"],
-    key: Float[Array, "B Hk N D"],
-    value: Float[Array, "B Hk N D"],
+    keys: Nodes,
+    values: Nodes,
     entered: dict[str, Float[Array, "B Hk N"]],
     state: LayerIn,
 ) -> tuple[Float[Array, "B Hq N D"], Branches]:
@@ -186,14 +231,17 @@ def _by_depth(
         x = jnp.take(x, grid, axis=axis)
         return jnp.moveaxis(x, (axis, 0, axis + 1), (0, 1, 2))
 
-    of_rows = jax.vmap(lambda x, index: x[:, index])  # along the nodes of every row
+    held_keys, held_values = layer.keys, layer.values
     if policy.rope == "text":
-        base = _held_logits(rows, layer, spec).reshape(batch, kv_heads, group, nodes, slots)
-        own = _logits(rows, key, spec).reshape(batch, kv_heads, group, nodes, nodes)
+        base = _held_logits(rows, held_keys, layer, spec).reshape(batch, kv_heads, group, nodes, slots)
+        among = lambda x: _logits(rows, x, spec).reshape(batch, kv_heads, group, nodes, nodes)  # noqa: E731
+        own = among(keys.read)
+        if keys.coded:
+            own = jnp.where(jnp.eye(nodes, dtype=bool), among(keys.own), own)
         own = jnp.take_along_axis(own, jnp.maximum(paths, 0)[:, None, None], axis=-1)
         turning = {"base": by_level(base), "own": by_level(own)}
     else:
-        along = jnp.moveaxis(of_rows(key, grid_paths), (2, 0, 3), (0, 1, 2))  # [levels, B, W, Hk, levels, D]
+        along = jnp.moveaxis(keys.along(grid_paths, grid), (2, 0, 3), (0, 1, 2))  # [levels, B, W, Hk, levels, D]
         turning = {"query": by_level(query.reshape(batch, kv_heads, group, nodes, dim)), "keys": along}
 
     phase = policy.decode
@@ -214,7 +262,7 @@ def _by_depth(
         if policy.rope == "text":
             logits, own = given["base"], given["own"]
         else:
-            logits, own = _turned(spec, layer, given, held, homes, fold, split)
+            logits, own = _turned(spec, layer, held_keys, given, held, homes, fold, split)
         for number in range(levels):
             logits = jnp.where((owner == number)[..., None, :], own[..., number, None], logits)
         seen = visible(at[..., None, None], held, spec.window)  # [B, W, Hk, 1, C]
@@ -256,14 +304,16 @@ def _by_depth(
     place = [(int(depth), node - shape.first(int(depth))) for node, depth in enumerate(shape.depths)]
     depths, columns = (jnp.asarray(side) for side in zip(*place, strict=True))
     by_node = lambda x: jnp.moveaxis(x[depths, :, columns], 0, -2)  # noqa: E731  [levels, B, W, ..., X] -> [B, ..., N, X]
-    weights = by_node(weights).astype(value.dtype).reshape(batch, kv_heads, group * nodes, slots)
-    context = _mixed(weights, filled(layer.values, layer.positions)).reshape(batch, kv_heads, group, nodes, dim)
-    of_path = by_node(of_path).astype(value.dtype)
-    path_values = of_rows(value, jnp.maximum(paths, 0))
+    dtype = values.own.dtype
+    weights = by_node(weights).astype(dtype).reshape(batch, kv_heads, group * nodes, slots)
+    context = _mixed(weights, filled(held_values, layer.positions)).reshape(batch, kv_heads, group, nodes, dim)
+    of_path = by_node(of_path).astype(dtype)
+    path_values = values.along(jnp.maximum(paths, 0), jnp.arange(nodes))
     context = context + jnp.einsum("bhgnl,bhnld->bhgnd", of_path, path_values, preferred_element_type=jnp.float32)
     slot, after = (by_node(x[..., None])[..., 0] for x in (slot, after))
     context = context.astype(query.dtype).reshape(batch, heads, nodes, dim)
-    return context, Branches(key, value, slot, after, {}, {name: by_node(stat) for name, stat in stats.items()})
+    stats = {name: by_node(stat) for name, stat in stats.items()}
+    return context, Branches(keys.code, values.code, slot, after, {}, stats)
 
 
 def _of_parent(carry, parent: Int[Array, "B W"]):
@@ -282,22 +332,24 @@ def _of_parent(carry, parent: Int[Array, "B W"]):
     return jax.tree.map(chosen, carry)
 
 
-def _turned(spec: AttentionSpec, layer: Slots, given: dict, held, homes, fold, split):
+def _turned(spec: AttentionSpec, layer: Slots, keys: Array, given: dict, held, homes, fold, split):
     """The logits of cache and path, query and keys turned to their places in the cache as this depth finds it."""
     place = split(ranks(fold(held)))  # [B, W, Hk, C]
     of_path = jnp.take_along_axis(place, jnp.maximum(homes, 0), axis=-1)
     newest = jnp.max(jnp.where(homes >= 0, of_path, 0), axis=-1)
     query = rotate(given["query"], newest[..., None], spec.rope)
-    keys = rotate(jnp.broadcast_to(layer.keys[:, None], (*place.shape, layer.keys.shape[-1])), place, spec.rope)
+    keys = rotate(jnp.broadcast_to(keys[:, None], (*place.shape, keys.shape[-1])), place, spec.rope)
     own = rotate(given["keys"], of_path, spec.rope)
     bias = None if layer.entries.bias is None else layer.entries.bias[:, None, :, None]
     return biased(_logits(query, keys, spec), bias), _logits(query, own, spec)
 
 
-def _held_logits(rows: Float[Array, "B Hk Q D"], layer: Slots, spec: AttentionSpec) -> Float[Array, "B Hk Q C"]:
+def _held_logits(
+    rows: Float[Array, "B Hk Q D"], keys: Float[Array, "B Hk C D"], layer: Slots, spec: AttentionSpec
+) -> Float[Array, "B Hk Q C"]:
     """Of the entries held, each with the logarithm of what it stands for."""
     bias = layer.entries.bias
-    return biased(_logits(rows, layer.keys, spec), None if bias is None else bias[:, :, None])
+    return biased(_logits(rows, keys, spec), None if bias is None else bias[:, :, None])
 
 
 def _logits(query: Float[Array, "*B Q D"], keys: Float[Array, "*B S D"], spec: AttentionSpec):
@@ -342,13 +394,11 @@ def commit(
         else:
             stats[name] = stat.at[at].set(take(branches.entered[name]), mode="drop")
     after = jnp.take_along_axis(branches.next_slots, last, axis=2)[..., 0]
-    grown = layer.changed(
-        keys=layer.keys.at[at].set(take(branches.keys), mode="drop"),
-        values=layer.values.at[at].set(take(branches.values), mode="drop"),
-        positions=layer.positions.at[at].set(positions, mode="drop"),
-        stats=stats,
+    old = layer.entries
+    put = lambda held, new: held.at[at].set(new, mode="drop")  # noqa: E731
+    keys, values = jax.tree.map(
+        lambda held, new: put(held, take(new)), (old.keys, old.values), (branches.keys, branches.values)
     )
-    weight = layer.entries.weight
-    if weight is not None:
-        grown = grown.changed(weight=weight.at[at].set(1.0, mode="drop"))
-    return grown.aimed(after, some)
+    weight = None if old.weight is None else put(old.weight, 1.0)
+    entries = Entries(keys, values, put(old.positions, positions), stats, weight)
+    return layer.replaced(entries=entries).aimed(after, some)

@@ -82,6 +82,15 @@ def test_arrivals_and_cancels_in_any_order(engine, known, actions):
     in_any_order(engine, known, actions)
 
 
+@pytest.mark.long
+def test_rows_in_codes_behind_a_first_pass_draft_as_well(params):
+    policy = sized("laq-h2o-int4")
+    small = Engine(params, policy, speculative=WIDE, rows=2, longest=140, max_new_tokens=20, steps=4, queue=12)
+    known = [(prompt, asked, alone(params, policy, prompt, **asked)) for prompt, asked in requests(4)]
+    assert [answer.tokens for answer in arriving(small, known)] == [tokens for _, _, tokens in known]
+    assert small.speculation is not None and small.speculation.acceptance_length > 1.05
+
+
 def test_stop_strings_and_samples(engine, params):
     prompt, asked = ids(20, 4), {"max_new_tokens": 18, "stop_tokens": ()}
     whole = jaxkv.generate(params, prompt, policy=engine.policy, **asked)
