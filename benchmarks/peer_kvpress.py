@@ -13,7 +13,8 @@ answers requests: {"press": ..., "kept": n or null, "context": [ids], "rest": [i
 What is compared: most presses compress a prompt once and add every later token, so their caches grow by the answer,
 where our decode phases hold the budget. "SnapKVPress then KnormPress" is kvpress' PrefillDecodingPress: the first cuts
 the prompt, the second the cache back to as many tokens after every `--every` new ones. kvpress is asked one prompt at a
-time, as it is built for; its speed is not recorded.
+time, as it is built for; its speed is not recorded. A press only changes what a prompt leaves behind, so one prefill of
+a prompt serves all presses that are no more than a hook behind each layer's attention.
 """
 
 import argparse
@@ -94,10 +95,10 @@ def ask(options: argparse.Namespace) -> None:
     columns = [(press, *size) for press in presses(settings, options.presses) for size in sizes if press != "none"]
     columns.insert(0, ("none", None, None))
     rows = [(mode, example) for mode in settings.modes for example in examples]
-    for number, (press, budget, ratio) in enumerate(columns):
-        size = "" if budget is None and ratio is None else budget if ratio is None else ratio
-        print(f"[{number}/{len(columns)}] {press} {size}", file=sys.stderr, flush=True)
-        for mode, example in rows:
+    for number, (mode, example) in enumerate(rows):
+        print(f"[{number}/{len(rows)}] {example.task}, {mode}", file=sys.stderr, flush=True)
+        for press, budget, ratio in columns:
+            size = "" if budget is None and ratio is None else budget if ratio is None else ratio
             records = []
             for at, question in enumerate(example.questions):
                 name = f"kvpress|{press}|{size}|{mode}|{example.digest}-{at}"
@@ -195,13 +196,14 @@ def begin(model: Path, threads: int) -> tuple[dict[str, Any], Callable]:
 
     torch.set_grad_enabled(False)
     running: list[Iterator[dict[str, Any]]] = []
+    read: dict[tuple[int, ...], Prefill] = {}  # of the last prompt
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         try:
             if "more" not in request:
                 while running:
                     running.pop().close()  # type: ignore[attr-defined]
-                running.append(_answer(model_for(request["press"]), request))
+                running.append(_answer(model_for(request["press"]), request, read))
             return next(running[0])
         except AssertionError as error:  # a press that needs a longer prompt or a larger budget
             return {"error": f"{request['press']} at {request['kept']}: {error or 'refused'}"}
@@ -226,23 +228,74 @@ def _press(name: str, kept: int, tokens: int, every: int) -> Any:
     return getattr(kvpress, outer)(press) if inner else press
 
 
-def _answer(model: Any, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Compress, then decode greedily, `PIECE` tokens at a time."""
+class Prefill:
+    """A prompt read without a press: its last logits, and what each layer's attention was called with and left."""
+
+    def __init__(self, model: Any, ids: list[int]):
+        import torch
+        from transformers import DynamicCache
+
+        self._calls: list[tuple[Any, dict[str, Any], Any]] = []
+
+        def noted(module: Any, _: Any, given: dict[str, Any], output: Any) -> None:
+            self._calls.append((module, given, output[1:]))
+
+        hooks = [layer.self_attn.register_forward_hook(noted, with_kwargs=True) for layer in model.model.layers]
+        self._cache = DynamicCache()
+        try:
+            self.out = model(torch.tensor([ids]), past_key_values=self._cache, logits_to_keep=1)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def pressed(self, model: Any, press: Any) -> Any:
+        """The cache that a press makes of it (None: all of it)."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        if press is not None:
+            press.post_init_from_model(model)
+        for number, (module, given, output) in enumerate(self._calls):
+            module.masked_key_indices, module.rotary_emb = None, model.model.rotary_emb
+            layer = self._cache.layers[number]
+            cache.update(layer.keys, layer.values, number)
+            if press is not None:
+                press.forward_hook(module, [], {**given, "past_key_values": cache}, (None, *output))
+        return cache
+
+
+def _answer(
+    model: Any, request: dict[str, Any], read: dict[tuple[int, ...], Prefill] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Compress, then decode greedily, `PIECE` tokens at a time. `read` keeps the prefill of the last prompt, where the
+    press is such that it serves it."""
     import contextlib
 
+    import kvpress
     import torch
     from transformers import DynamicCache
 
     context, rest = request["context"], request["rest"]
     first, second = (context + rest, []) if request["compress"] == "all" else (context, rest)
     kept, of_prompt, of_all = request["kept"], contextlib.nullcontext(), contextlib.nullcontext()
+    press = None
     if kept is not None and kept < len(first):
-        pressed = _press(request["press"], kept, len(first), request.get("every", 1))(model)
+        press = _press(request["press"], kept, len(first), request.get("every", 1))
+    hooks_alone = press is None or type(press).__call__ is kvpress.BasePress.__call__
+    shared = read is not None and hooks_alone and request["press"] not in EAGER
+    if press is not None and not shared:
+        pressed = press(model)
         of_prompt, of_all = (of_prompt, pressed) if THEN in request["press"] else (pressed, of_all)
-    cache = DynamicCache()
     with of_all:
-        with of_prompt:
-            out = model(torch.tensor([first]), past_key_values=cache, logits_to_keep=1)
+        if shared:
+            if tuple(first) not in read:
+                read.clear()
+                read[tuple(first)] = Prefill(model, first)
+            out, cache = read[tuple(first)].out, read[tuple(first)].pressed(model, press)
+        else:
+            cache = DynamicCache()
+            with of_prompt:
+                out = model(torch.tensor([first]), past_key_values=cache, logits_to_keep=1)
         held = [layer.keys.shape[2] for layer in cache.layers]
         place = len(first)
         if second:
