@@ -192,6 +192,9 @@ def begin(model: Path, threads: int) -> tuple[dict[str, Any], Callable]:
             loaded[how] = transformers.AutoModelForCausalLM.from_pretrained(
                 **where, dtype=torch.float32, attn_implementation=how
             ).eval()
+            config = loaded[how].config
+            if getattr(config, "head_dim", None) is None:  # Qwen2 has none, and CriticalAdaKVPress asks for it
+                config.head_dim = config.hidden_size // config.num_attention_heads
         return loaded[how]
 
     torch.set_grad_enabled(False)

@@ -36,15 +36,16 @@ from jaxkv.speculative.tree import ABSENT, Shape, Tree, chain, lineage, placed, 
 from jaxkv.speculative.verify import follows
 from jaxkv.store import EMPTY, KVCache, Slots
 from jaxkv.store import slots as stores
-from jaxkv.store.codecs import Codecs
 
 FAMILY = "llama3"
 SHOWN = ["full", "longflow", "streaming-llm", "streaming-llm/text", "dapq", "dapq-longflow"]
 FLAGSHIP = "dapq-longflow"  # most tests run this one alone, so that they share compiled programs
 CODED = "laq-h2o-int4"
+LOW = ["kv-adaquant", "rotatekv", "think", "leank", "cskv", "mustafar", "qpruning"]  # some tokens in full precision
 IN_CODES = {
     "int4": {"keys": {"kind": "int", "bits": 4}, "values": {"kind": "int", "bits": 4}},
     "fp8-keys": {"keys": {"kind": "fp8"}},
+    "windows": {"keys": {"kind": "int", "bits": 4}, "values": {"kind": "int", "bits": 4}, "residual": 3, "initial": 2},
 }
 
 
@@ -59,7 +60,7 @@ def policy(name: str, budget: int = 24, **options):
     name, _, rope = name.partition("/")
     options = {**SMALL.get(name, {}), **({"rope": rope} if rope else {}), **options}
     options |= {"store": IN_CODES[codes]} if codes else {}
-    return jaxkv.policy(name, **({} if name == "full" else {"budget": budget}), **options)
+    return jaxkv.policy(name, **({"budget": budget} if catalogue()[name].evicts else {}), **options)
 
 
 def ids(length: int, seed: int = 0) -> np.ndarray:
@@ -98,7 +99,8 @@ def assert_same_cache(plain, fast):
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize(
-    "name", ["full", FLAGSHIP, CODED, *map(slow, ["longflow", "streaming-llm", "streaming-llm/text", "dapq", "h2o"])]
+    "name",
+    ["full", FLAGSHIP, CODED, *map(slow, ["longflow", "streaming-llm", "streaming-llm/text", "dapq", "h2o", *LOW])],
 )
 def test_greedy_equals_plain_decoding(tiny, name):
     """128 tokens of a batch whose rows accept different lengths; AASD drafts siblings everywhere, so that all occur."""
@@ -281,7 +283,8 @@ def assert_paths_come_one_by_one(chosen, spec, shape, tree, seed):
     step, whole, written = programs(chosen, spec, shape)
     slots = chosen.budget if chosen.decode else spec.window or 48  # without eviction room for all that is added
     limits = jnp.asarray(rng.integers(min(10, slots), slots + 1, ROWS).astype(np.int32))
-    layer = stores.empty(ROWS, 2, slots, 8, jnp.float32, chosen.stats, chosen.store)
+    beside = chosen.store.beside(ROWS, 2, 8, jnp.float32)
+    layer = stores.empty(ROWS, 2, slots, 8, jnp.float32, chosen.stats, chosen.store, beside)
     lengths = rng.integers(0, 41, ROWS)
     for at in range(int(lengths.max())):
         position = jnp.asarray(np.where(at < lengths, at, EMPTY).astype(np.int32))
@@ -316,14 +319,18 @@ def assert_same_layer(plain, fast, rows):
     assert np.array_equal(np.asarray(plain.next_slot)[rows], np.asarray(fast.next_slot)[rows])
     live = (np.asarray(plain.positions) >= 0) & rows[:, None, None]
     pairs = list(zip(*(jax.tree.leaves((x.entries.keys, x.entries.values)) for x in (plain, fast)), strict=True))
+    for name, state in plain.beside.items():
+        for mine, theirs in zip(*(jax.tree.leaves(x) for x in (state, fast.beside[name])), strict=True):
+            np.testing.assert_allclose(np.asarray(mine)[rows], np.asarray(theirs)[rows], atol=1e-5)
     for mine, theirs in [*pairs, *((plain.stats[name], fast.stats[name]) for name in plain.stats)]:
         np.testing.assert_allclose(np.asarray(mine)[live], np.asarray(theirs)[live], atol=1e-5)
 
 
 LAYERS = [
-    *[(name, SPEC) for name in ("full", "streaming-llm", "h2o", FLAGSHIP, CODED, "full+int4")],
+    *[(name, SPEC) for name in ("full", "streaming-llm", "h2o", FLAGSHIP, CODED, "full+int4", "h2o+windows")],
     ("full", SLIDING),
     *[slow(name, SPEC) for name in ("longflow", "streaming-llm/text", "dapq", "knorm", "streaming-llm+fp8-keys")],
+    *[slow(name, SPEC) for name in ("full+windows", "streaming-llm+windows")],
     slow("tova", SLIDING),
 ]
 
@@ -825,8 +832,8 @@ def test_every_policy_speculates_or_says_why_not():
     pooled = {name for name, known in catalogue().items() if known.allocate.pooled}
     measured = {"q-filters"}  # what was measured on the model scores every token that enters
     beside = {"quest", "subgen", "zsmerge"}  # a tree knows no pages, sketch, residual slot; nor a second tier
-    beside |= {"arkv", "mikv", "tiered-h2o", "tiered-laq", "zipcache"}
+    beside |= {"arkv", "mikv", "tiered-h2o", "tiered-laq", "zipcache", "qaq"}
     growing = {name for name, known in catalogue().items() if known.decode and known.decode.score.grows}
     merging = {name for name, known in catalogue().items() if known.decode and known.decode.evicted.moves}
-    coded = {name for name, known in catalogue().items() if known.store != Codecs()} - {CODED, "kv-heads"}
+    coded = {name for name, known in catalogue().items() if not known.store.apart or known.store.pairs}
     assert refused == slow | bent | pooled | measured | beside | growing | merging | coded and bent and coded

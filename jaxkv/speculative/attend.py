@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.attend import LayerIn
 from jaxkv.errors import BadValue
@@ -19,9 +19,11 @@ from jaxkv.models.rope import rotate
 from jaxkv.policies.needs import learned_names
 from jaxkv.policies.policy import Policy
 from jaxkv.speculative.tree import Placed
-from jaxkv.store import Entries, KVCache, Slots
+from jaxkv.store import EMPTY, Entries, KVCache, Slots
+from jaxkv.store.codecs import Codecs
 from jaxkv.store.entries import ranks
 from jaxkv.store.fit import FIT
+from jaxkv.store.window import WINDOWS
 from pallas_kernels.decode_attend_score.reference import GROUP
 from pallas_kernels.decode_attend_score.victim import alive, linear, over_heads, protected, victim
 from pallas_kernels.masking import biased, filled, masked_softmax, soft_cap, visible
@@ -36,12 +38,13 @@ DEEPEST = 512  # more layers than a model has
 class Branches:
     """What each node of the tree would write: its key, value and own statistics, into which slot; the slot after it.
 
-    Keys and values are as they lie in a slot, `[B, Hk, N, ...]`. `stats` holds the statistics of all slots after the
-    node, for those that change with every observation.
+    Keys and values are as they lie in a slot, `[B, Hk, N, ...]`; as `exact` they are as the model made them, where some
+    are read so. `stats` holds the statistics of all slots after the node, for those that change with every observation.
     """
 
     keys: Any
     values: Any
+    exact: tuple[Float[Array, "B Hk N D"], ...]
     slots: Int[Array, "B Hk N"]
     next_slots: Int[Array, "B Hk N"]
     entered: dict[str, Float[Array, "B Hk N"]]
@@ -58,19 +61,18 @@ def check(policy: Policy, cache: KVCache | None = None) -> None:
         )
     attended = any(phase.evicted.attended for phase in policy.phases)
     rules = attended or (policy.decode is not None and policy.decode.evicted.acts)  # a prompt's may have merged
-    idle = {FIT} if policy.prefill is None else {FIT, policy.prefill.evicted.state}
+    idle = {FIT, *WINDOWS} if policy.prefill is None else {FIT, *WINDOWS, policy.prefill.evicted.state}
     whole = all(policy.read.everything(layer) for layer in range(DEEPEST))
     if rules or not whole or any(set(store.beside) - idle for store in stores):
         raise BadValue(
             f"policy {policy.name!r} with speculative=: a tree of drafts reads the slots alone so far; expected "
             "evicted kind 'drop' while decoding and read kind 'all', or leave speculative= out"
         )
-    codecs = policy.store
-    if not codecs.apart or codecs.pairs or codecs.residual or codecs.initial:
+    if not policy.store.apart or policy.store.pairs:
         raise BadValue(
             f"policy {policy.name!r} with speculative=: drafts read keys and values that every slot of every layer "
-            "codes for itself; expected no tokens in full precision beside their codes and a codec with a scale per "
-            "token, such as {'kind': 'int', 'bits': 4}, or leave speculative= out"
+            "codes for itself; expected a codec with a scale per token, such as {'kind': 'int', 'bits': 4}, or leave "
+            "speculative= out"
         )
     if policy.decode is not None and policy.decode.every > 1:
         raise BadValue(
@@ -120,33 +122,41 @@ def tree_layer(
     entered = policy.enter(key, value, positions=tree.positions, prompt=False)
     if policy.rope == "text":
         query, key = (rotate(x, tree.positions[:, None], spec.rope) for x in (query, key))
-    keys, values = Nodes.of(state.cache, "keys", key), Nodes.of(state.cache, "values", value)
-    if policy.decode is None and policy.rope == "text":
+    keys, values = (Nodes.of(state.cache, name, x, tree) for name, x in (("keys", key), ("values", value)))
+    if policy.decode is None and policy.rope == "text" and not policy.store.windows:
         context, branches = _at_once(tree, spec, query, keys, values, state.cache, implementation)
     else:
         context, branches = _by_depth(policy, tree, spec, query, keys, values, entered, state)
-    return jnp.swapaxes(context, 1, 2), dataclasses.replace(branches, entered=entered)
+    exact = (keys.own, values.own) if policy.store.windows else ()
+    return jnp.swapaxes(context, 1, 2), dataclasses.replace(branches, exact=exact, entered=entered)
 
 
 class Nodes(NamedTuple):
-    """The keys or the values of all nodes: as each attends to its `own`, as their children `read` them, and the `code`
-    that would lie in a slot. All are one where slots hold them as the model makes them."""
+    """The keys or the values of all nodes: as each attends to its `own`, as those below it `read` them once they are
+    codes, and the `code` that would lie in a slot. All are one where slots hold them as the model makes them."""
 
     own: Float[Array, "B Hk N D"]
     read: Float[Array, "B Hk N D"]
     code: Any
+    codecs: Codecs
+    positions: Int[Array, "B N"]
 
     @classmethod
-    def of(cls, layer: Slots, name: str, x: Float[Array, "B Hk N D"]) -> "Nodes":
+    def of(cls, layer: Slots, name: str, x: Float[Array, "B Hk N D"], tree: Placed) -> "Nodes":
         """What the layer's codec makes of the "keys" or "values"."""
         codec = layer.codec(name)
         code = codec.encode(x)
-        return cls(x, x if codec.plain else codec.decode(code).astype(x.dtype), code)
+        return cls(x, x if codec.plain else codec.decode(code).astype(x.dtype), code, layer.codecs, tree.positions)
 
     @property
     def coded(self) -> bool:
         """Whether a node is read by those below it as something else than it was."""
         return self.read is not self.own
+
+    @property
+    def exact(self) -> Bool[Array, "B N N"]:
+        """Whether the first node reads the second one above it as it was."""
+        return self.codecs.exact(self.positions[:, None], self.positions[:, :, None])
 
     def along(self, paths: Int[Array, "B *n levels"], node: Int[Array, "*n"]) -> Float[Array, "B Hk *n levels D"]:
         """What each node attends to of its path, which ends with itself."""
@@ -154,7 +164,9 @@ class Nodes(NamedTuple):
         read = of_rows(self.read, paths)
         if not self.coded:
             return read
-        return jnp.where((paths == node[..., None])[:, None, ..., None], of_rows(self.own, paths), read)
+        above = jax.vmap(lambda x, index: x[index])(self.positions, paths)
+        exact = self.codecs.exact(above, self.positions[:, node, None])
+        return jnp.where(exact[:, None, ..., None], of_rows(self.own, paths), read)
 
 
 def _at_once(
@@ -192,7 +204,7 @@ def _at_once(
     start = (layer.positions, layer.next_slot)
     _, (slot, after) = lax.scan(step, start, jnp.arange(tree.shape.depth + 1, dtype=jnp.int32))
     slot, after = (jnp.moveaxis(x, 0, -1)[:, :, tree.shape.depths] for x in (slot, after))
-    return context, Branches(keys.code, values.code, slot, after, {}, {})
+    return context, Branches(keys.code, values.code, (), slot, after, {}, {})
 
 
 def _by_depth(
@@ -232,14 +244,17 @@ def _by_depth(
         return jnp.moveaxis(x, (axis, 0, axis + 1), (0, 1, 2))
 
     held_keys, held_values = layer.keys, layer.values
+    mixed = layer.codecs.windows and keys.coded  # which of the keys are read as they were changes from depth to depth
     if policy.rope == "text":
-        base = _held_logits(rows, held_keys, layer, spec).reshape(batch, kv_heads, group, nodes, slots)
+        base = lambda x: by_level(_held_logits(rows, x, layer, spec).reshape(batch, kv_heads, group, nodes, slots))  # noqa: E731
         among = lambda x: _logits(rows, x, spec).reshape(batch, kv_heads, group, nodes, nodes)  # noqa: E731
         own = among(keys.read)
         if keys.coded:
-            own = jnp.where(jnp.eye(nodes, dtype=bool), among(keys.own), own)
+            own = jnp.where(keys.exact[:, None, None], among(keys.own), own)
         own = jnp.take_along_axis(own, jnp.maximum(paths, 0)[:, None, None], axis=-1)
-        turning = {"base": by_level(base), "own": by_level(own)}
+        turning = {"base": base(held_keys), "own": by_level(own)}
+        if mixed:
+            turning["coded"] = base(layer.by_codes("keys"))
     else:
         along = jnp.moveaxis(keys.along(grid_paths, grid), (2, 0, 3), (0, 1, 2))  # [levels, B, W, Hk, levels, D]
         turning = {"query": by_level(query.reshape(batch, kv_heads, group, nodes, dim)), "keys": along}
@@ -259,10 +274,16 @@ def _by_depth(
         alone = jnp.take_along_axis(owner, jnp.maximum(homes, 0), axis=-1) == jnp.arange(levels)
         alone &= homes >= 0  # path entries that no later one has overwritten
 
+        exact = layer.codecs.exact(layer.positions[:, None], at[:, :, None, None])  # [B, W, Hk, C]
         if policy.rope == "text":
             logits, own = given["base"], given["own"]
+            if mixed:
+                logits = jnp.where(exact[..., None, :], logits, given["coded"])
         else:
-            logits, own = _turned(spec, layer, held_keys, given, held, homes, fold, split)
+            here = held_keys[:, None]
+            if mixed:
+                here = jnp.where(exact[..., None], here, layer.by_codes("keys")[:, None])
+            logits, own = _turned(spec, layer, here, given, held, homes, fold, split)
         for number in range(levels):
             logits = jnp.where((owner == number)[..., None, :], own[..., number, None], logits)
         seen = visible(at[..., None, None], held, spec.window)  # [B, W, Hk, 1, C]
@@ -305,15 +326,21 @@ def _by_depth(
     depths, columns = (jnp.asarray(side) for side in zip(*place, strict=True))
     by_node = lambda x: jnp.moveaxis(x[depths, :, columns], 0, -2)  # noqa: E731  [levels, B, W, ..., X] -> [B, ..., N, X]
     dtype = values.own.dtype
-    weights = by_node(weights).astype(dtype).reshape(batch, kv_heads, group * nodes, slots)
-    context = _mixed(weights, filled(held_values, layer.positions)).reshape(batch, kv_heads, group, nodes, dim)
+    weights, parts = by_node(weights).astype(dtype), [(True, held_values)]
+    if layer.codecs.windows and values.coded:
+        exact = layer.codecs.exact(layer.positions[:, :, None], positions[:, None, :, None])[:, :, None]
+        parts = [(exact, held_values), (~exact, layer.by_codes("values"))]
+    context = jnp.zeros((batch, kv_heads, group, nodes, dim), jnp.float32)
+    for here, held in parts:
+        some = jnp.where(here, weights, 0).reshape(batch, kv_heads, group * nodes, slots)
+        context += _mixed(some, filled(held, layer.positions)).reshape(context.shape)
     of_path = by_node(of_path).astype(dtype)
     path_values = values.along(jnp.maximum(paths, 0), jnp.arange(nodes))
     context = context + jnp.einsum("bhgnl,bhnld->bhgnd", of_path, path_values, preferred_element_type=jnp.float32)
     slot, after = (by_node(x[..., None])[..., 0] for x in (slot, after))
     context = context.astype(query.dtype).reshape(batch, heads, nodes, dim)
     stats = {name: by_node(stat) for name, stat in stats.items()}
-    return context, Branches(keys.code, values.code, slot, after, {}, stats)
+    return context, Branches(keys.code, values.code, (), slot, after, {}, stats)
 
 
 def _of_parent(carry, parent: Int[Array, "B W"]):
@@ -338,7 +365,7 @@ def _turned(spec: AttentionSpec, layer: Slots, keys: Array, given: dict, held, h
     of_path = jnp.take_along_axis(place, jnp.maximum(homes, 0), axis=-1)
     newest = jnp.max(jnp.where(homes >= 0, of_path, 0), axis=-1)
     query = rotate(given["query"], newest[..., None], spec.rope)
-    keys = rotate(jnp.broadcast_to(keys[:, None], (*place.shape, keys.shape[-1])), place, spec.rope)
+    keys = rotate(jnp.broadcast_to(keys, (*place.shape, keys.shape[-1])), place, spec.rope)
     own = rotate(given["keys"], of_path, spec.rope)
     bias = None if layer.entries.bias is None else layer.entries.bias[:, None, :, None]
     return biased(_logits(query, keys, spec), bias), _logits(query, own, spec)
@@ -401,4 +428,8 @@ def commit(
     )
     weight = None if old.weight is None else put(old.weight, 1.0)
     entries = Entries(keys, values, put(old.positions, positions), stats, weight)
-    return layer.replaced(entries=entries).aimed(after, some)
+    grown = layer.replaced(entries=entries)
+    for level in range(levels if branches.exact else 0):
+        key, value = (take(x)[:, :, level] for x in branches.exact)
+        grown = grown.seeing(key, value, jnp.where(level < count, first + level, EMPTY))
+    return grown.aimed(after, some)

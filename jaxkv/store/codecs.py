@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+from jaxtyping import Array, Bool, Int
+
 from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
 from jaxkv.store import window
@@ -14,7 +16,7 @@ from jaxkv.store.fit import Fit
 from jaxkv.store.floats import Fp8
 from jaxkv.store.gear import Gear
 from jaxkv.store.higgs import Higgs
-from jaxkv.store.integers import Int
+from jaxkv.store.integers import Int as Integers
 from jaxkv.store.low_rank import LowRank
 from jaxkv.store.outliers import IntOutliers
 from jaxkv.store.pairs import Paired
@@ -27,7 +29,7 @@ PLAIN = Plain()
 KINDS: dict[str, type[Codec]] = {
     codec.kind: codec
     for codec in (
-        *(Plain, Int, IntByChannel, IntBalanced, IntOutliers, Fp8, Higgs, Sparse),
+        *(Plain, Integers, IntByChannel, IntBalanced, IntOutliers, Fp8, Higgs, Sparse),
         *(Channels, LowRank, Gear, Squat, Paired, Predicted),
     )
 }
@@ -47,7 +49,7 @@ class Codecs(Checked):
     initial: int = 0
 
     def __post_init__(self):
-        if min(self.residual, self.initial) < 0 or (max(self.residual, self.initial) and self.plain):
+        if min(self.residual, self.initial) < 0 or (self.windows and self.plain):
             raise BadValue(
                 f"residual={self.residual}, initial={self.initial}: expected 0 or more tokens in full precision, and "
                 "keys or values in a codec"
@@ -69,6 +71,16 @@ class Codecs(Checked):
     def apart(self) -> bool:
         """Whether every slot's code is its own."""
         return self.keys.apart and self.values.apart
+
+    @property
+    def windows(self) -> bool:
+        """Whether some tokens are read in full precision beside their codes."""
+        return max(self.residual, self.initial) > 0
+
+    def exact(self, positions: Int[Array, "*#n"], at: Int[Array, "*#n"]) -> Bool[Array, "*n"]:
+        """Whether a token at position `at` reads those at these `positions` up to its own as the model made them, where
+        every slot's code is its own: itself, the `residual` tokens before it and the `initial` first."""
+        return (positions + self.residual >= at) | ((positions >= 0) & (positions < self.initial))
 
     @property
     def readable(self) -> bool:

@@ -107,8 +107,11 @@ class Store:
         raise NotImplementedError
 
     def _decoded(self, name: str) -> Float[Array, "B *S D"]:
-        x = self.codec_of_slots(name).decode(getattr(self.entries, name))
-        return self._exact(name, x, self.positions, self.owner)
+        return self._exact(name, self.by_codes(name), self.positions, self.owner)
+
+    def by_codes(self, name: str) -> Float[Array, "B *S D"]:
+        """The "keys" or "values" that the codes stand for, also of tokens that are read in full precision."""
+        return self.codec_of_slots(name).decode(getattr(self.entries, name))
 
     def _exact(self, name: str, x: Any, positions: Int[Array, "B *S"], owner: Int[Array, "B *S"]) -> Any:
         """Decoded keys or values, with those of the residual window as the model made them."""
@@ -224,7 +227,8 @@ class Store:
         """The store after an attention pass that read it so and wrote the token."""
         keys, values = how.returned(self, result, token)
         entries = dataclasses.replace(self.entries, keys=keys, values=values, positions=result.positions)
-        return self.replaced(entries=entries, next_slot=result.next_slot, beside=self._seen(token))
+        after = self.replaced(entries=entries, next_slot=result.next_slot)
+        return after.seeing(token.key, token.value, token.position)
 
     def written(self, name: str, new: Float[Array, "B Hk D"], position: Int[Array, "B"], x: Any) -> Any:
         """The code of keys or values with `new` in every head's next slot; `x` are all of them, decoded."""
@@ -234,10 +238,10 @@ class Store:
         at = self.put(self.positions, jnp.broadcast_to(position[:, None], self.next_slot.shape), active)
         return codec.written(code, self.put(x, new, active), at, self.next_slot, active)
 
-    def _seen(self, token: Token) -> dict[str, Any]:
-        """What is beside the slots, with the token in the windows."""
-        new = token.key, token.value, token.position
-        return {**self.beside, **{name: state.with_token(*new) for name, state in self._windows.items()}}
+    def seeing(self, key: Float[Array, "B Hk D"], value: Float[Array, "B Hk D"], position: Int[Array, "B"]) -> Any:
+        """The store with a token's exact key and value in its windows; -1 is the position of a row that has none."""
+        windows = {name: state.with_token(key, value, position) for name, state in self._windows.items()}
+        return self.replaced(beside={**self.beside, **windows})
 
     def single(self, active: Bool[Array, "B"]) -> Any:
         """The store whose next slots stand for one token, in rows that are active, where entries have weights."""
@@ -256,7 +260,7 @@ class Store:
         at = jnp.broadcast_to(token.position[:, None], self.next_slot.shape)
         positions = self.put(self.positions, at, token.position >= 0)
         entries = dataclasses.replace(self.entries, keys=keys, values=values, positions=positions)
-        return self.replaced(entries=entries, beside=self._seen(token))
+        return self.replaced(entries=entries).seeing(token.key, token.value, token.position)
 
     @property
     def held_plain(self) -> Entries:
