@@ -245,6 +245,7 @@ def _by_depth(
 
     held_keys, held_values = layer.keys, layer.values
     mixed = layer.codecs.windows and keys.coded  # which of the keys are read as they were changes from depth to depth
+    coded_keys = layer.by_codes("keys") if mixed else held_keys
     if policy.rope == "text":
         base = lambda x: by_level(_held_logits(rows, x, layer, spec).reshape(batch, kv_heads, group, nodes, slots))  # noqa: E731
         among = lambda x: _logits(rows, x, spec).reshape(batch, kv_heads, group, nodes, nodes)  # noqa: E731
@@ -254,7 +255,7 @@ def _by_depth(
         own = jnp.take_along_axis(own, jnp.maximum(paths, 0)[:, None, None], axis=-1)
         turning = {"base": base(held_keys), "own": by_level(own)}
         if mixed:
-            turning["coded"] = base(layer.by_codes("keys"))
+            turning["coded"] = base(coded_keys)
     else:
         along = jnp.moveaxis(keys.along(grid_paths, grid), (2, 0, 3), (0, 1, 2))  # [levels, B, W, Hk, levels, D]
         turning = {"query": by_level(query.reshape(batch, kv_heads, group, nodes, dim)), "keys": along}
@@ -282,7 +283,7 @@ def _by_depth(
         else:
             here = held_keys[:, None]
             if mixed:
-                here = jnp.where(exact[..., None], here, layer.by_codes("keys")[:, None])
+                here = jnp.where(exact[..., None], here, coded_keys[:, None])
             logits, own = _turned(spec, layer, here, given, held, homes, fold, split)
         for number in range(levels):
             logits = jnp.where((owner == number)[..., None, :], own[..., number, None], logits)
