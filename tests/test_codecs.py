@@ -490,6 +490,7 @@ def test_too_few_bytes_and_other_sizes(tiny):
     assert plain.budget == params.config.max_position
 
 
+@pytest.mark.long
 def test_info_and_stats_agree(tiny, goldens, capsys):
     """The bytes that info reckons are those that a run holds."""
     import json

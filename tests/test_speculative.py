@@ -352,6 +352,7 @@ def test_trees_of_uneven_shapes_equal_their_paths_token_by_token(name, widths):
         assert_paths_come_one_by_one(policy(name, 16), SPEC, shape, tree, seed)
 
 
+@pytest.mark.long
 def test_nothing_is_compiled_again_while_rows_accept_different_lengths(tiny):
     params = tiny(FAMILY)
     both(params, BATCH, policy(FLAGSHIP), WIDE, 128)

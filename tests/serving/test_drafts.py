@@ -91,6 +91,7 @@ def test_rows_in_codes_behind_a_first_pass_draft_as_well(params):
     assert small.speculation is not None and small.speculation.acceptance_length > 1.05
 
 
+@pytest.mark.long
 def test_stop_strings_and_samples(engine, params):
     prompt, asked = ids(20, 4), {"max_new_tokens": 18, "stop_tokens": ()}
     whole = jaxkv.generate(params, prompt, policy=engine.policy, **asked)
@@ -105,6 +106,7 @@ def test_stop_strings_and_samples(engine, params):
     assert [answer.tokens for answer in samples] == out.tokens.tolist()
 
 
+@pytest.mark.long
 def test_a_text_longer_than_its_columns_and_log_probabilities(engine, params):
     """The oldest text goes where new tokens need its columns; what drafts are taken from changes no token."""
     prompt, asked = ids(30, 5), {"max_new_tokens": 150, "stop_tokens": (), "repetition_penalty": 1.1}

@@ -217,6 +217,7 @@ def test_what_does_not_fit_is_refused_at_once(engine, asked, says):
     assert idle(engine)
 
 
+@pytest.mark.long
 def test_a_policy_that_looks_ahead_reads_a_prompt_twice(params):
     policy = sized("laq-h2o")
     engine = Engine(params, policy, rows=4, longest=140, max_new_tokens=12, steps=4)
