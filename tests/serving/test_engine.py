@@ -274,6 +274,7 @@ def test_a_thread_runs_it_and_the_stop_finishes_what_runs(params, known):
         waits.wait(0.01)
 
 
+@pytest.mark.long
 def test_prompts_whose_programs_are_there_do_not_wait_for_the_others(params, monkeypatch):
     """Under a policy that looks ahead a short prompt is answered before the programs of long ones are made."""
     policy, ask = sized("laq-h2o"), {"max_new_tokens": 6, "stop_tokens": ()}
