@@ -95,9 +95,11 @@ def ask(options: argparse.Namespace) -> None:
     columns = [(press, *size) for press in presses(settings, options.presses) for size in sizes if press != "none"]
     columns.insert(0, ("none", None, None))
     rows = [(mode, example) for mode in settings.modes for example in examples]
-    for number, (mode, example) in enumerate(rows):
-        print(f"[{number}/{len(rows)}] {example.task}, {mode}", file=sys.stderr, flush=True)
-        for press, budget, ratio in columns:
+    eager = [column for column in columns if column[0] in EAGER]  # behind the others: they need the model loaded anew
+    passes = [(row, some) for some in ([c for c in columns if c not in eager], eager) if some for row in rows]
+    for number, ((mode, example), some) in enumerate(passes):
+        print(f"[{number}/{len(passes)}] {example.task}, {mode}", file=sys.stderr, flush=True)
+        for press, budget, ratio in some:
             size = "" if budget is None and ratio is None else budget if ratio is None else ratio
             records = []
             for at, question in enumerate(example.questions):
@@ -184,11 +186,13 @@ def begin(model: Path, threads: int) -> tuple[dict[str, Any], Callable]:
     if model.suffix == ".gguf":
         where = {"pretrained_model_name_or_path": str(model.parent), "gguf_file": model.name}
     loaded: dict[str, Any] = {}
+    read: dict[tuple[int, ...], Prefill] = {}  # of the last prompt
 
     def model_for(press: str) -> Any:
         how = "eager" if press in EAGER else "sdpa"
         if how not in loaded:
             loaded.clear()  # one at a time: a larger model would not fit twice
+            read.clear()
             loaded[how] = transformers.AutoModelForCausalLM.from_pretrained(
                 **where, dtype=torch.float32, attn_implementation=how
             ).eval()
@@ -199,7 +203,6 @@ def begin(model: Path, threads: int) -> tuple[dict[str, Any], Callable]:
 
     torch.set_grad_enabled(False)
     running: list[Iterator[dict[str, Any]]] = []
-    read: dict[tuple[int, ...], Prefill] = {}  # of the last prompt
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -267,9 +270,7 @@ class Prefill:
         return cache
 
 
-def _answer(
-    model: Any, request: dict[str, Any], read: dict[tuple[int, ...], Prefill] | None = None
-) -> Iterator[dict[str, Any]]:
+def _answer(model: Any, request: dict[str, Any], read: dict[tuple[int, ...], Prefill]) -> Iterator[dict[str, Any]]:
     """Compress, then decode greedily, `PIECE` tokens at a time. `read` keeps the prefill of the last prompt, where the
     press is such that it serves it."""
     import contextlib
@@ -285,16 +286,17 @@ def _answer(
     if kept is not None and kept < len(first):
         press = _press(request["press"], kept, len(first), request.get("every", 1))
     hooks_alone = press is None or type(press).__call__ is kvpress.BasePress.__call__
-    shared = read is not None and hooks_alone and request["press"] not in EAGER
+    shared = hooks_alone and request["press"] not in EAGER
     if press is not None and not shared:
         pressed = press(model)
         of_prompt, of_all = (of_prompt, pressed) if THEN in request["press"] else (pressed, of_all)
     with of_all:
         if shared:
-            if tuple(first) not in read:
+            key = tuple(first)
+            if key not in read:
                 read.clear()
-                read[tuple(first)] = Prefill(model, first)
-            out, cache = read[tuple(first)].out, read[tuple(first)].pressed(model, press)
+                read[key] = Prefill(model, first)
+            out, cache = read[key].out, read[key].pressed(model, press)
         else:
             cache = DynamicCache()
             with of_prompt:

@@ -695,7 +695,7 @@ def _kernels_for(command: Info, config: Any) -> dict[str, str]:
         policy = named(command.policy)
         store = policy.store
         fitted = store.fitted(store.unfit(1, 1, spec.head_dim))
-        windows = max(store.residual, store.initial) > 0
+        windows = store.windows
         how = reading(fitted, windows, policy.rope != "text", spec.softcap is not None, weighs=policy.weighs_at_decode)
 
         def form(codec: Any, x: Any) -> Any:

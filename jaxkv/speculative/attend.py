@@ -38,13 +38,13 @@ DEEPEST = 512  # more layers than a model has
 class Branches:
     """What each node of the tree would write: its key, value and own statistics, into which slot; the slot after it.
 
-    Keys and values are as they lie in a slot, `[B, Hk, N, ...]`; as `exact` they are as the model made them, where some
+    Keys and values are as they lie in a slot, `[B, Hk, N, ...]`; as `own` they are as the model made them, where some
     are read so. `stats` holds the statistics of all slots after the node, for those that change with every observation.
     """
 
     keys: Any
     values: Any
-    exact: tuple[Float[Array, "B Hk N D"], ...]
+    own: tuple[Float[Array, "B Hk N D"], ...]
     slots: Int[Array, "B Hk N"]
     next_slots: Int[Array, "B Hk N"]
     entered: dict[str, Float[Array, "B Hk N"]]
@@ -127,8 +127,8 @@ def tree_layer(
         context, branches = _at_once(tree, spec, query, keys, values, state.cache, implementation)
     else:
         context, branches = _by_depth(policy, tree, spec, query, keys, values, entered, state)
-    exact = (keys.own, values.own) if policy.store.windows else ()
-    return jnp.swapaxes(context, 1, 2), dataclasses.replace(branches, exact=exact, entered=entered)
+    own = (keys.own, values.own) if policy.store.windows else ()
+    return jnp.swapaxes(context, 1, 2), dataclasses.replace(branches, own=own, entered=entered)
 
 
 class Nodes(NamedTuple):
@@ -189,8 +189,8 @@ def _at_once(
     looks = tree.looks[:, None] & visible(positions[:, None], positions[:, None], spec.window)
     own = (keys.read, values.read, looks)
     if keys.coded or values.coded:
-        itself = jnp.eye(tree.shape.nodes, dtype=bool)
-        seen = jnp.concatenate([looks & ~itself, looks & itself], axis=-1)
+        exact = keys.exact[:, None]
+        seen = jnp.concatenate([looks & ~exact, looks & exact], axis=-1)
         own = (*(jnp.concatenate([x.read, x.own], axis=2) for x in (keys, values)), seen)
     context = merge(Partial(*held), attend_few(query, *own, **softmax)).output
 
@@ -275,7 +275,8 @@ def _by_depth(
         alone = jnp.take_along_axis(owner, jnp.maximum(homes, 0), axis=-1) == jnp.arange(levels)
         alone &= homes >= 0  # path entries that no later one has overwritten
 
-        exact = layer.codecs.exact(layer.positions[:, None], at[:, :, None, None])  # [B, W, Hk, C]
+        if mixed:
+            exact = layer.codecs.exact(layer.positions[:, None], at[:, :, None, None])  # [B, W, Hk, C]
         if policy.rope == "text":
             logits, own = given["base"], given["own"]
             if mixed:
@@ -327,14 +328,15 @@ def _by_depth(
     depths, columns = (jnp.asarray(side) for side in zip(*place, strict=True))
     by_node = lambda x: jnp.moveaxis(x[depths, :, columns], 0, -2)  # noqa: E731  [levels, B, W, ..., X] -> [B, ..., N, X]
     dtype = values.own.dtype
-    weights, parts = by_node(weights).astype(dtype), [(True, held_values)]
+    weights, parts = by_node(weights).astype(dtype), []
     if layer.codecs.windows and values.coded:
         exact = layer.codecs.exact(layer.positions[:, :, None], positions[:, None, :, None])[:, :, None]
-        parts = [(exact, held_values), (~exact, layer.by_codes("values"))]
-    context = jnp.zeros((batch, kv_heads, group, nodes, dim), jnp.float32)
-    for here, held in parts:
-        some = jnp.where(here, weights, 0).reshape(batch, kv_heads, group * nodes, slots)
-        context += _mixed(some, filled(held, layer.positions)).reshape(context.shape)
+        parts = [(jnp.where(exact, 0, weights), layer.by_codes("values"))]
+        weights = jnp.where(exact, weights, 0)
+    parts = [(weights, held_values), *parts]
+    flat = (batch, kv_heads, group * nodes, slots)
+    context = sum(_mixed(some.reshape(flat), filled(held, layer.positions)) for some, held in parts)
+    context = jnp.asarray(context).reshape(batch, kv_heads, group, nodes, dim)
     of_path = by_node(of_path).astype(dtype)
     path_values = values.along(jnp.maximum(paths, 0), jnp.arange(nodes))
     context = context + jnp.einsum("bhgnl,bhnld->bhgnd", of_path, path_values, preferred_element_type=jnp.float32)
@@ -430,7 +432,8 @@ def commit(
     weight = None if old.weight is None else put(old.weight, 1.0)
     entries = Entries(keys, values, put(old.positions, positions), stats, weight)
     grown = layer.replaced(entries=entries)
-    for level in range(levels if branches.exact else 0):
-        key, value = (take(x)[:, :, level] for x in branches.exact)
+    own = [take(x) for x in branches.own]
+    for level in range(levels if own else 0):
+        key, value = (x[:, :, level] for x in own)
         grown = grown.seeing(key, value, jnp.where(level < count, first + level, EMPTY))
     return grown.aimed(after, some)
