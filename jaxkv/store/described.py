@@ -76,19 +76,25 @@ def _described(x: Any, dims: dict[int, tuple[str | None, ...]]) -> dict[str, Any
     if dataclasses.is_dataclass(x):
         fields = {field.name: _described(getattr(x, field.name), dims) for field in dataclasses.fields(x)}
         return {"is": type(x).__name__, "fields": fields}
-    if isinstance(x, dict):
-        return {"is": "dict", "fields": {name: _described(each, dims) for name, each in x.items()}}
+    if isinstance(x, dict | tuple):
+        fields = {name: _described(each, dims) for name, each in _named(x).items()}
+        return {"is": type(x).__name__, "fields": fields}
     if isinstance(x, jax.Array | np.ndarray):
         return {"is": "array", "shape": list(x.shape), "dtype": str(x.dtype), "dims": list(dims[id(x)])}
     return {"is": "value", "value": x}
+
+
+def _named(x: dict | tuple) -> dict[str, Any]:
+    """The members by name; of a tuple by their number, so that names sort as they stand."""
+    return x if isinstance(x, dict) else {f"{number:04}": each for number, each in enumerate(x)}
 
 
 def arrays_of(x: Any) -> list[Any]:
     """The arrays of a store, its fields by name."""
     if dataclasses.is_dataclass(x):
         x = {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
-    if isinstance(x, dict):
-        return [leaf for name in sorted(x) for leaf in arrays_of(x[name])]
+    if isinstance(x, dict | tuple):
+        return [leaf for _, each in sorted(_named(x).items()) for leaf in arrays_of(each)]
     return [x] if isinstance(x, jax.Array | np.ndarray) else []
 
 
@@ -112,6 +118,8 @@ def rebuilt(fact: dict[str, Any], arrays: list[Any]) -> Any:
         fields = {name: build(fact["fields"][name]) for name in sorted(fact["fields"])}
         if kind == "dict":
             return fields
+        if kind == "tuple":
+            return tuple(fields.values())
         if kind not in KNOWN:
             raise BadCheckpoint(
                 f"a saved cache holds {kind!r}, which is not known here: register the part that makes it"
