@@ -25,6 +25,7 @@ from jaxkv.plan import CEILING
 from jaxkv.policies import catalogue
 from jaxkv.policies.catalogue import named
 from jaxkv.store import Entries, Slots
+from jaxkv.store.blocks import BlockCode
 from jaxkv.store.entries import in_pieces
 from jaxkv.store.fit import FIT
 
@@ -99,11 +100,18 @@ def holed(layer):
         )
         keys, values = jax.tree.map(lies, (layer.entries.keys, layer.entries.values))
         return layer.replaced(entries=dataclasses.replace(layer.entries, keys=keys, values=values))
-    return layer.changed(
-        keys=jnp.where(hole, jnp.nan, layer.keys),
-        values=jnp.where(hole, jnp.nan, layer.values),
-        stats={k: jnp.where(hole[..., 0], jnp.nan, v) for k, v in layer.stats.items()},
-    )
+    stats = {k: jnp.where(hole[..., 0], jnp.nan, v) for k, v in layer.stats.items()}
+    codes = {name: getattr(layer.entries, name) for name in ("keys", "values")}
+    shared = {name: code for name, code in codes.items() if isinstance(code, BlockCode)}  # not to be encoded anew
+    apart = {name: jnp.where(hole, jnp.nan, getattr(layer, name)) for name in codes if name not in shared}
+
+    def lies(x):
+        worst = jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).max
+        return jnp.where(hole.reshape(*hole.shape[:3], *(1,) * (x.ndim - 3)), jnp.asarray(worst, x.dtype), x)
+
+    holes = {name: dataclasses.replace(code, slots=jax.tree.map(lies, code.slots)) for name, code in shared.items()}
+    after = layer.changed(**apart, stats=stats)
+    return after.replaced(entries=dataclasses.replace(after.entries, **holes))
 
 
 def assert_rules(cache, chosen, row=0):
