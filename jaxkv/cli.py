@@ -278,8 +278,8 @@ class Eval:
 
     run: Positional[str] = "default"
     """A TOML file, or a shipped run: ahead, allocators, bytes, bytes-code, bytes-long, bytes-qwen, catalogue, dapq,
-    default, flagship, gsm8k, heads, long-output, long-output-1000, longbench, longbench-code, merging, needles,
-    retrieval, ruler, ruler-few, text."""
+    default, flagship, gsm8k, heads, long-output, long-output-1000, longbench, longbench-code, longbench-few,
+    merging, needles, retrieval, ruler, ruler-few, text."""
     model: str | None = None
     """Instead of the run's model."""
     dtype: str | None = None
@@ -695,8 +695,10 @@ def _kernels_for(command: Info, config: Any) -> dict[str, str]:
         policy = named(command.policy)
         store = policy.store
         fitted = store.fitted(store.unfit(1, 1, spec.head_dim))
-        windows = store.windows
-        how = reading(fitted, windows, policy.rope != "text", spec.softcap is not None, weighs=policy.weighs_at_decode)
+        how = reading(
+            fitted, windows=store.windows, rotates=policy.rope != "text", capped=spec.softcap is not None,
+            weighs=policy.weighs_at_decode,
+        )  # fmt: skip
 
         def form(codec: Any, x: Any) -> Any:
             return how.form(codec.fitted(codec.unfit(*x.shape[:2], x.shape[-1])), x)

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.codes import Codes
+from pallas_kernels.codes import Codes, Lying
 
 
 class Token(NamedTuple):
     """One token per row in one layer: its query heads, key and value (turned by RoPE if the cache holds them so), and
     its position, -1 for a row that has finished.
 
-    Where the slots hold keys or values as codes, what is written there are `key_code` and `value_code`; in this step
+    Where the slots hold keys or values as `Codes`, what is written there are `key_code` and `value_code`; in this step
     the token is attended to by its exact key and value.
     """
 
@@ -26,11 +26,6 @@ class Token(NamedTuple):
     position: Int[Array, "B"]
     key_code: Codes | None = None
     value_code: Codes | None = None
-
-    @property
-    def coded(self) -> bool:
-        """Whether the slots hold keys or values as codes."""
-        return self.key_code is not None or self.value_code is not None
 
     @property
     def entry(self) -> tuple[jax.Array | Codes, jax.Array | Codes]:
@@ -44,10 +39,15 @@ class Held(NamedTuple):
     """The slots of a layer where every KV head has C; a position of -1 is an empty slot. `bias` is added to the logits
     of each slot, after a soft cap."""
 
-    keys: Any  # Float[Array, "B Hk C D"] or Codes
+    keys: Any  # Float[Array, "B Hk C D"], Codes or ByChannel
     values: Any
     positions: Int[Array, "B Hk C"]
     bias: Float[Array, "B Hk C"] | None = None
+
+    @property
+    def coded(self) -> bool:
+        """Whether keys or values are codes."""
+        return isinstance(self.keys, Lying) or isinstance(self.values, Lying)
 
 
 class Line(NamedTuple):
@@ -71,6 +71,11 @@ class Segments(NamedTuple):
     offsets: Int[Array, "B Hk_1"]
     line: Line | None = None
     bias: Float[Array, "B P"] | None = None
+
+    @property
+    def coded(self) -> bool:
+        """Whether keys or values are codes."""
+        return isinstance(self.keys, Lying) or isinstance(self.values, Lying)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,9 +44,10 @@ def choices(
         return (x, x) if codes is None else (codes[0](x), codes[1](x))
 
     def step(call: Callable, held: Held | Segments) -> Any:
-        new = floats(batch, kv_heads, head_dim)
-        key, value = (x if isinstance(x, Codes) else None for x in lying(batch, kv_heads, head_dim))
-        token = Token(floats(batch, heads, head_dim), new, new, ints(batch), key, value)
+        new = lying(batch, kv_heads, head_dim)
+        key, value = (floats(*x.shape) for x in new)
+        codes = (x if isinstance(x, Codes) else None for x in new)
+        token = Token(floats(batch, heads, key.shape[-1]), key, value, ints(batch), *codes)
         judge = Judge(ints(batch), ints(batch), rule=Rule("each"))
         return call(token, held, ints(batch, kv_heads), judge, scale=scale)
 

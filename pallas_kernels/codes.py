@@ -61,9 +61,54 @@ class Codes:
         return x.reshape(self.shape).astype(self.dtype)
 
 
-def numbers(x: Float[Array, "*slots D"] | Codes) -> Float[Array, "*slots D"]:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ByChannel:
+    """Keys or values as integers of `bits`, packed as in `Codes`: low + scale * code, by channel of a block of slots.
+
+    `block` says which of a row's F blocks a slot lies in, or which of a head's. A slot's code cannot be written alone.
+    """
+
+    codes: UInt8[Array, "*slots N"]
+    scale: Float16[Array, "*heads F D"]
+    low: Float16[Array, "*heads F D"]
+    block: Int[Array, "*slots"]
+    bits: int = dataclasses.field(metadata={"static": True})
+    dtype: str = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the numbers, `[*slots, D]`."""
+        return (*self.block.shape, self.scale.shape[-1])
+
+    @property
+    def numbers(self) -> Float[Array, "*slots D"]:
+        """The floats that the codes stand for."""
+        scale, low = (
+            jnp.take_along_axis(x, self.block[..., None], axis=-2).astype(jnp.float32) for x in (self.scale, self.low)
+        )
+        return (low + scale * unpacked(self.codes, self.bits).astype(jnp.float32)).astype(self.dtype)
+
+    def at(self, slots: Int[Array, "*slots"]) -> "ByChannel":
+        """Those of some slots of each head."""
+        codes = jnp.take_along_axis(self.codes, slots[..., None], axis=-2)
+        return dataclasses.replace(self, codes=codes, block=jnp.take_along_axis(self.block, slots, axis=-1))
+
+    @property
+    def in_a_row(self) -> "ByChannel":
+        """`[B, Hk, ...]` as `[B, Hk * ...]`: the heads behind each other."""
+        flat = lambda x: x.reshape(x.shape[0], -1, *x.shape[3:])  # noqa: E731
+        blocks = self.scale.shape[2] * jnp.arange(self.scale.shape[1], dtype=jnp.int32)
+        own = {"codes": self.codes, "scale": self.scale, "low": self.low, "block": self.block + blocks[:, None]}
+        return dataclasses.replace(self, **{name: flat(x) for name, x in own.items()})
+
+
+Lying = Codes | ByChannel  # what is no array of numbers
+
+
+def numbers(x: Float[Array, "*slots D"] | Lying) -> Float[Array, "*slots D"]:
     """Keys or values as floats."""
-    return x.numbers if isinstance(x, Codes) else x
+    return x.numbers if isinstance(x, Lying) else x
 
 
 def bits_of(x: Float16[Array, "*n"]) -> Int16[Array, "*n"]:
@@ -76,11 +121,27 @@ def halves(bits: Int16[Array, "*n"]) -> Float32[Array, "*n"]:
     return lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
 
 
-def refuse_codes(*arrays: jax.Array | Codes) -> tuple[Any, ...]:
+def refuse_codes(*arrays: jax.Array | Lying) -> tuple[Any, ...]:
     """The arrays. Raises `NotImplementedError` where one is codes: for an implementation that reads none."""
-    if any(isinstance(x, Codes) for x in arrays):
+    if any(isinstance(x, Lying) for x in arrays):
         raise NotImplementedError("it reads no codes")
     return arrays
+
+
+def check_slots(keys: jax.Array | Lying, values: jax.Array | Lying) -> None:
+    """Raises `NotImplementedError` for what Pallas' kernels do not take: scales by channel, unlike widths of keys and
+    values, and widths that are no multiple of 16."""
+    if isinstance(keys, ByChannel) or isinstance(values, ByChannel):
+        raise NotImplementedError("scales by channel of a block of slots: it reads those that each slot has")
+    check_widths(keys, values)
+    if keys.shape[-1] % 16:
+        raise NotImplementedError(f"{keys.shape[-1]} numbers in a key: a multiple of 16")
+
+
+def check_widths(keys: jax.Array | Lying, values: jax.Array | Lying) -> None:
+    """Raises `NotImplementedError` for keys and values of unlike widths."""
+    if keys.shape[-1] != values.shape[-1]:
+        raise NotImplementedError(f"keys of {keys.shape[-1]} numbers, values of {values.shape[-1]}: as many of both")
 
 
 def unpacked(codes: UInt8[Array, "*n N"], bits: int) -> UInt8[Array, "*n D"]:
@@ -98,6 +159,9 @@ def split(x: Shaped[Array, "*n D"], width: int) -> Shaped[Array, "*n _ _"]:
     return x.reshape(*x.shape[:-1], x.shape[-1] // width, width)
 
 
-def put(held: jax.Array | Codes, at: tuple[Int[Array, "..."], ...], new: jax.Array | Codes) -> jax.Array | Codes:
-    """What is held, with the token's at these indices of the slots; those out of range are dropped."""
+def put(held: jax.Array | Lying, at: tuple[Int[Array, "..."], ...], new: jax.Array | Codes) -> jax.Array | Lying:
+    """What is held, with the token's at these indices of the slots; those out of range are dropped. With scales by
+    channel it stays as it is: who holds them writes a block."""
+    if isinstance(held, ByChannel):
+        return held
     return jax.tree.map(lambda x, y: x.at[at].set(y, mode="drop"), held, new)

@@ -5,8 +5,8 @@ where XLA would write out all of them; plain numbers are read in place, where XL
 offset that is data. The token's own key and value, for which the slot is meant, come from the arguments.
 
 The numbers of a run of channels with one scale lie apart while they are used: first those that lie lowest in their
-bytes, then the next. So do the query and the output. Scale and lowest value of a key go to its logit, those of a value
-to its weight.
+bytes, then the next. So do the query and the output. Where a block of slots has a scale for each channel, it goes once
+into the query, or into what the block's values come to.
 """
 
 import functools
@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from numba.np.numpy_support import carray
 
 from pallas_kernels.arguments import Judge, Line, Segments, Token
-from pallas_kernels.codes import Codes
+from pallas_kernels.codes import ByChannel, Lying, check_widths
 from pallas_kernels.cpu_call import (
     DATA,
     compiled,
@@ -45,10 +45,10 @@ REDUCE = {name: code for code, name in enumerate((*GROUPS, "each"))}
 SUM, MEAN, MAX, EACH = REDUCE.values()
 NO_MASS = len(REDUCE)
 NO_RULE = -1
-# The buffers of a call, in order; of keys and of values codes, scales and lows
+# The buffers of a call, in order; of keys and of values codes, scales and lows, and of slots their blocks
 QUERY, KEY, VALUE, SLOT, POSITION, POSITIONS, OFFSETS, FIRST, ADDED, WEIGHT, BIAS, RECENTS, SOFTMAX, FACTS = range(14)
-KEYS, VALUES = 14, 17
-CODE, SCALE, LOW = range(3)
+KEYS, VALUES = 14, 18
+CODE, SCALE, LOW, BLOCK = range(4)
 GROUP, WINDOW, SINKS, OF_KEYS, OF_VALUES = 0, 1, 2, 3, 5  # of the facts; of keys and values bits and offset
 OUTPUT, LSE, MASS, AIMED = range(4)
 BITS = 8, 4, 2  # of codes
@@ -80,8 +80,8 @@ def step(
 ) -> Step:
     """`held`'s positions are those with the token; its keys and values may be those before it.
 
-    Raises `NotImplementedError` for dtypes other than float32, for codes of floats, of 3 bits or without a scale, and
-    where XLA cannot call what numba compiles.
+    Raises `NotImplementedError` for dtypes other than float32, for keys and values of unlike widths, for codes of
+    floats, of 3 bits or without a scale, and where XLA cannot call what numba compiles.
     """
     query, key, value, position, *_ = token
     if query.dtype != jnp.dtype(jnp.float32):
@@ -90,6 +90,7 @@ def step(
     if dim % LANES:
         raise NotImplementedError(f"{dim} channels: a multiple of {LANES}")
     line = held.line or Line(held.keys, held.values, jnp.zeros_like(position))
+    check_widths(token.key, token.value)
     parts = [_parts(x, dim) for x in (line.keys, line.values)]
     queries = query.reshape(batch, kv_heads, -1, dim)
     heads, slots = queries.shape[2], held.positions.shape[1]
@@ -107,18 +108,24 @@ def step(
     ))  # fmt: skip
 
 
-def _parts(x: jax.Array | Codes, dim: int) -> tuple[tuple[Any, ...], tuple[int, int]]:
-    """Codes, scales and lows of keys or values as buffers, and their bits and offset."""
-    none = np.zeros((1, 0, 1), np.int16)  # of one run, and no slots
-    if not isinstance(x, Codes):
+def _parts(x: jax.Array | Lying, dim: int) -> tuple[tuple[Any, ...], tuple[int, int]]:
+    """Codes, scales, lows and blocks of keys or values as buffers, and their bits and offset."""
+    none, apart = np.zeros((1, 0, 1), np.int16), np.zeros((1, 0), np.int32)  # of one run, and no slots
+    if not isinstance(x, Lying):
         if x.dtype != jnp.dtype(jnp.float32):
             raise NotImplementedError(f"keys or values of {x.dtype}: float32")
-        return (x, none, none), (PLAIN, 0)
+        return (x, none, none, apart), (PLAIN, 0)
+    if isinstance(x, ByChannel):
+        if x.bits not in BITS or dim * x.bits % (8 * LANES):
+            raise NotImplementedError(
+                f"codes by channel of {dim} channels in {x.bits} bits: 8, 4 or 2, bytes by {LANES}"
+            )
+        return (x.codes, x.scale, x.low, x.block), (x.bits, 0)
     if x.codes.dtype != jnp.dtype(jnp.uint8) or x.bits not in BITS or x.scale is None:
         raise NotImplementedError(f"codes of {x.codes.dtype} in {x.bits} bits: integers of 8, 4 or 2 with a scale")
     if dim // x.groups * x.bits % (8 * LANES):
         raise NotImplementedError(f"a scale for {dim // x.groups} channels in {x.bits} bits: for bytes by {LANES}")
-    return (x.codes, x.scale, none if x.low is None else x.low), (x.bits, x.offset)
+    return (x.codes, x.scale, none if x.low is None else x.low, apart), (x.bits, x.offset)
 
 
 @functools.cache
@@ -159,18 +166,19 @@ def _head(ins, outs, unit):
     positions = carray(pointer(_at(word(ins, POSITIONS), row * pool + begin)), (slots,), np.int32)
     newest, window = integer(word(ins, POSITION), row), integer(word(ins, FACTS), WINDOW)
     oldest = max(newest - window + 1, 0) if window > 0 else 0
-    first = row * size(word(ins, KEYS), 1) + integer(word(ins, FIRST), row) + begin
+    start = integer(word(ins, FIRST), row) + begin
     masses = size(word(outs, MASS), 1) // pool  # one, or one for each query head
     mass = floats(_at(word(outs, MASS), masses * (row * pool + begin)), (masses, slots))
     before, behind = begin if head == 0 else 0, pool - end if head == heads - 1 else 0  # nobody's
     _clear(floats(_at(word(outs, MASS), masses * row * pool), (masses * before,)))
     _clear(floats(_at(word(outs, MASS), masses * (row * pool + end)), (masses * behind,)))
 
-    own = new(4 * (groups * slots + max(slots, (groups + 1) * dim)))
+    own = new(4 * (groups * slots + max(slots, 2 * (groups + 1) * dim)))
     rest = own + 4 * groups * slots
     each = unit * groups * dim
     _logits(
-        _lying(ins, KEYS, first, dim, integer(word(ins, FACTS), OF_KEYS)), integer(word(ins, FACTS), OF_KEYS + 1),
+        _lying(ins, KEYS, row, start, dim, integer(word(ins, FACTS), OF_KEYS)),
+        integer(word(ins, FACTS), OF_KEYS + 1),
         _at(query, each), _at(word(ins, KEY), unit * dim), dim, slot,
         positions, oldest, newest, rest, own, groups,
     )  # fmt: skip
@@ -180,7 +188,8 @@ def _head(ins, outs, unit):
         floats(_at(word(outs, LSE), unit * groups), (groups,)), mass,
     )  # fmt: skip
     _values(
-        _lying(ins, VALUES, first, dim, integer(word(ins, FACTS), OF_VALUES)), integer(word(ins, FACTS), OF_VALUES + 1),
+        _lying(ins, VALUES, row, start, dim, integer(word(ins, FACTS), OF_VALUES)),
+        integer(word(ins, FACTS), OF_VALUES + 1),
         _at(word(outs, OUTPUT), each), _at(word(ins, VALUE), unit * dim), dim, slot,
         positions, oldest, newest, rest, own, groups,
     )  # fmt: skip
@@ -199,29 +208,50 @@ def _clear(numbers):
 
 
 @compiled
-def _lying(ins, which, first, dim, bits):
-    """Of keys or values from slot `first` on: their bits, runs with a scale of their own, and where codes, scales and
-    lows begin; 0 for no lows."""
-    lows, runs = word(ins, which + LOW), size(word(ins, which + SCALE), 2)
+def _lying(ins, which, row, start, dim, bits):
+    """Of a row's keys or values from slot `start` on: their bits, runs with a scale of their own, and where codes,
+    scales, lows and blocks begin; 0 for no lows, and for no blocks. Scales of blocks are the row's."""
+    slots, lows, blocks = size(word(ins, which + CODE), 1), word(ins, which + LOW), word(ins, which + BLOCK)
+    runs, shared = size(word(ins, which + SCALE), 2), size(blocks, 1) > 0
+    first = row * slots + start
+    at = 2 * (row * size(word(ins, which + SCALE), 1) * dim if shared else first * runs)
     return (
-        bits, runs,
+        bits, 1 if shared else runs,
         word(word(ins, which + CODE), DATA) + first * (dim * bits // 8),
-        word(word(ins, which + SCALE), DATA) + 2 * first * runs,
-        word(lows, DATA) + 2 * first * runs if size(lows, 1) > 0 else 0,
+        word(word(ins, which + SCALE), DATA) + at,
+        word(lows, DATA) + at if size(lows, 1) > 0 else 0,
+        word(blocks, DATA) + 4 * first if shared else 0,
     )  # fmt: skip
 
 
 @compiled
+def _block(lies, slot):
+    """The block that a slot is in; 0 where there are none."""
+    return carray(pointer(lies[5] + 4 * slot), (1,), np.int32)[0] if lies[5] else 0
+
+
+@compiled
+def _of_block(at, block, dim, many, own):
+    """A block's scales or lows, apart, as numbers."""
+    for j in range(many):
+        for n in range(dim // many):
+            set_number(own + 4 * (j * (dim // many) + n), half(at + 2 * (block * dim + n * many + j)))
+
+
+@compiled
 def _numbers(lies, offset, slot, dim, own):
-    """The address of a slot's numbers, apart, which are written to `own`; of plain ones, where they lie."""
-    bits, runs, codes, scales, lows = lies
+    """The address of a slot's numbers, apart, which are written to `own`: of blocks without their scales; of plain
+    ones, where they lie."""
+    bits, runs, codes, scales, lows, blocks = lies
     if bits == PLAIN:
         return codes + 4 * dim * slot
     each = dim * bits // 8  # bytes of a slot
     part = each // runs
     for r in range(runs):
         at = 2 * (slot * runs + r)
-        by, low = half(scales + at), half(lows + at) if lows else np.float32(0)
+        by, low = np.float32(1), np.float32(0)
+        if not blocks:
+            by, low = half(scales + at), half(lows + at) if lows else np.float32(0)
         step, least = lanes(by), lanes(low - by * np.float32(offset))
         for j in range(8 // bits):
             for n in range(r * part, (r + 1) * part, LANES):
@@ -256,9 +286,32 @@ def _turned(matrix, rows, columns, out):
 
 
 @compiled
+def _add_products(sums, x, y, dim):
+    """The products of the numbers at two addresses, to those at another."""
+    for d in range(0, 4 * dim, 4 * LANES):
+        store(sums + d, fused(load(x + d), load(y + d), load(sums + d)))
+
+
+@compiled
+def _open(lies, block, dim, many, own, groups):
+    """The queries by a block's scales, and behind them their products with its lows."""
+    each = 4 * dim
+    x, scaled = own + groups * each, own + (groups + 1) * each
+    _clear(floats(scaled, (groups * dim,)))
+    _of_block(lies[4], block, dim, many, x)
+    for g in range(groups):
+        set_number(scaled + groups * each + 4 * g, _dot(own + g * each, x, dim))
+    _of_block(lies[3], block, dim, many, x)
+    for g in range(groups):
+        _add_products(scaled + g * each, own + g * each, x, dim)
+
+
+@compiled
 def _logits(lies, offset, query, key, dim, slot, positions, oldest, newest, own, weights, groups):
     """query . key of all slots that are seen, [groups, slots]."""
-    slots, each, many = positions.shape[0], 4 * dim, max(8 // lies[0], 1)
+    slots, each, many, opened = positions.shape[0], 4 * dim, max(8 // lies[0], 1), -1
+    shared = lies[5] != 0
+    asked, level = own + ((groups + 1) * each if shared else 0), own + (2 * groups + 1) * each
     for g in range(groups):
         _turned(query + g * each, many, dim // many, own + g * each)
     for p in range(slots):
@@ -266,9 +319,13 @@ def _logits(lies, offset, query, key, dim, slot, positions, oldest, newest, own,
             for g in range(groups):
                 set_number(weights + 4 * (g * slots + p), _dot(query + g * each, key, dim))
         elif oldest <= positions[p] and positions[p] <= newest:
+            if shared and _block(lies, p) != opened:
+                opened = _block(lies, p)
+                _open(lies, opened, dim, many, own, groups)
             x = _numbers(lies, offset, p, dim, own + groups * each)
             for g in range(groups):
-                set_number(weights + 4 * (g * slots + p), _dot(own + g * each, x, dim))
+                logit = _dot(asked + g * each, x, dim)
+                set_number(weights + 4 * (g * slots + p), logit + number(level + 4 * g) if shared else logit)
 
 
 @compiled(fastmath=ORDER)
@@ -329,15 +386,40 @@ def _softmax(weights, positions, oldest, newest, added, settings, reduce, own, l
 
 
 @compiled
+def _close(lies, block, dim, many, own, groups):
+    """A block's sums by its scales, and its lows by the sums of its weights, to the sums of all; then none are left."""
+    each = 4 * dim
+    x, sums = own + groups * each, own + (groups + 1) * each
+    _of_block(lies[3], block, dim, many, x)
+    for g in range(groups):
+        _add_products(own + g * each, x, sums + g * each, dim)
+    _of_block(lies[4], block, dim, many, x)
+    for g in range(groups):
+        _add(own + g * each, x, number(sums + groups * each + 4 * g), dim)
+    _clear(floats(sums, ((groups + 1) * dim,)))
+
+
+@compiled
 def _values(lies, offset, output, value, dim, slot, positions, oldest, newest, own, weights, groups):
-    """The values by their weights, [groups, slots]."""
-    slots, each, many = positions.shape[0], 4 * dim, max(8 // lies[0], 1)
-    _clear(floats(own, (groups * dim,)))
+    """The values by their weights, [groups, slots]; of a block for itself, and so its weights."""
+    slots, each, many, opened = positions.shape[0], 4 * dim, max(8 // lies[0], 1), -1
+    shared = lies[5] != 0
+    sums, total = own + ((groups + 1) * each if shared else 0), own + (2 * groups + 1) * each
+    _clear(floats(own, (2 * (groups + 1) * dim,)))
     for p in range(slots):
         if p != slot and oldest <= positions[p] and positions[p] <= newest:
+            if shared and _block(lies, p) != opened:
+                if opened >= 0:
+                    _close(lies, opened, dim, many, own, groups)
+                opened = _block(lies, p)
             x = _numbers(lies, offset, p, dim, own + groups * each)
             for g in range(groups):
-                _add(own + g * each, x, number(weights + 4 * (g * slots + p)), dim)
+                weight = number(weights + 4 * (g * slots + p))
+                _add(sums + g * each, x, weight, dim)
+                if shared:
+                    set_number(total + 4 * g, number(total + 4 * g) + weight)
+    if opened >= 0:
+        _close(lies, opened, dim, many, own, groups)
     for g in range(groups):
         _turned(own + g * each, dim // many, many, output + g * each)
         if slot >= 0 and slot < slots:

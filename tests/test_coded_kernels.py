@@ -14,14 +14,17 @@ import pytest
 from jaxkv.sharding import Layout
 from jaxkv.store import pool, reading, slots
 from jaxkv.store.balanced import IntBalanced
+from jaxkv.store.by_channel import IntByChannel
+from jaxkv.store.channels import Channels
 from jaxkv.store.codec import Plain
 from jaxkv.store.codecs import Codecs
 from jaxkv.store.entries import Entries
 from jaxkv.store.floats import Fp8
 from jaxkv.store.integers import Int
+from jaxkv.store.low_rank import LowRank
 from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
 from pallas_kernels.choices import choices
-from pallas_kernels.codes import Codes, bits_of
+from pallas_kernels.codes import ByChannel, Codes, bits_of
 from pallas_kernels.decode_attend_score import api as decode_api
 from pallas_kernels.prefill_attend import api as attend_api
 from pallas_kernels.prefill_attend_mass import api as mass_api
@@ -187,6 +190,95 @@ def test_equal_heads_on_cpu(names):
     equal_heads(BY_NUMBA, names, "float32", 64, 1)
 
 
+def by_channel(rng, codec, positions, dim):
+    """Entries around 2 as they lie in blocks of slots; nonsense in empty slots, and in blocks of them."""
+    x = jnp.asarray(rng.normal(size=(*positions.shape, dim)) * (1 + np.arange(dim) % 5) + 2, jnp.float32)
+    lies = codec.as_codes(codec.encode_all(x, positions))
+    blocks = jnp.arange(lies.scale.shape[2])
+    used = jnp.any((lies.block[..., None] == blocks) & (positions >= 0)[..., None], axis=2)[..., None]
+    return dataclasses.replace(
+        lies,
+        codes=jnp.where((positions < 0)[..., None], jnp.uint8(255), lies.codes),
+        scale=jnp.where(used, lies.scale, jnp.float16(np.nan)),
+        low=jnp.where(used, lies.low, jnp.float16(np.nan)),
+    )
+
+
+def in_turn(rng, batch, heads, slots, least=0):
+    """Positions in time order from some slot on, and empty ones behind them; the last row has none."""
+    held = rng.integers(least, slots, (batch, heads, 1))
+    positions = np.where(np.arange(slots) < held, np.arange(slots) + 3, -1)
+    positions = np.stack([np.roll(row, by, axis=-1) for row, by in zip(positions, (0, 5, 2), strict=True)])
+    positions[-1] = -1
+    return jnp.asarray(positions, jnp.int32)
+
+
+def shared_scales(how, keys, values, dim, slots, group=3, **softmax):
+    """A step on keys and values of these codecs against the reference; the second row has finished."""
+    rng = np.random.default_rng(dim + slots)
+    positions = in_turn(rng, 3, 2, slots)
+    new = [jnp.asarray(rng.normal(size=(3, 2, dim)), jnp.float32) for _ in range(2)]
+    lies, codes = [], []
+    for codec, one in zip((keys, values), new, strict=True):
+        if codec.apart:
+            lies.append(poisoned(entries(rng, codec, (3, 2, slots, dim), jnp.float32)[1], positions))
+            codes.append(None if codec.plain else codec.as_codes(codec.encode(one)))
+        else:
+            lies.append(by_channel(rng, codec, positions, dim))
+            codes.append(None)
+    query = jnp.asarray(rng.normal(size=(3, 2 * group, dim)), jnp.float32)
+    token = Token(query, *new, jnp.asarray([slots + 3, -1, slots + 3], jnp.int32), *codes)
+    slot = jnp.asarray(rng.integers(0, slots, (3, 2)), jnp.int32)
+    judge = Judge(*jnp.full((2, 3), slots, jnp.int32), rule=Rule("sum"))
+    arguments, options = (token, Held(*lies, positions), slot, judge), dict(scale=dim**-0.5, **softmax)
+    got, expected = (
+        jax.jit(lambda *x, how=how: decode_api.decode_attend_score(*x, **options, **how))(*arguments)
+        for how in (how, {"implementation": "reference"})
+    )
+    same(got, expected, LIMIT["float32"])
+    for after, before in zip((got.keys, got.values), lies, strict=True):
+        if isinstance(before, ByChannel):
+            assert np.array_equal(after.codes, before.codes)
+
+
+SHARED = {
+    "keys 2, values 2": (IntByChannel(2, 32), Int(2, channels=32)),
+    "keys 4": (IntByChannel(4, 8), Plain()),
+    "both 8": (IntByChannel(8, 4), IntByChannel(8, 16)),
+    "values 4": (Int(8), IntByChannel(4, 8)),
+}
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("codecs", SHARED.values(), ids=SHARED)
+def test_scales_by_channel_on_cpu(codecs):
+    shared_scales(BY_NUMBA, *codecs, 64, 70)
+    shared_scales(BY_NUMBA, *codecs, 128, 33, softcap=20.0, window=20)
+    shared_scales(BY_NUMBA, *codecs, 96, 264, group=1)
+
+
+def test_scales_by_channel_mean_what_their_blocks_stand_for():
+    """The reference on codes against itself on what the codec gives back."""
+    rng, codec = np.random.default_rng(3), IntByChannel(4, 8)
+    positions = in_turn(rng, 3, 2, 37, least=9)
+    x = jnp.asarray(rng.normal(size=(3, 2, 37, 64)) + 2, jnp.float32)
+    code = codec.encode_all(x, positions)
+    lies, back = codec.as_codes(code), codec.decode(code)
+    filled = np.asarray(positions >= 0)
+    assert np.array_equal(np.asarray(lies.numbers)[filled], np.asarray(back)[filled])
+    at = jnp.asarray(rng.integers(0, 37, (3, 2, 5)), jnp.int32)
+    few = np.take_along_axis(np.asarray(back), np.asarray(at)[..., None], axis=2)
+    assert np.array_equal(np.asarray(lies.at(at).numbers), few)
+    assert np.array_equal(np.asarray(lies.in_a_row.numbers), np.asarray(lies.numbers).reshape(3, 74, 64))
+
+
+def test_scales_by_channel_are_read_nowhere_else():
+    with pytest.raises(NotImplementedError, match="scales by channel"):
+        shared_scales(KERNEL, *SHARED["keys 4"], 64, 40)
+    with pytest.raises(NotImplementedError, match="by channel of 48 channels in 2 bits"):
+        shared_scales(BY_NUMBA, IntByChannel(2, 8), Plain(), 48, 40)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [7, 40, 264])
 @pytest.mark.parametrize("dim", [64, 128])
@@ -322,11 +414,23 @@ def stores(rng, codecs, kind):
     Codecs(Int(4, hadamard=True), Int(8, channels=32, hadamard=True)), Codecs(Fp8(), Plain()), Codecs(Int(3), Int(2)),
     Codecs(Int(4), Int(4), residual=6), Codecs(Int(4), Int(4, symmetric=True), initial=4),
     Codecs(IntBalanced(4, channels=32), IntBalanced(8)), Codecs(IntBalanced(4), Int(4), residual=6, initial=4),
-], ids=["turned", "fp8", "3 and 2", "residual", "initial", "balanced", "both"])  # fmt: skip
+    Codecs(Int(4), Plain(), residual=6), Codecs(Plain(), Int(8), initial=4),
+    Codecs(IntByChannel(4, 4), Int(4), residual=8),
+    Codecs(IntByChannel(2, 8), Plain(), residual=8), Codecs(Int(8), IntByChannel(4, 4), residual=4),
+    Codecs(Channels(0.4), Plain(), residual=6), Codecs(LowRank(0.25), LowRank(0.75)), Codecs(Int(4), Channels(0.5)),
+    Codecs(LowRank(0.5), Int(8), residual=6, initial=4), Codecs(LowRank(0.5, heads=2), LowRank(0.5)),
+], ids=[
+    "turned", "fp8", "3 and 2", "residual", "initial", "balanced", "both", "values whole", "keys whole", "by channel",
+    "by channel, values whole", "values by channel", "channels", "low rank", "channels of values", "low rank and codes",
+    "low rank together",
+])  # fmt: skip
 @pytest.mark.parametrize("weighs", [True, False], ids=["with mass", "without"])
 def test_a_store_gives_what_it_gave_decoded(weighs, codecs, kind, monkeypatch):
     """Three steps, the second without the last row, and the codes of slots that no token came to. Where nobody asks
     for the mass tokens in full precision are a part of their own; there the first token takes the place of one."""
+
+    if kind == "pool" and not (codecs.apart and codecs.keys.pooled and codecs.values.pooled):
+        pytest.skip("heads of a pool share no scale, and have no directions of their own")
 
     def run():
         layer, token, judge = stores(np.random.default_rng(5), codecs, kind)
@@ -346,14 +450,18 @@ def test_a_store_gives_what_it_gave_decoded(weighs, codecs, kind, monkeypatch):
         return parts, before, layer
 
     parts, before, after = run()
-    monkeypatch.setattr("jaxkv.store.store.reading", lambda codecs, *_: reading.Decoded(codecs))
+    monkeypatch.setattr("jaxkv.store.store.reading", lambda codecs, **_: reading.Decoded(codecs))
     old_parts, _, old = run()
     for part, other in zip(parts, old_parts, strict=True):
         for a, b in zip(jax.tree.leaves(part), jax.tree.leaves(other), strict=True):
             np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=2e-5, rtol=2e-5)
     assert np.array_equal(after.positions, old.positions) and np.array_equal(after.next_slot, old.next_slot)
+    for a, b in zip(jax.tree.leaves(after.entries), jax.tree.leaves(old.entries), strict=True):
+        assert np.array_equal(np.asarray(a), np.asarray(b))
     touched = np.asarray(after.positions != before.positions)
     assert touched.sum() == 10
+    if not codecs.apart:
+        return
     for a, b in zip(jax.tree.leaves((after.entries.keys, after.entries.values)),
                     jax.tree.leaves((before.keys, before.values)), strict=True):  # fmt: skip
         assert np.array_equal(np.asarray(a)[~touched], np.asarray(b)[~touched])
@@ -362,21 +470,18 @@ def test_a_store_gives_what_it_gave_decoded(weighs, codecs, kind, monkeypatch):
 def test_which_codes_are_read_as_they_lie():
     """Keys around a centre not where logits are capped: then what these have in common is no summand of them. None that
     are still to be fitted; beside tokens in full precision where nothing is weighed."""
+    way = lambda codecs, **how: type(reading.reading(codecs, **how)) is reading.AsCodes  # noqa: E731
     how = dict(windows=False, rotates=False, weighs=True)
     plain, balanced = Codecs(Int(4), Int(4)), Codecs(IntBalanced(4), Int(4))
     fitted = balanced.fitted(balanced.unfit(1, 2, 64))
-    ways = [
-        type(reading.reading(codecs, **how, capped=capped)) is reading.AsCodes
-        for codecs in (plain, fitted, balanced)
-        for capped in (False, True)
-    ]
+    ways = [way(codecs, **how, capped=capped) for codecs in (plain, fitted, balanced) for capped in (False, True)]
     assert ways == [True, True, True, False, False, False]
-    beside = [
-        type(reading.reading(codecs, True, False, False, weighs)) is reading.AsCodes
-        for codecs in (plain, Codecs(Int(4), Plain()))
-        for weighs in (True, False)
-    ]
-    assert beside == [False, True, False, False]
+    beside = dict(windows=True, rotates=False, capped=False)
+    shared = Codecs(IntByChannel(2, 8), Int(2), residual=8)
+    for codecs in (plain, Codecs(Int(4), Plain()), shared):
+        assert [way(codecs, **beside, weighs=weighs) for weighs in (True, False)] == [False, True]
+    assert way(plain, **how, capped=False, divided=True)
+    assert not way(shared, **beside, weighs=False, divided=True), "blocks lie over devices"
 
 
 def test_what_runs_of_a_coded_cache(unchecked):

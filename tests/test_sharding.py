@@ -292,6 +292,8 @@ STEP = 1.0  # of 4 bits: rounding, which is a mesh's own, may move a number by o
         ("h2o", AS_CODES, (2, 2, 2)),
         ("h2o", BY_CHANNEL, (1, 2, 4)),
         ("adakv-h2o", FITTED, (2, 2, 2)),
+        ("knorm", BY_CHANNEL, (1, 2, 4)),  # which weighs nothing: the window is a part beside the codes
+        ("knorm", FITTED, (2, 2, 2)),
         ("minicache", {}, (2, 2, 2)),
         ("kv-heads", {}, (2, 2, 2)),
         ("aquakv", {}, (2, 2, 2)),

@@ -164,7 +164,7 @@ def decode_attend_score(
         out = kernel(token, held, slot, judge, rotate=_rotation(rotate), with_mass=with_mass)
         shared = out.mass is not None and layout.size(GROUP) > 1
         return out._replace(
-            output=out.output.reshape(shape),
+            output=out.output.reshape(*shape[:-1], -1),
             lse=out.lse.reshape(shape[:3]),
             mass=ACROSS[judge.group](out.mass, GROUP) if shared else out.mass,
         )
@@ -176,7 +176,7 @@ def decode_attend_score(
     ins = (new, lies, heads, _judge_specs(judge, rows, flat))
     outs = Attended._make((q, _but_last(q), flat if with_mass else None, kv, kv, flat, heads))
     out = _mapped(layout, local, ins, outs)(token._replace(query=grouped), held, slot, judge)
-    out = out._replace(output=out.output.reshape(query.shape), lse=out.lse.reshape(query.shape[:2]))
+    out = out._replace(output=out.output.reshape(*query.shape[:2], -1), lse=out.lse.reshape(query.shape[:2]))
     if own_rule and not divided:
         return out
     return out._replace(next_slot=aim(out.mass, out.positions, token.position, slot, judge, window=window))
@@ -204,7 +204,7 @@ def _attend_part(
         judge._replace(rule=None, group="each"), rotate=_rotation(rotate, divided=True), with_mass=with_mass,
     )  # fmt: skip
     everyone, share = _merged(out.lse.reshape(shape[:3]), SLOTS)
-    output = lax.psum(out.output.reshape(shape).astype(jnp.float32) * share[..., None], SLOTS)
+    output = lax.psum(out.output.reshape(*shape[:-1], -1).astype(jnp.float32) * share[..., None], SLOTS)
     mass = None
     if out.mass is not None:
         mass = REDUCE[judge.group](out.mass * share[..., None], axis=2)
@@ -275,7 +275,7 @@ def _ragged_part(
     everyone, share = _merged(lse, over)
     output = lax.psum(ragged.read(weights, held.values, held.positions) * share[..., None], over)
     return Attended(
-        output=output.astype(query.dtype).reshape(query.shape),
+        output=output.astype(query.dtype).reshape(*query.shape[:2], -1),
         lse=everyone.reshape(query.shape[:2]),
         mass=None if group is None else over_slots(REDUCE[group](weights * share[..., None], axis=2), owner),
         keys=lies.keys,

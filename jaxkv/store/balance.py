@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Shaped
 
 
 @jax.tree_util.register_dataclass
@@ -57,7 +57,7 @@ class Balance:
         return Balance(of_rows(sound, self.factor), self.chosen | new, centre)
 
 
-def of_queries(x: Float[Array, "B Hk D"], query: Float[Array, "B Hq D"]) -> Float[Array, "B Hq D"]:
+def of_queries(x: Shaped[Array, "B Hk N"], query: Float[Array, "B Hq _"]) -> Shaped[Array, "B Hq N"]:
     """What is known of each KV head, for its query heads."""
     return jnp.repeat(x, query.shape[1] // x.shape[1], axis=1)
 

@@ -24,6 +24,15 @@ class BlockCode:
     start: Int[Array, "B Hk"]
     dtype: str = dataclasses.field(metadata={"static": True})
 
+    @property
+    def count(self) -> int:
+        """C, the slots of a head."""
+        return jax.tree.leaves(self.slots)[0].shape[2]
+
+    def numbers(self, tokens: int) -> Int[Array, "B Hk C"]:
+        """The block of so many tokens that each slot is in."""
+        return ((jnp.arange(self.count, dtype=jnp.int32) - self.start[..., None]) % max(self.count, 1)) // tokens
+
 
 class Blocks(Shared):
     """A codec of blocks of `tokens` that lie side by side.
@@ -61,22 +70,27 @@ class Blocks(Shared):
         own = jax.tree.map(lambda x: _back(x.reshape(*shape[:2], at.shape[2], *x.shape[4:]), start, slots), own)
         return BlockCode(own, shared, start, str(x.dtype))
 
+    def block(self, code: BlockCode, slot: Int[Array, "B Hk"]) -> tuple[Int[Array, "B Hk T"], Float[Array, "B Hk T D"]]:
+        """The slots of the block that `slot` is in, and what their codes stand for. Where the last block is not full
+        they are followed by some others."""
+        at, number, _ = self._block(code, slot)
+        row, head = jnp.arange(at.shape[0])[:, None], jnp.arange(at.shape[1])[None, :]
+        own = jax.tree.map(lambda x: x[row[..., None], head[..., None], at], code.slots)
+        shared = jax.tree.map(lambda x: x[row, head, number], code.blocks)
+        return at, self.numbers(own, shared).astype(code.dtype)
+
     def written(
         self,
         code: BlockCode,
-        x: Float[Array, "B Hk C D"],
-        positions: Int[Array, "B Hk C"],
+        rows: Float[Array, "B Hk T D"],
+        positions: Int[Array, "B Hk T"],
         slot: Int[Array, "B Hk"],
         active: Bool[Array, "B"],
     ) -> BlockCode:
-        slots, blocks = x.shape[2], -(-x.shape[2] // self.tokens)
-        number = ((slot - code.start) % slots) // self.tokens
-        place = number[..., None] * self.tokens + jnp.arange(self.tokens)
-        at, inside = _slots(code.start[..., None], place, slots), place < slots
-        rows = jnp.take_along_axis(x, at[..., None], axis=2)
-        filled = (jnp.take_along_axis(positions, at, axis=2) >= 0) & inside
-        own, shared = self.coded(rows, filled)
-        row, head = jnp.arange(x.shape[0])[:, None], jnp.arange(x.shape[1])[None, :]
+        at, number, inside = self._block(code, slot)
+        slots, blocks = code.count, -(-code.count // self.tokens)
+        own, shared = self.coded(rows, (positions >= 0) & inside)
+        row, head = jnp.arange(at.shape[0])[:, None], jnp.arange(at.shape[1])[None, :]
         live = active[:, None]
         to = jnp.where(inside & live[..., None], at, slots)  # out of range, so dropped
         number = jnp.where(live, number, blocks)
@@ -88,8 +102,16 @@ class Blocks(Shared):
             blocks=jax.tree.map(put_block, code.blocks, shared),
         )
 
+    def _block(
+        self, code: BlockCode, slot: Int[Array, "B Hk"]
+    ) -> tuple[Int[Array, "B Hk T"], Int[Array, "B Hk"], Bool[Array, "B Hk T"]]:
+        """The slots of the block that `slot` is in, its number, and which of these slots are its own."""
+        number = ((slot - code.start) % code.count) // self.tokens
+        place = number[..., None] * self.tokens + jnp.arange(self.tokens)
+        return _slots(code.start[..., None], place, code.count), number, place < code.count
+
     def decode(self, code: BlockCode) -> Float[Array, "B Hk C D"]:
-        slots = jax.tree.leaves(code.slots)[0].shape[2]
+        slots = code.count
         at = self._places(code.start, slots)
         shape = (*at.shape[:2], at.shape[2] // self.tokens, self.tokens)
 

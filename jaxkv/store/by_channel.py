@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float16, UInt8
 
 from jaxkv.errors import BadValue
-from jaxkv.store.blocks import Blocks
+from jaxkv.store.blocks import BlockCode, Blocks
 from jaxkv.store.integers import BITS, check_packing, numbered, packed, ranged
-from pallas_kernels.codes import unpacked
+from pallas_kernels.codes import ByChannel, unpacked
 
 
 @jax.tree_util.register_dataclass
@@ -33,6 +33,7 @@ class IntByChannel(Blocks):
     bits: int = 4
     tokens: int = 32
     kind: ClassVar[str] = "int-by-channel"
+    readable: ClassVar[bool] = True
 
     def __post_init__(self):
         if self.bits not in BITS or self.tokens < 1:
@@ -54,6 +55,10 @@ class IntByChannel(Blocks):
         scale, low = ranged(low, high, self.bits)
         codes = numbered(jnp.where(some, wide, 0.0), scale[..., None, :], low[..., None, :], 2**self.bits - 1)
         return packed(jnp.where(some, codes, 0), self.bits), Ranges(scale, low)
+
+    def as_codes(self, code: BlockCode) -> ByChannel:
+        block = code.numbers(self.tokens)
+        return ByChannel(code.slots, code.blocks.scale, code.blocks.low, block, self.bits, code.dtype)
 
     def numbers(self, slots: UInt8[Array, "*n T N"], blocks: Ranges) -> Float[Array, "*n T D"]:
         scale, low = (x.astype(jnp.float32)[..., None, :] for x in (blocks.scale, blocks.low))

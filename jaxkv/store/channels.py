@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
 from jaxkv.errors import BadValue, unknown
+from jaxkv.store.balance import of_queries
 from jaxkv.store.codec import Codec, Fitting, with_slots
 from jaxkv.store.integers import packed
 from pallas_kernels.codes import unpacked
@@ -95,6 +96,8 @@ class Kept(Codec):
 
     bits: UInt8[Array, "*heads N"]
     count: int = dataclasses.field(metadata={"static": True})
+    readable: ClassVar[bool] = True
+    narrow: ClassVar[bool] = True
 
     def encode(self, x: Float[Array, "*slots D"]) -> Float[Array, "*slots K"]:
         dropped = unpacked(self.bits, 1) == 0
@@ -106,3 +109,18 @@ class Kept(Codec):
         place = jnp.clip(jnp.cumsum(kept, axis=-1, dtype=jnp.int32) - 1, 0, self.count - 1)
         x = jnp.take_along_axis(code, with_slots(place, code.ndim), axis=-1)
         return jnp.where(with_slots(kept, code.ndim), x, jnp.zeros((), x.dtype))
+
+    def as_codes(self, code: Float[Array, "*slots K"]) -> Float[Array, "*slots K"]:
+        return code
+
+    def of_codes(self, codes: Float[Array, "*slots K"]) -> Float[Array, "*slots K"]:
+        return codes
+
+    def turn(self, x: Float[Array, "B Hk D"]) -> Float[Array, "B Hk K"]:
+        return self.encode(x)
+
+    def ask(self, query: Float[Array, "B Hq D"]) -> Float[Array, "B Hq K"]:
+        return Kept(of_queries(self.bits, query), self.count).encode(query)
+
+    def unturn(self, x: Float[Array, "B Hq K"]) -> Float[Array, "B Hq D"]:
+        return Kept(of_queries(self.bits, x), self.count).decode(x)

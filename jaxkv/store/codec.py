@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxkv.checks import Checked
-from pallas_kernels.codes import Codes
+from pallas_kernels.codes import Lying
 
 FEW = float(jnp.finfo(jnp.float16).max)
 
@@ -29,6 +29,7 @@ class Codec(Checked):
     fits: ClassVar[bool] = False  # something of each KV head is fitted to the text or to the model
     pairs: ClassVar[bool] = False  # layers share what it holds
     readable: ClassVar[bool] = False  # `as_codes` gives what the attention's operations read as it lies
+    narrow: ClassVar[bool] = False  # that has fewer numbers than there are channels: it is not the exact array either
     centred: ClassVar[bool] = False  # the numbers of `as_codes` lie around a centre: queries have a `level`
     pooled: ClassVar[bool] = True  # heads may share slots: what it fits of a head, each slot could hold
 
@@ -49,9 +50,10 @@ class Codec(Checked):
         """The code of all slots of a store; position -1 marks an empty one, which may hold anything."""
         return self.encode(x)
 
-    def as_codes(self, code: Any) -> Float[Array, "*slots D"] | Codes:
+    def as_codes(self, code: Any) -> Float[Array, "*slots D"] | Lying:
         """The code as the attention's operations read it, if `readable`: floats, or codes with their scales, of what
-        `turn` makes of the numbers."""
+        `turn` makes of the numbers. They write the codes of a slot that shares nothing with others; the store writes
+        the rest."""
         raise NotImplementedError(f"{self.kind!r} is decoded before it is read")
 
     def of_codes(self, codes: Any) -> Any:
@@ -144,16 +146,20 @@ class Shared(Codec):
 
     apart: ClassVar[bool] = False
 
+    def block(self, code: Any, slot: Int[Array, "B Hk"]) -> tuple[Int[Array, "B Hk T"], Float[Array, "B Hk T D"]]:
+        """The T slots that share their code with `slot`, and what their codes stand for."""
+        raise NotImplementedError
+
     def written(
         self,
         code: Any,
-        x: Float[Array, "B Hk C D"],
-        positions: Int[Array, "B Hk C"],
+        rows: Float[Array, "B Hk T D"],
+        positions: Int[Array, "B Hk T"],
         slot: Int[Array, "B Hk"],
         active: Bool[Array, "B"],
     ) -> Any:
-        """The code after `x` and its position came into every head's `slot`, in rows that are active. `x` holds what
-        the other slots stand for, as exactly as it is known."""
+        """The code after a token came into every head's `slot`, in rows that are active: the slots of its `block` stand
+        for these `rows` at these positions."""
         raise NotImplementedError
 
     def encode(self, x: Float[Array, "*slots D"]) -> Any:

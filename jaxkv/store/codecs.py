@@ -88,6 +88,11 @@ class Codecs(Checked):
         return self.keys.readable and self.values.readable
 
     @property
+    def narrow(self) -> bool:
+        """Whether keys or values are read as fewer numbers than there are channels."""
+        return self.keys.narrow or self.values.narrow
+
+    @property
     def fits(self) -> bool:
         """Whether one of them fits something to the text or to the model."""
         return self.keys.fits or self.values.fits

@@ -3,6 +3,7 @@ slots."""
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -86,7 +87,8 @@ class LowRank(Fitting):
         return jnp.zeros((batch, heads, head_dim, self.grouped(heads) * self.rank(head_dim)), jnp.float16)
 
     def fitted(self, fit: Float16[Array, "B Hk D R"]) -> Codec:
-        return Projected(fit, self.grouped(fit.shape[1]))
+        many = self.grouped(fit.shape[1])
+        return Own(fit) if many == 1 else Projected(fit, many)
 
 
 def groups_of(products: Float[Array, "N"], groups: int, width: int) -> Float[Array, "g W W"]:
@@ -123,3 +125,30 @@ class Projected(Codec):
         shape = batch, heads // self.heads, self.heads
         matrix = self.directions.astype(jnp.float32).reshape(*shape, *self.directions.shape[2:])
         return x.astype(jnp.float32).reshape(*shape, math.prod(slots), width), matrix
+
+
+class Own(Projected):
+    """V^T x for the directions of each KV head's own channels: queries take them, and outputs give them back."""
+
+    readable: ClassVar[bool] = True
+    narrow: ClassVar[bool] = True
+
+    def as_codes(self, code: Float[Array, "B Hk *S N"]) -> Float[Array, "B Hk *S N"]:
+        return code
+
+    def of_codes(self, codes: Float[Array, "B Hk *S N"]) -> Float[Array, "B Hk *S N"]:
+        return codes
+
+    def turn(self, x: Float[Array, "B Hk D"]) -> Float[Array, "B Hk N"]:
+        return self.encode(x)
+
+    def ask(self, query: Float[Array, "B Hq D"]) -> Float[Array, "B Hq N"]:
+        return self._of_heads(self.encode, query)
+
+    def unturn(self, x: Float[Array, "B Hq N"]) -> Float[Array, "B Hq D"]:
+        return self._of_heads(self.decode, x)
+
+    def _of_heads(self, change: Callable, x: Float[Array, "B Hq _"]) -> Float[Array, "B Hq _"]:
+        """A change of what the KV heads have, of their query heads."""
+        batch, heads = self.directions.shape[:2]
+        return change(x.reshape(batch, heads, -1, x.shape[-1])).reshape(*x.shape[:2], -1)

@@ -189,7 +189,7 @@ class Pool(Store):
         weight, bias = (self.unscored(x) if isinstance(x, jax.Array) else x for x in (judge.weight, judge.bias))
         each = judge.rule and dataclasses.replace(judge.rule, heads="each")
         judge = judge._replace(weight=weight, bias=bias, rule=each)
-        how = self.reading(False, softmax["softcap"] is not None, softmax["with_mass"])
+        how = self.reading(layout, False, softmax["softcap"] is not None, softmax["with_mass"])
         bias, parts = self.beside_codes(how, token, softmax["scale"], None, softmax["softcap"])
         held = Segments(*how.lent(self), self.positions, self.offsets, line, bias)
         result = ragged_decode(layout, how.asked(token), held, self.next_slot, judge, whole=whole, **softmax)

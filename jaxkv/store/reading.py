@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from jaxkv.store.codec import Codec
 from jaxkv.store.codecs import Codecs
 from pallas_kernels.arguments import Token
+from pallas_kernels.codes import Codes
 from pallas_kernels.decode_attend_score.reference import Attended
 from pallas_kernels.partial import Partial
 
@@ -39,15 +40,16 @@ class Decoded:
     def returned(self, store: Any, result: Attended, token: Token) -> tuple[Any, Any]:
         """Keys and values as they lie in the slots after the pass."""
         keys, values = (
-            x if getattr(self.codecs, name).plain else store.written(name, new, token.position, x)
+            x if getattr(self.codecs, name).plain else store.written(name, new, token.position)
             for name, new, x in (("keys", token.key, result.keys), ("values", token.value, result.values))
         )
         return keys, values
 
 
 class AsCodes(Decoded):
-    """The pass reads codes where they lie and writes the token's. The query goes into the keys' space, and what all its
-    logits have in common is added to their log-sum-exp; the output comes back out of the values' space."""
+    """The pass reads codes where they lie and writes the token's; where slots share their code, that is written behind
+    it. The query goes into the keys' space, and what all its logits have in common is added to their log-sum-exp; the
+    output comes back out of the values' space."""
 
     codes: ClassVar[bool] = True
 
@@ -55,27 +57,44 @@ class AsCodes(Decoded):
         return self.codecs.keys.as_codes(store.entries.keys), self.codecs.values.as_codes(store.entries.values)
 
     def form(self, codec: Codec, x: Float[Array, "*slots D"]) -> Any:
-        return codec.as_codes(codec.encode(x))
+        if codec.apart:
+            return codec.as_codes(codec.encode(x))
+        if x.ndim < 4:  # a token's, or a pool's: none that share a code
+            return x
+        return codec.as_codes(codec.encode_all(x, jnp.zeros(x.shape[:-1], jnp.int32)))
 
     def asked(self, token: Token) -> Token:
         keys, values = self.codecs.keys, self.codecs.values
-        codes = (None if of.plain else self.form(of, x) for of, x in ((keys, token.key), (values, token.value)))
+        lies = (self.form(of, x) for of, x in ((keys, token.key), (values, token.value)))
+        codes = (x if isinstance(x, Codes) else None for x in lies)
         return Token(keys.ask(token.query), keys.turn(token.key), values.turn(token.value), token.position, *codes)
 
     def answered(self, token: Token, result: Attended, scale: float) -> Partial:
         level, lse = self.codecs.keys.level(token.query), result.lse
         looked = lse[..., None] > -jnp.inf  # else no weights: the output is 0 in any space
-        output = jnp.where(looked, self.codecs.values.unturn(result.output), result.output)
+        output = self.codecs.values.unturn(result.output)
+        output = jnp.where(looked, output, jnp.zeros_like(output))
         return Partial(output, lse if level is None else lse + scale * level, result.mass)
 
     def returned(self, store: Any, result: Attended, token: Token) -> tuple[Any, Any]:
-        return self.codecs.keys.of_codes(result.keys), self.codecs.values.of_codes(result.values)
+        keys, values = (
+            codec.of_codes(x) if codec.apart else store.written(name, new, token.position)
+            for name, codec, x, new in (
+                ("keys", self.codecs.keys, result.keys, token.key),
+                ("values", self.codecs.values, result.values, token.value),
+            )
+        )
+        return keys, values
 
 
-def reading(codecs: Codecs, windows: bool, rotates: bool, capped: bool, weighs: bool) -> Decoded:
+def reading(
+    codecs: Codecs, *, windows: bool, rotates: bool, capped: bool, weighs: bool, divided: bool = False
+) -> Decoded:
     """As codes where both codecs are `readable`; decoded where keys are turned as they are read (`rotates`), where
-    logits are `capped` and keys lie around a centre, and where some tokens are read in full precision beside their
-    codes (`windows`) and either the pass `weighs` all entries against each other or keys or values are plain."""
-    whole = windows and (weighs or codecs.keys.plain or codecs.values.plain)
-    decoded = whole or rotates or (capped and codecs.keys.centred) or not codecs.readable
+    logits are `capped` and keys lie around a centre, where slots that share a code are `divided` over devices, and
+    where the pass `weighs` all entries against each other while some tokens are read in full precision beside it:
+    those of `windows`, or the newest one beside keys or values that are `narrow`."""
+    beside = windows or codecs.narrow
+    decoded = (beside and weighs) or (divided and not codecs.apart)
+    decoded = decoded or rotates or (capped and codecs.keys.centred) or not codecs.readable
     return Decoded(codecs) if decoded else AsCodes(codecs)

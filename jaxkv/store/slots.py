@@ -139,7 +139,7 @@ class Slots(Store):
         self, layout: Layout, token: Token, judge: Judge, rotate: RotateAtRead | None, **softmax: Any
     ) -> tuple[Partial, "Slots"]:
         """Write the token into the next slots, attend over all slots, choose the slots after it."""
-        how = self.reading(rotate is not None, softmax["softcap"] is not None, softmax["with_mass"])
+        how = self.reading(layout, rotate is not None, softmax["softcap"] is not None, softmax["with_mass"])
         bias, parts = self.beside_codes(how, token, softmax["scale"], softmax["window"], softmax["softcap"])
         held, asked = Held(*how.lent(self), self.positions, bias), how.asked(token)
         result = decode_attend_score(layout, asked, held, self.next_slot, judge, rotate=rotate, **softmax)

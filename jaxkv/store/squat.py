@@ -9,9 +9,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float16, Int, UInt8
 
 from jaxkv.errors import BadValue
-from jaxkv.store.blocks import Blocks
+from jaxkv.store.blocks import BlockCode, Blocks
 from jaxkv.store.by_channel import IntByChannel, Ranges
 from jaxkv.store.codec import Fitting, small
+from pallas_kernels.codes import ByChannel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +103,10 @@ class Turned(Blocks):
     tokens: int = dataclasses.field(metadata={"static": True})
     integers: IntByChannel = dataclasses.field(metadata={"static": True})
     channels: int = dataclasses.field(metadata={"static": True})
+    readable: ClassVar[bool] = True
+
+    def as_codes(self, code: BlockCode) -> ByChannel:
+        return self.integers.as_codes(code)
 
     def coded(self, x: Float[Array, "*n T D"], filled: Bool[Array, "*n T"]) -> tuple[UInt8[Array, "*n T N"], Ranges]:
         left = jnp.where(filled[..., None], x.astype(jnp.float32), 0.0)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from jaxkv.sharding.layout import Layout
 from jaxkv.store.codecs import Codecs
 from jaxkv.store.entries import EMPTY, Change, Entries, owners, picked, placed_at
 from jaxkv.store.fit import FIT, Fit
@@ -20,9 +21,11 @@ from jaxkv.store.looks import LOOKS
 from jaxkv.store.reading import Decoded, reading
 from jaxkv.store.window import WINDOWS, apart
 from pallas_kernels.arguments import Token
+from pallas_kernels.codes import ByChannel
 from pallas_kernels.masking import MASKED
-from pallas_kernels.partial import Partial
+from pallas_kernels.partial import Partial, attend_few
 
+LIE = ("keys", "values")
 Worth = Callable[[Any], Float[Array, "B *S"]]  # of a store's slots
 # of worth, positions and the KV head of every slot, and how many entries each head shall keep on average: which stay
 Choose = Callable[[Float[Array, "B *S"], Int[Array, "B *S"], Int[Array, "B *S"], Int[Array, "B"]], Bool[Array, "B *S"]]
@@ -202,25 +205,41 @@ class Store:
         new, beside = absorb(self.beside, plain, chosen)
         return (entries, beside) if new is plain else (self.loosened(new), self.renewed(beside, new, chosen))
 
-    def reading(self, rotates: bool, capped: bool, weighs: bool) -> Decoded:
+    def reading(self, layout: Layout, rotates: bool, capped: bool, weighs: bool) -> Decoded:
         """How an attention pass reads keys and values, where it turns keys as it reads (`rotates`), where logits are
         `capped` and where it `weighs` entries: by their mass, or as some stand for several."""
-        return reading(self._fitted, bool(self._windows), rotates, capped, weighs or self.entries.weight is not None)
+        return reading(
+            self._fitted, windows=bool(self._windows), rotates=rotates, capped=capped,
+            weighs=weighs or self.entries.weight is not None, divided=layout.mesh is not None,
+        )  # fmt: skip
 
     def beside_codes(
         self, how: Decoded, token: Token, scale: float, window: int | None, softcap: float | None
     ) -> tuple[Float[Array, "B *S"] | None, tuple[Partial, ...]]:
         """What a pass that reads so adds to the logits of every slot, and the parts beside it: where it reads codes,
-        tokens in full precision are a part of their own."""
-        if not (how.codes and self._windows):
+        tokens of which key or value is read in full precision are a part of their own."""
+        states = tuple(self._windows.values())
+        if not how.codes or not (states or how.codecs.narrow):
             return self.entries.bias, ()
-        states, gone = tuple(self._windows.values()), jnp.full(self.next_slot.shape, EMPTY, jnp.int32)
-        positions = self.seen_by_head(self.put(self.positions, gone, token.position >= 0))  # as the token comes there
-        left_out, held = apart(states, positions, self.filled_by_head() & (positions >= 0))
+        active, none = token.position >= 0, jnp.full(self.next_slot.shape, EMPTY, jnp.int32)
+        positions = self.seen_by_head(self.put(self.positions, none, active))  # as the token comes there
+        left_out, slots = apart(states, positions, self.filled_by_head() & (positions >= 0))
         if self.positions.ndim == 2:
             left_out = jnp.any(left_out, axis=1)
-        softmax = {"scale": scale, "window": window, "softcap": softcap}
-        parts = (state.read(token, some, **softmax) for state, some in zip(states, held, strict=True))
+        softmax = {"scale": scale, "softcap": softcap}
+        lies = {
+            name: x
+            for name, x, codec in zip(LIE, how.lent(self), (how.codecs.keys, how.codecs.values), strict=True)
+            if codec.plain or not codec.apart
+        }
+        parts = []
+        for state, at in zip(states, slots, strict=True):
+            of_slots = {name: _numbers_at(x, jnp.maximum(at, 0)) for name, x in lies.items()}
+            parts.append(state.read(token, at >= 0, of_slots, window=window, **softmax))
+        if how.codecs.narrow:  # the token's own key and value are whole
+            left_out = self.put(left_out, jnp.ones_like(none, bool), active)
+            key, value, seen = token.key[:, :, None], token.value[:, :, None], active[:, None, None, None]
+            parts.append(attend_few(token.query[:, :, None], key, value, seen, **softmax).now())
         return jnp.where(left_out, MASKED, 0.0), tuple(parts)
 
     def attended(self, how: Decoded, result: Any, token: Token) -> Any:
@@ -230,13 +249,19 @@ class Store:
         after = self.replaced(entries=entries, next_slot=result.next_slot)
         return after.seeing(token.key, token.value, token.position)
 
-    def written(self, name: str, new: Float[Array, "B Hk D"], position: Int[Array, "B"], x: Any) -> Any:
-        """The code of keys or values with `new` in every head's next slot; `x` are all of them, decoded."""
+    def written(self, name: str, new: Float[Array, "B Hk D"], position: Int[Array, "B"]) -> Any:
+        """The code of keys or values with `new` in every head's next slot. Of slots that share theirs what is written
+        stands for what was read before of the others."""
         codec, code, active = self.codec(name), getattr(self.entries, name), position >= 0
         if codec.apart:
             return jax.tree.map(lambda x, new: self.put(x, new, active), code, codec.encode(new))
-        at = self.put(self.positions, jnp.broadcast_to(position[:, None], self.next_slot.shape), active)
-        return codec.written(code, self.put(x, new, active), at, self.next_slot, active)
+        at, rows = codec.block(code, self.next_slot)
+        here = at == self.next_slot[..., None]
+        positions = jnp.take_along_axis(self.positions, at, axis=-1)
+        rows = self._exact(name, rows, positions, owners(positions))
+        rows = jnp.where(here[..., None], new[:, :, None].astype(rows.dtype), rows)
+        positions = jnp.where(here, position[:, None, None], positions)
+        return codec.written(code, rows, positions, self.next_slot, active)
 
     def seeing(self, key: Float[Array, "B Hk D"], value: Float[Array, "B Hk D"], position: Int[Array, "B"]) -> Any:
         """The store with a token's exact key and value in its windows; -1 is the position of a row that has none."""
@@ -254,8 +279,7 @@ class Store:
     def with_token(self, token: Token) -> Any:
         """The store with the token in every head's next slot, without attending; rows that have finished stay."""
         keys, values = (
-            self.written(name, new, token.position, None if getattr(self.codecs, name).apart else getattr(self, name))
-            for name, new in (("keys", token.key), ("values", token.value))
+            self.written(name, new, token.position) for name, new in (("keys", token.key), ("values", token.value))
         )
         at = jnp.broadcast_to(token.position[:, None], self.next_slot.shape)
         positions = self.put(self.positions, at, token.position >= 0)
@@ -308,3 +332,12 @@ class Store:
         """The store whose next tokens go to `slot`, in these rows."""
         chosen = slot if rows is None else jnp.where(rows[:, None], slot, self.next_slot)
         return self.replaced(next_slot=chosen)
+
+
+def _numbers_at(x: Float[Array, "B *S D"] | ByChannel, at: Int[Array, "B Hk R"]) -> Float[Array, "B Hk R D"]:
+    """The keys or values of some slots of each KV head."""
+    if isinstance(x, ByChannel):
+        return x.at(at).numbers
+    if x.ndim == 3:
+        return x[jnp.arange(x.shape[0])[:, None, None], at]
+    return jnp.take_along_axis(x, at[..., None], axis=2)

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.store.entries import EMPTY, Entries
@@ -59,18 +60,43 @@ class Window:
         exact = jnp.take_along_axis(held.reshape(batch, -1, dim), flat[..., None], axis=1)
         seen = self.seen.reshape(batch, *(1,) * (positions.ndim - 1))
         inside = (positions >= 0) & (there == positions) & (owner < heads)
-        if whole and not self.first:
-            inside &= positions >= seen // size * size
+        inside &= self.stays(positions, seen, whole)
         return jnp.where(inside[..., None], exact.reshape(x.shape), x)
 
+    def holds(self, positions: Int[Array, "B Hk S"]) -> Bool[Array, "B Hk S"]:
+        """Whether tokens of the slots at these positions lie in the window as well: it has what the slots hold of the
+        newest, or of the first."""
+        size = self.positions.shape[2]
+        return positions < size if self.first else positions >= (self.seen - size)[:, None, None]
+
+    def stays(self, positions: Int[Array, "B *S"], seen: Int[Array, "B *#S"], whole: bool) -> Bool[Array, "B *S"]:
+        """Whether tokens that lie in the window are read from it: with `whole`, until it is full for the next time."""
+        size = self.positions.shape[2]
+        return positions >= (seen // size * size if whole and not self.first else jnp.zeros_like(seen))
+
     def read(
-        self, token: Token, held: Bool[Array, "B Hk R"], *, scale: float, window: int | None, softcap: float | None
+        self,
+        token: Token,
+        held: Bool[Array, "B Hk R"],
+        of_slots: dict[str, Float[Array, "B Hk R D"]],
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
     ) -> Partial:
-        """Attention of a token to those of the window's that are `held`; a model's sliding `window` as everywhere."""
-        assert self.keys is not None and self.values is not None
+        """Attention of a token to those of the window's that are `held`; a model's sliding `window` as everywhere.
+        `of_slots` has the "keys" or "values" as they lie in the slots where they leave the window all at once, or where
+        it has none."""
+        stay = self.stays(self.positions, self.seen[:, None, None], whole=True)[..., None]
+
+        def both(name: str, exact: Any) -> Float[Array, "B Hk R D"]:
+            if name not in of_slots:
+                return exact
+            return of_slots[name] if exact is None else jnp.where(stay, exact, of_slots[name])
+
+        keys, values = both("keys", self.keys), both("values", self.values)
         seen = held[:, :, None] & visible(token.position[:, None, None], self.positions, window)
-        query = token.query[:, :, None]
-        return attend_few(query, self.keys, self.values, seen, scale=scale, softcap=softcap).now()
+        return attend_few(token.query[:, :, None], keys, values, seen, scale=scale, softcap=softcap).now()
 
     def with_token(
         self, key: Float[Array, "B Hk D"], value: Float[Array, "B Hk D"], position: Int[Array, "B"]
@@ -124,15 +150,34 @@ class Window:
 
 def apart(
     windows: Iterable[Window], positions: Int[Array, "B Hk S"], filled: Bool[Array, "B Hk S"]
-) -> tuple[Bool[Array, "B Hk S"], list[Bool[Array, "B Hk R"]]]:
-    """Which filled slots' tokens lie in a window, and which of each window's tokens lie in a slot; one that lies in two
-    windows counts in the first."""
-    left, held = filled, []
+) -> tuple[Bool[Array, "B Hk S"], list[Int[Array, "B Hk R"]]]:
+    """Which filled slots' tokens lie in a window, and the slot of each window's tokens, -1 of those that have none; one
+    that lies in two windows counts in the first."""
+    left, slots = filled, []
     for state in windows:
-        same = left[..., None] & (positions[..., None] == state.positions[:, :, None])
-        held.append(jnp.any(same, axis=2))
-        left &= ~jnp.any(same, axis=3)
-    return filled & ~left, held
+        inside = left & state.holds(positions)
+        at = jnp.where(inside, positions, EMPTY - 1)  # never an empty place's
+        slots.append(lax.platform_dependent(at, state.positions, cpu=_slots_put, default=_slots_found))
+        left &= ~inside
+    return filled & ~left, slots
+
+
+def _slots_found(at: Int[Array, "B Hk S"], positions: Int[Array, "B Hk R"]) -> Int[Array, "B Hk R"]:
+    """The slot that has each of these positions, -1 where none has: by comparing, which vector units do best."""
+    number = jnp.arange(at.shape[2], dtype=jnp.int32)[:, None]
+    same = at[..., None] == positions[:, :, None]
+    return jnp.max(jnp.where(same, number, EMPTY), axis=2, initial=EMPTY)
+
+
+def _slots_put(at: Int[Array, "B Hk S"], positions: Int[Array, "B Hk R"]) -> Int[Array, "B Hk R"]:
+    """The same by a write of every slot's number to its token's place, which a CPU does best."""
+    batch, heads, size = positions.shape
+    rows, of = jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None]
+    place = jnp.where(at >= 0, at % size, size)  # out of range, so dropped
+    number = jnp.arange(at.shape[2], dtype=jnp.int32)
+    found = jnp.full_like(positions, EMPTY).at[rows, of, place].set(number, mode="drop")
+    there = jnp.take_along_axis(at, jnp.maximum(found, 0), axis=2) == positions
+    return jnp.where(there & (found >= 0), found, EMPTY)
 
 
 def empty(

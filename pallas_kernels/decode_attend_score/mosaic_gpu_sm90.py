@@ -25,7 +25,7 @@ from jaxtyping import Array, Int
 
 from pallas_kernels import gpu_blocks as blocks_of
 from pallas_kernels.arguments import Held, Judge, Token
-from pallas_kernels.codes import Codes
+from pallas_kernels.codes import Codes, check_slots
 from pallas_kernels.decode_attend_score.reference import Attended, placed
 from pallas_kernels.gpu_codes import Side, after, factors, lay, named, ordered, spread, write
 from pallas_kernels.gpu_codes import fetch as fetch_side
@@ -56,13 +56,14 @@ def decode_attend_score(
     """`reference.decode_attend_score`, K and V read once; not those of blocks before the first and behind the last that
     the query sees.
 
-    Raises `NotImplementedError` on GPUs other than Hopper, for keys turned at read time (`rotate`), for the mass of
-    each query head, for dtypes other than bfloat16 and float16, for D that is no multiple of 16 or above 256, for G
-    above 16, and for B Hk C that is no multiple of 8. Where C itself is none, positions and logits take a detour; K and
-    V do not.
+    Raises `NotImplementedError` on GPUs other than Hopper, for keys turned at read time (`rotate`), for what
+    `check_slots` refuses, for the mass of each query head, for dtypes other than bfloat16 and float16, for D above 256,
+    for G above 16, and for B Hk C that is no multiple of 8. Where C itself is none, positions and logits take a detour;
+    K and V do not.
     """
     if rotate is not None:
         raise NotImplementedError("the GPU kernel reads keys as they lie in the cache: rotate= needs the reference")
+    check_slots(held.keys, held.values)
     query, position = token.query, token.position
     if judge.group == "each":
         raise NotImplementedError(

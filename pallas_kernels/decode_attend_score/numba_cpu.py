@@ -4,6 +4,7 @@ Keys and values as they are go through XLA's own products, which are as fast.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jaxtyping import Array, Int
 
 from pallas_kernels import cpu_decode
 from pallas_kernels.arguments import Held, Judge, Segments, Token
+from pallas_kernels.codes import ByChannel
 from pallas_kernels.decode_attend_score.reference import Attended, written
 from pallas_kernels.decode_attend_score.victim import aim
 
@@ -33,18 +35,17 @@ def decode_attend_score(
     for what `cpu_decode.step` does not take.
     """
     query, position = token.query, token.position
-    if not token.coded or rotate is not None:
+    if not held.coded or rotate is not None:
         raise NotImplementedError("keys and values as they are" if rotate is None else "keys turned as they are read")
     lies = written(token, held, slot)
     batch, kv_heads, slots = lies.positions.shape
-    in_a_row = lambda x: x.reshape(batch, kv_heads * slots, *x.shape[3:])  # noqa: E731
     borders = slots * jnp.arange(kv_heads + 1, dtype=jnp.int32)
     flat = Segments(
-        keys=jax.tree.map(in_a_row, lies.keys),
-        values=jax.tree.map(in_a_row, lies.values),
-        positions=in_a_row(lies.positions),
+        keys=_in_a_row(lies.keys),
+        values=_in_a_row(lies.values),
+        positions=_in_a_row(lies.positions),
         offsets=jnp.broadcast_to(borders, (batch, kv_heads + 1)),
-        bias=None if lies.bias is None else in_a_row(jnp.broadcast_to(lies.bias, lies.positions.shape)),
+        bias=None if lies.bias is None else _in_a_row(jnp.broadcast_to(lies.bias, lies.positions.shape)),
     )
     out = cpu_decode.step(
         token, flat, jnp.where(slot < slots, slot + borders[:-1], -1), Judge(*judge[:2], group=judge.group),
@@ -61,3 +62,10 @@ def decode_attend_score(
         positions=lies.positions,
         next_slot=aim(mass, lies.positions, position, slot, judge, window=window),
     )
+
+
+def _in_a_row(x: Any) -> Any:
+    """What is known of every head's slots, or lies there, the heads behind each other."""
+    if isinstance(x, ByChannel):
+        return x.in_a_row
+    return jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:]), x)

@@ -20,7 +20,7 @@ class Attended(NamedTuple):
     output: Float[Array, "B Hq D"]
     lse: Float[Array, "B Hq"]
     mass: Float[Array, "B Hk *G C"] | None
-    keys: Any  # Float[Array, "B Hk C D"] or Codes
+    keys: Any  # Float[Array, "B Hk C D"], Codes or ByChannel
     values: Any
     positions: Int[Array, "B Hk C"]
     next_slot: Int[Array, "B Hk"]
@@ -41,7 +41,7 @@ def decode_attend_score(
     """Write the token into `slot`, then softmax(scale * q . k) over the filled slots.
 
     Keys and values that are codes count as the numbers that they stand for, the token's own as they are; its codes are
-    what is written.
+    what is written, and nothing where channels share scales (`ByChannel`).
     What `held.bias` has is added to the logits. A slot of C or more is another device's: nothing is written. `mass` is
     each slot's softmax weight, reduced over the G query heads of its KV head by the judge's `group`, float32
     (`[B, Hk, G, C]` where that is "each"); None without `with_mass`, where the judge weighs none.
@@ -52,7 +52,7 @@ def decode_attend_score(
     """
     query, position = token.query, token.position
     keys, values, positions, bias = attended = exact(token, held, slot)
-    lies = written(token, held, slot) if token.coded else attended
+    lies = written(token, held, slot) if held.coded else attended
     batch, kv_heads, _, dim = keys.shape
     heads = query.shape[1]
 
@@ -67,7 +67,7 @@ def decode_attend_score(
     )
     mass = (weights if judge.group == "each" else GROUP[judge.group](weights, axis=2)) if with_mass else None
     return Attended(
-        output=output.astype(query.dtype).reshape(batch, heads, dim),
+        output=output.astype(query.dtype).reshape(batch, heads, -1),
         lse=lse.reshape(batch, heads),
         mass=mass,
         keys=lies.keys,

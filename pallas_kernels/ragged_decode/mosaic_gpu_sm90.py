@@ -24,7 +24,7 @@ from jaxtyping import Array, Int
 
 from pallas_kernels import gpu_blocks as blocks_of
 from pallas_kernels.arguments import Judge, Segments, Token
-from pallas_kernels.codes import Codes
+from pallas_kernels.codes import Codes, check_slots
 from pallas_kernels.decode_attend_score.reference import Attended
 from pallas_kernels.gpu_blocks import per_key
 from pallas_kernels.gpu_codes import Side, after, factors, lay, named, ordered, spread, write
@@ -45,9 +45,10 @@ def ragged_decode(
 ) -> Attended:
     """`reference.ragged_decode`, K and V read once. Every head's `slot` lies in its own segment.
 
-    Raises `NotImplementedError` on GPUs other than Hopper, for dtypes other than bfloat16 and float16,
-    for D that is no multiple of 16 or above 256, for G above 16, and for P that is no multiple of 8.
+    Raises `NotImplementedError` on GPUs other than Hopper, for what `check_slots` refuses, for dtypes other than
+    bfloat16 and float16, for D above 256, for G above 16, and for P that is no multiple of 8.
     """
+    check_slots(held.keys, held.values)
     query, position = token.query, token.position
     keys, values, positions, offsets, _, bias = held
     batch, slots, dim = keys.shape

@@ -9,6 +9,7 @@ from jaxtyping import Array, Int
 
 from pallas_kernels import tpu_decode
 from pallas_kernels.arguments import Judge, Segments, Token
+from pallas_kernels.codes import check_slots
 from pallas_kernels.decode_attend_score.reference import Attended
 from pallas_kernels.ragged_decode.reference import placed
 
@@ -26,9 +27,10 @@ def ragged_decode(
 ) -> Attended:
     """`reference.ragged_decode`, K and V read once. Every head's `slot` lies in its own segment.
 
-    Raises `NotImplementedError` for 4 slots or fewer, and where two rows' logits do not fit in on-chip memory. XLA
-    copies K and V for it where P is no multiple of 8.
+    Raises `NotImplementedError` for what `check_slots` refuses, for 4 slots or fewer, and where two rows' logits do not
+    fit in on-chip memory. XLA copies K and V for it where P is no multiple of 8.
     """
+    check_slots(held.keys, held.values)
     positions = placed(held.positions, token.position, slot)
     weight, bias = (x[:, None] if isinstance(x, jax.Array) else x for x in (judge.weight, judge.bias))
     added = None if held.bias is None else held.bias[:, None]

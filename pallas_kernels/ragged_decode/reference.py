@@ -41,11 +41,11 @@ def ragged_decode(
     """
     query = token.query
     lies = written(held, *token.entry, token.position, slot)
-    held = exact(token, held, slot) if token.coded else lies
+    held = exact(token, held, slot) if held.coded else lies
     given, lse, owner = weights(token, held, scale=scale, softcap=softcap)
     mass = over_slots(GROUP[judge.group](given, axis=2), owner) if with_mass else None
     return Attended(
-        output=read(given, held.values, held.positions).astype(query.dtype).reshape(query.shape),
+        output=read(given, held.values, held.positions).astype(query.dtype).reshape(*query.shape[:2], -1),
         lse=lse.reshape(query.shape[:2]),
         mass=mass,
         keys=lies.keys,
@@ -81,7 +81,7 @@ def read(
 def written(
     held: Segments,
     key: Float[Array, "B Hk D"] | Codes,
-    value: Float[Array, "B Hk D"] | Codes,
+    value: Float[Array, "B Hk N"] | Codes,
     position: Int[Array, "B"],
     slot: Int[Array, "B Hk"],
 ) -> Segments:
