@@ -129,13 +129,11 @@ def refuse_codes(*arrays: jax.Array | Lying) -> tuple[Any, ...]:
 
 
 def check_slots(keys: jax.Array | Lying, values: jax.Array | Lying) -> None:
-    """Raises `NotImplementedError` for what Pallas' kernels do not take: scales by channel, unlike widths of keys and
-    values, and widths that are no multiple of 8."""
+    """Raises `NotImplementedError` for what Pallas' kernels do not take: scales by channel, and unlike widths of keys
+    and values."""
     if isinstance(keys, ByChannel) or isinstance(values, ByChannel):
         raise NotImplementedError("scales by channel of a block of slots: it reads those that each slot has")
     check_widths(keys, values)
-    if keys.shape[-1] % 8:
-        raise NotImplementedError(f"{keys.shape[-1]} numbers in a key: a multiple of 8")
 
 
 def check_widths(keys: jax.Array | Lying, values: jax.Array | Lying) -> None:

@@ -151,13 +151,15 @@ def step(
 
     With `offsets` H is 1, and head h's slots are those between its borders. `logit_bias` is added to the logits of each
     slot, after a soft cap. `judge.weight` and `.bias` are numbers or `[B, H, S]`. Raises `NotImplementedError` for 4
-    slots or fewer, and for what does not fit on the chip.
+    slots or fewer, for keys of numbers that are no multiple of 8, and for what does not fit on the chip.
     """
     query, key, value, position, *_ = token
     batch, sets, slots, dim = keys.shape
     heads, kv_heads = query.shape[1], key.shape[1]
     if slots <= blocks_of.SUBLANES // 2:
         raise NotImplementedError(f"{slots} slots lie in memory in smaller pieces than the kernel writes")
+    if dim % blocks_of.SUBLANES:
+        raise NotImplementedError(f"keys of {dim} numbers: a multiple of {blocks_of.SUBLANES}")
     lies = tuple(x.codes if isinstance(x, Codes) else x for x in (keys, values))
     columns = tuple(blocks_of.slots_along_lanes(slots, x.shape[-1]) for x in lies)
     forms = tuple(Form.of(x, along, str(query.dtype)) for x, along in zip((keys, values), columns, strict=True))
