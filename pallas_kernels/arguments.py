@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.codes import Codes, Lying
+from pallas_kernels.codes import Codes
 
 
 class Token(NamedTuple):
@@ -44,11 +44,6 @@ class Held(NamedTuple):
     positions: Int[Array, "B Hk C"]
     bias: Float[Array, "B Hk C"] | None = None
 
-    @property
-    def coded(self) -> bool:
-        """Whether keys or values are codes."""
-        return isinstance(self.keys, Lying) or isinstance(self.values, Lying)
-
 
 class Line(NamedTuple):
     """Keys and values of many layers, side by side, and the slot in which a layer's view of them begins."""
@@ -71,11 +66,6 @@ class Segments(NamedTuple):
     offsets: Int[Array, "B Hk_1"]
     line: Line | None = None
     bias: Float[Array, "B P"] | None = None
-
-    @property
-    def coded(self) -> bool:
-        """Whether keys or values are codes."""
-        return isinstance(self.keys, Lying) or isinstance(self.values, Lying)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -121,9 +121,14 @@ def halves(bits: Int16[Array, "*n"]) -> Float32[Array, "*n"]:
     return lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
 
 
+def coded(*arrays: jax.Array | Lying) -> bool:
+    """Whether one of the arrays is codes."""
+    return any(isinstance(x, Lying) for x in arrays)
+
+
 def refuse_codes(*arrays: jax.Array | Lying) -> tuple[Any, ...]:
     """The arrays. Raises `NotImplementedError` where one is codes: for an implementation that reads none."""
-    if any(isinstance(x, Lying) for x in arrays):
+    if coded(*arrays):
         raise NotImplementedError("it reads no codes")
     return arrays
 

@@ -226,8 +226,8 @@ def _lying(ins, which, row, start, dim, bits):
 
 @compiled
 def _block(lies, slot):
-    """The block that a slot is in; 0 where there are none."""
-    return carray(pointer(lies[5] + 4 * slot), (1,), np.int32)[0] if lies[5] else 0
+    """The block that a slot is in, where there are blocks."""
+    return carray(pointer(lies[5] + 4 * slot), (1,), np.int32)[0]
 
 
 @compiled
@@ -405,7 +405,7 @@ def _values(lies, offset, output, value, dim, slot, positions, oldest, newest, o
     slots, each, many, opened = positions.shape[0], 4 * dim, max(8 // lies[0], 1), -1
     shared = lies[5] != 0
     sums, total = own + ((groups + 1) * each if shared else 0), own + (2 * groups + 1) * each
-    _clear(floats(own, (2 * (groups + 1) * dim,)))
+    _clear(floats(own, ((2 * (groups + 1) if shared else groups) * dim,)))
     for p in range(slots):
         if p != slot and oldest <= positions[p] and positions[p] <= newest:
             if shared and _block(lies, p) != opened:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.store.codec import Shared
+from jaxkv.store.entries import picked
 
 
 @jax.tree_util.register_dataclass
@@ -29,9 +30,9 @@ class BlockCode:
         """C, the slots of a head."""
         return jax.tree.leaves(self.slots)[0].shape[2]
 
-    def numbers(self, tokens: int) -> Int[Array, "B Hk C"]:
-        """The block of so many tokens that each slot is in."""
-        return ((jnp.arange(self.count, dtype=jnp.int32) - self.start[..., None]) % max(self.count, 1)) // tokens
+    def numbers(self, slots: Int[Array, "*#heads N"], tokens: int) -> Int[Array, "*heads N"]:
+        """The block of so many tokens that each of these slots is in."""
+        return ((slots - self.start[..., None]) % max(self.count, 1)) // tokens
 
 
 class Blocks(Shared):
@@ -74,9 +75,8 @@ class Blocks(Shared):
         """The slots of the block that `slot` is in, and what their codes stand for. Where the last block is not full
         they are followed by some others."""
         at, number, _ = self._block(code, slot)
-        row, head = jnp.arange(at.shape[0])[:, None], jnp.arange(at.shape[1])[None, :]
-        own = jax.tree.map(lambda x: x[row[..., None], head[..., None], at], code.slots)
-        shared = jax.tree.map(lambda x: x[row, head, number], code.blocks)
+        own = jax.tree.map(lambda x: picked(x, at, flat=False), code.slots)
+        shared = jax.tree.map(lambda x: picked(x, number, flat=False), code.blocks)
         return at, self.numbers(own, shared).astype(code.dtype)
 
     def written(
@@ -106,7 +106,7 @@ class Blocks(Shared):
         self, code: BlockCode, slot: Int[Array, "B Hk"]
     ) -> tuple[Int[Array, "B Hk T"], Int[Array, "B Hk"], Bool[Array, "B Hk T"]]:
         """The slots of the block that `slot` is in, its number, and which of these slots are its own."""
-        number = ((slot - code.start) % code.count) // self.tokens
+        number = code.numbers(slot[..., None], self.tokens)[..., 0]
         place = number[..., None] * self.tokens + jnp.arange(self.tokens)
         return _slots(code.start[..., None], place, code.count), number, place < code.count
 

@@ -57,7 +57,7 @@ class IntByChannel(Blocks):
         return packed(jnp.where(some, codes, 0), self.bits), Ranges(scale, low)
 
     def as_codes(self, code: BlockCode) -> ByChannel:
-        block = code.numbers(self.tokens)
+        block = code.numbers(jnp.arange(code.count, dtype=jnp.int32), self.tokens)
         return ByChannel(code.slots, code.blocks.scale, code.blocks.low, block, self.bits, code.dtype)
 
     def numbers(self, slots: UInt8[Array, "*n T N"], blocks: Ranges) -> Float[Array, "*n T D"]:

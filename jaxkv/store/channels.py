@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from jaxkv.errors import BadValue, unknown
 from jaxkv.store.balance import of_queries
-from jaxkv.store.codec import Codec, Fitting, with_slots
+from jaxkv.store.codec import Codec, Fitting, Narrow, with_slots
 from jaxkv.store.integers import packed
 from pallas_kernels.codes import unpacked
 
@@ -91,13 +91,11 @@ def mean_square(x: Float[Array, "B Hk S D"], positions: Int[Array, "B Hk S"]) ->
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Kept(Codec):
+class Kept(Narrow):
     """The `count` channels that have their bit in `bits`, which begin with the first of the slots' dimensions."""
 
     bits: UInt8[Array, "*heads N"]
     count: int = dataclasses.field(metadata={"static": True})
-    readable: ClassVar[bool] = True
-    narrow: ClassVar[bool] = True
 
     def encode(self, x: Float[Array, "*slots D"]) -> Float[Array, "*slots K"]:
         dropped = unpacked(self.bits, 1) == 0
@@ -109,15 +107,6 @@ class Kept(Codec):
         place = jnp.clip(jnp.cumsum(kept, axis=-1, dtype=jnp.int32) - 1, 0, self.count - 1)
         x = jnp.take_along_axis(code, with_slots(place, code.ndim), axis=-1)
         return jnp.where(with_slots(kept, code.ndim), x, jnp.zeros((), x.dtype))
-
-    def as_codes(self, code: Float[Array, "*slots K"]) -> Float[Array, "*slots K"]:
-        return code
-
-    def of_codes(self, codes: Float[Array, "*slots K"]) -> Float[Array, "*slots K"]:
-        return codes
-
-    def turn(self, x: Float[Array, "B Hk D"]) -> Float[Array, "B Hk K"]:
-        return self.encode(x)
 
     def ask(self, query: Float[Array, "B Hq D"]) -> Float[Array, "B Hq K"]:
         return Kept(of_queries(self.bits, query), self.count).encode(query)

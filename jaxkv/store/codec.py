@@ -60,7 +60,7 @@ class Codec(Checked):
         """The inverse of `as_codes`."""
         raise NotImplementedError(f"{self.kind!r} is decoded before it is read")
 
-    def turn(self, x: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
+    def turn(self, x: Float[Array, "*n D"]) -> Float[Array, "*n _"]:
         """Numbers in the space of what `as_codes` gives."""
         return x
 
@@ -166,25 +166,39 @@ class Shared(Codec):
         raise NotImplementedError("slots share their code: encode_all")
 
 
+class Floats(Codec):
+    """What a codec has instead whose code is an array of floats, which is read as it lies."""
+
+    readable: ClassVar[bool] = True
+
+    def as_codes(self, code: Float[Array, "*slots N"]) -> Float[Array, "*slots N"]:
+        return code
+
+    def of_codes(self, codes: Float[Array, "*slots N"]) -> Float[Array, "*slots N"]:
+        return codes
+
+
+class Narrow(Floats):
+    """The same of fewer floats than there are channels: queries and outputs go into their space and back."""
+
+    narrow: ClassVar[bool] = True
+
+    def turn(self, x: Float[Array, "*n D"]) -> Float[Array, "*n N"]:
+        return self.encode(x)
+
+
 @dataclasses.dataclass(frozen=True)
-class Plain(Codec):
+class Plain(Floats):
     """As the model makes them."""
 
     kind: ClassVar[str] = "plain"
     plain: ClassVar[bool] = True
-    readable: ClassVar[bool] = True
 
     def encode(self, x: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
         return x
 
     def decode(self, code: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
         return code
-
-    def as_codes(self, code: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
-        return code
-
-    def of_codes(self, codes: Float[Array, "*slots D"]) -> Float[Array, "*slots D"]:
-        return codes
 
 
 def with_slots(x: Shaped[Array, "*heads N"], ndim: int) -> Shaped[Array, "*slots N"]:

@@ -99,10 +99,11 @@ def chosen_at(entries: Entries, index: Int[Array, "*slots"]) -> Entries:
     return taken(entries, source, at)
 
 
-def picked(x: jax.Array, slot: Int[Array, "B Hk"], *, flat: bool) -> jax.Array:
-    """What lies in one slot of each KV head, `[B, Hk, ...]`, of an array over slots; `flat` where heads share them."""
-    rows = jnp.arange(slot.shape[0])[:, None]
-    return x[rows, slot] if flat else x[rows, jnp.arange(slot.shape[1])[None], slot]
+def picked(x: jax.Array, slot: Int[Array, "B Hk *R"], *, flat: bool) -> jax.Array:
+    """What lies in one slot, or in R, of each KV head, `[B, Hk, *R, ...]`, of an array over slots; `flat` where heads
+    share them."""
+    rows, heads = (jnp.arange(slot.shape[n]).reshape(-1, *(1,) * (slot.ndim - 1 - n)) for n in range(2))
+    return x[rows, slot] if flat else x[rows, heads, slot]
 
 
 def placed_at(x: jax.Array, slot: Int[Array, "B Hk"], new: jax.Array, *, flat: bool) -> jax.Array:

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float16, Int
 
 from jaxkv.errors import BadValue, unknown
-from jaxkv.store.codec import Codec, Fitting, small
+from jaxkv.store.codec import Codec, Fitting, Narrow, small
 
 BASES = {"prompt": "", "keys": "key_products", "values": "value_products"}  # and what is learned for them
 
@@ -88,7 +88,7 @@ class LowRank(Fitting):
 
     def fitted(self, fit: Float16[Array, "B Hk D R"]) -> Codec:
         many = self.grouped(fit.shape[1])
-        return Own(fit) if many == 1 else Projected(fit, many)
+        return Alone(fit) if many == 1 else Projected(fit, many)
 
 
 def groups_of(products: Float[Array, "N"], groups: int, width: int) -> Float[Array, "g W W"]:
@@ -127,20 +127,8 @@ class Projected(Codec):
         return x.astype(jnp.float32).reshape(*shape, math.prod(slots), width), matrix
 
 
-class Own(Projected):
+class Alone(Narrow, Projected):
     """V^T x for the directions of each KV head's own channels: queries take them, and outputs give them back."""
-
-    readable: ClassVar[bool] = True
-    narrow: ClassVar[bool] = True
-
-    def as_codes(self, code: Float[Array, "B Hk *S N"]) -> Float[Array, "B Hk *S N"]:
-        return code
-
-    def of_codes(self, codes: Float[Array, "B Hk *S N"]) -> Float[Array, "B Hk *S N"]:
-        return codes
-
-    def turn(self, x: Float[Array, "B Hk D"]) -> Float[Array, "B Hk N"]:
-        return self.encode(x)
 
     def ask(self, query: Float[Array, "B Hq D"]) -> Float[Array, "B Hq N"]:
         return self._of_heads(self.encode, query)

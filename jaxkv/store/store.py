@@ -25,7 +25,6 @@ from pallas_kernels.codes import ByChannel
 from pallas_kernels.masking import MASKED
 from pallas_kernels.partial import Partial, attend_few
 
-LIE = ("keys", "values")
 Worth = Callable[[Any], Float[Array, "B *S"]]  # of a store's slots
 # of worth, positions and the KV head of every slot, and how many entries each head shall keep on average: which stay
 Choose = Callable[[Float[Array, "B *S"], Int[Array, "B *S"], Int[Array, "B *S"], Int[Array, "B"]], Bool[Array, "B *S"]]
@@ -227,9 +226,10 @@ class Store:
         if self.positions.ndim == 2:
             left_out = jnp.any(left_out, axis=1)
         softmax = {"scale": scale, "softcap": softcap}
+        of = {"keys": how.codecs.keys, "values": how.codecs.values}
         lies = {
             name: x
-            for name, x, codec in zip(LIE, how.lent(self), (how.codecs.keys, how.codecs.values), strict=True)
+            for (name, codec), x in zip(of.items(), how.lent(self), strict=True)
             if codec.plain or not codec.apart
         }
         parts = []
@@ -336,8 +336,4 @@ class Store:
 
 def _numbers_at(x: Float[Array, "B *S D"] | ByChannel, at: Int[Array, "B Hk R"]) -> Float[Array, "B Hk R D"]:
     """The keys or values of some slots of each KV head."""
-    if isinstance(x, ByChannel):
-        return x.at(at).numbers
-    if x.ndim == 3:
-        return x[jnp.arange(x.shape[0])[:, None, None], at]
-    return jnp.take_along_axis(x, at[..., None], axis=2)
+    return x.at(at).numbers if isinstance(x, ByChannel) else picked(x, at, flat=x.ndim == 3)

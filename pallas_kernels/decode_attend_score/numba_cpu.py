@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from pallas_kernels import cpu_decode
 from pallas_kernels.arguments import Held, Judge, Segments, Token
-from pallas_kernels.codes import ByChannel
+from pallas_kernels.codes import ByChannel, coded
 from pallas_kernels.decode_attend_score.reference import Attended, written
 from pallas_kernels.decode_attend_score.victim import aim
 
@@ -35,7 +35,7 @@ def decode_attend_score(
     for what `cpu_decode.step` does not take.
     """
     query, position = token.query, token.position
-    if not held.coded or rotate is not None:
+    if not coded(held.keys, held.values) or rotate is not None:
         raise NotImplementedError("keys and values as they are" if rotate is None else "keys turned as they are read")
     lies = written(token, held, slot)
     batch, kv_heads, slots = lies.positions.shape

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import Held, Judge, Token
-from pallas_kernels.codes import numbers, put
+from pallas_kernels.codes import coded, numbers, put
 from pallas_kernels.decode_attend_score.victim import aim
 from pallas_kernels.masking import biased, filled, masked_softmax, soft_cap, visible
 
@@ -52,7 +52,7 @@ def decode_attend_score(
     """
     query, position = token.query, token.position
     keys, values, positions, bias = attended = exact(token, held, slot)
-    lies = written(token, held, slot) if held.coded else attended
+    lies = written(token, held, slot) if coded(held.keys, held.values) else attended
     batch, kv_heads, _, dim = keys.shape
     heads = query.shape[1]
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.arguments import Judge, Segments, Token
-from pallas_kernels.codes import Codes, numbers, put
+from pallas_kernels.codes import Codes, coded, numbers, put
 from pallas_kernels.decode_attend_score.reference import GROUP, Attended
 from pallas_kernels.decode_attend_score.victim import linear, protected
 from pallas_kernels.masking import biased, filled, masked_softmax, soft_cap
@@ -41,7 +41,7 @@ def ragged_decode(
     """
     query = token.query
     lies = written(held, *token.entry, token.position, slot)
-    held = exact(token, held, slot) if held.coded else lies
+    held = exact(token, held, slot) if coded(held.keys, held.values) else lies
     given, lse, owner = weights(token, held, scale=scale, softcap=softcap)
     mass = over_slots(GROUP[judge.group](given, axis=2), owner) if with_mass else None
     return Attended(
