@@ -18,10 +18,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.masking import MASKED
 
 MULTIPROCESSORS = {"9.0": 132}  # by compute capability, where no device says: an H100's
-SHARED = 227 * 1024  # bytes of shared memory that a multiprocessor's programs have between them
+SHARED = 228 * 1024  # bytes of shared memory that a multiprocessor's programs have between them
 RESERVED = 6144  # and what each takes of it beside its own: its barriers, reductions, and what the system keeps
 SLOTS = {64: 128, 128: 64, 192: 64, 256: 64}  # slots at a time, by head dim filled up to 64s: about 16 KiB of K
-SCAN = 256  # positions that a program looks at at a time, to find the blocks that it must read
+SCAN = 192  # positions that a program looks at at a time, to find the blocks that it must read
 KEYS = plgpu.Layout.WGMMA.reduce(1)  # how a number per key (row of scores) lies in registers
 QUERIES = plgpu.Layout.WGMMA.reduce(0)  # and a number per query (column)
 SQUARE = plgpu.Layout.WGMMA
@@ -66,6 +66,12 @@ def operand(width: int, dtype):
 def round_up(count: int, multiple: int) -> int:
     """The next multiple."""
     return -(-count // multiple) * multiple
+
+
+def columns_of(heads: int) -> int:
+    """Query heads of a KV head as arrays have them: up to 8, or 16. Tiles of an operand are 8 rows, of which an array
+    has less than one or whole ones."""
+    return heads if heads <= 8 else round_up(heads, 8)
 
 
 def product(a, b):
@@ -155,7 +161,7 @@ class Decode:
 
     def programs(self, dim: int, dtype) -> int:
         """How many run on a multiprocessor at a time, two at most: one copies while the other computes."""
-        memory = (x for x in self.scratch(dim, dtype).values() if hasattr(x, "dtype"))
+        memory = (x for x in (self.scratch(dim, dtype) | self.scan()).values() if hasattr(x, "dtype"))
         used = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in memory)
         return min(2, SHARED // (used + RESERVED))
 

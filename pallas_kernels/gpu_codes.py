@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import Held, Segments, Token
 from pallas_kernels.codes import Codes, halves
-from pallas_kernels.gpu_blocks import KEYS, QUERIES, SQUARE, Decode, per_key, per_query
+from pallas_kernels.gpu_blocks import KEYS, QUERIES, SQUARE, Decode, columns_of, per_key, per_query
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +70,11 @@ def named(
     """
     dim = held.keys.shape[-1]
     dtype = next((x.dtype for x in (held.keys, held.values) if not isinstance(x, Codes)), token.query.dtype)
+    query = token.query.reshape(*heads, -1, dim)
+    more = columns_of(query.shape[-2]) - query.shape[-2]
+    query = jnp.pad(query, [(0, 0)] * len(heads) + [(0, more), (0, 0)]) if more else query
     given: dict[str, Any] = {
-        "query": ordered(token.query.reshape(*heads, -1, dim), plan.keys),
+        "query": ordered(query, plan.keys),
         "key": ordered(token.key.reshape(*heads, dim), plan.keys),
         "value": ordered(token.value.reshape(*heads, dim), plan.values),
     }

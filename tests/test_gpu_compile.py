@@ -42,20 +42,25 @@ def arguments(batch, kv_heads, group, slots, dim, dtype, rule, weighed, pooled):
 
 @pytest.mark.parametrize("rule", [None, "each", "sum", "mean"])
 @pytest.mark.parametrize("pooled", [False, True])
-def test_two_launches_a_layer(rule, pooled):
-    """The attention, and what joins, weighs and chooses; nothing beside them, whatever the rule."""
+@pytest.mark.parametrize("with_mass", [False, True])
+def test_few_launches_a_layer(rule, pooled, with_mass):
+    """The attention, what joins and weighs, and what chooses; the last two are one where nothing is weighed. Nothing
+    beside them, whatever the rule."""
     if pooled and rule in ("sum", "mean"):
         pytest.skip("in a pool every head chooses for itself")
     step = ragged_decode if pooled else decode_attend_score
-    step = functools.partial(step, scale=0.1, implementation="mosaic_gpu_sm90")
+    step = functools.partial(step, scale=0.1, with_mass=with_mass, implementation="mosaic_gpu_sm90")
+    count = 3 if with_mass or rule in ("sum", "mean") else 2
     token, held, *others = arguments(2, 8, 4, 2048, 128, jnp.bfloat16, rule, rule is not None, pooled)
+    if not with_mass:
+        others[-1] = others[-1]._replace(weight=0.0)
 
     def apart(cache, rest, token, *others):  # offsets go nowhere, and so are not donated
         return step(token, type(held)(*cache, *rest), *others)
 
     text = compiled(H100, apart, held[:3], held[3:], token, *others, donate=(0,))
-    assert launches(text) == ["custom-call"] * 2
-    assert text.count('custom_call_target="mosaic_gpu') == 2
+    assert launches(text) == ["custom-call"] * count
+    assert text.count('custom_call_target="mosaic_gpu') == count
 
 
 def test_the_reference_is_many_launches():

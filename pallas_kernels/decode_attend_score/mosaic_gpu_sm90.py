@@ -4,8 +4,8 @@ One program takes one KV head of one row and a run of its slots. The copy engine
 several buffers of shared memory. The tensor cores take the slots as the rows of their products (64 at a time) and the
 G query heads as the columns (8 or 16), so that nothing is spent on padding query heads to 64 rows:
 logits [S, G] = K q and output [D, G] += V^T w. A running maximum keeps the softmax stable. What leaves a program is its
-part of the output, its maximum and sum, and the logits (G floats per slot, beside the 2 D of K and V). A second
-kernel, `gpu_finish`, joins the parts, turns logits into mass and score, and chooses the next slot: two launches.
+part of the output, its maximum and sum, and the logits (G floats per slot, beside the 2 D of K and V). `gpu_finish`
+joins the parts, turns logits into mass and score, and chooses the next slot.
 
 Shapes: B rows, Hk KV heads, G query heads each, C slots, D head dim; H = B Hk, S slots at a time.
 """
