@@ -12,9 +12,9 @@ Per batch and number of slots, all with one new token per row and the cache full
 - uneven: the same where the first head has all but 8 slots of each other one;
 - plain pool: `uneven` by the reference, which every pool runs on where there is no kernel.
 
-Each runs in a loop inside one compiled program, its output the next query, so that dispatch does not count; the ways
-take turns (those of the pools among themselves), and every figure is the median of the rounds. Fused and unfused, pool
-and plain are compared before they are timed.
+Each runs in a loop inside one compiled program, its output the next query, so that dispatch does not count (on an
+accelerator; on a CPU a program is one step); the ways take turns, and every figure is the median of the rounds. Fused
+and unfused, pool and plain are compared before they are timed.
 
     python -m benchmarks.kernels            # JSON to benchmarks/results/kernels.json
     python -m benchmarks.kernels --quick    # a smoke run on tiny shapes; stores nothing
@@ -23,9 +23,11 @@ and plain are compared before they are timed.
 import argparse
 import functools
 import importlib.util
+import itertools
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -40,7 +42,8 @@ from pallas_kernels.decode_attend_score.victim import alive, linear, over_heads,
 from pallas_kernels.ragged_decode import ragged_decode
 
 RULE = Rule("sum")
-SECONDS = 0.05  # a timed loop lasts at least so long
+SECONDS = 0.05  # what is timed lasts at least so long
+STEPS = 16  # of one program on an accelerator, as a number: a loop that asks the host whether to go on is slower
 
 Step = Callable[[dict[str, Any]], dict[str, Any]]  # one decode step: state to state
 
@@ -106,8 +109,22 @@ def library(state: dict[str, Any]) -> dict[str, Any]:
     return state | {"query": _library(state)}
 
 
+@functools.cache
+def library_runs_as() -> str:
+    """cuDNN where it takes a decode step, else XLA."""
+    if jax.default_backend() != "gpu":
+        return "xla"
+    query, cache = jnp.zeros((1, 1, 8, 128), jnp.bfloat16), jnp.zeros((1, 64, 2, 128), jnp.bfloat16)
+    try:
+        jax.block_until_ready(jax.nn.dot_product_attention(query, cache, cache, implementation="cudnn"))
+    except Exception as error:  # whatever it says, it cannot be compared with
+        print(f"cuDNN does not run a decode step: {error}")
+        return "xla"
+    return "cudnn"
+
+
 def _library(state: dict[str, Any]):
-    implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    implementation = library_runs_as()
     attend = functools.partial(jax.nn.dot_product_attention, scale=_scale(state), implementation=implementation)
     return attend(state["query"][:, None], state["keys"], state["values"])[:, 0]
 
@@ -185,14 +202,18 @@ def _scale(state: dict[str, Any]) -> float:
 
 
 def looped(step: Step, state: dict[str, Any]) -> Callable[[int], float]:
-    """`run(times)`: seconds for so many steps inside one program, the state donated from call to call."""
-    loop = jax.jit(lambda state, times: lax.fori_loop(0, times, lambda _, s: step(s), state), donate_argnums=0)
+    """`run(times)`: seconds per step of at least so many, the state donated from call to call."""
+    steps = 1 if jax.default_backend() == "cpu" else STEPS
+    loop = jax.jit(lambda state: lax.fori_loop(0, steps, lambda _, s: step(s), state), donate_argnums=0)
     held = [jax.tree.map(jnp.copy, state)]
 
     def run(times: int) -> float:
+        calls = -(-times // steps)
         started = time.perf_counter()
-        held[0] = jax.block_until_ready(loop(held[0], times))
-        return time.perf_counter() - started
+        for _ in range(calls):
+            held[0] = loop(held[0])
+        jax.block_until_ready(held[0])
+        return (time.perf_counter() - started) / (calls * steps)
 
     return run
 
@@ -200,14 +221,13 @@ def looped(step: Step, state: dict[str, Any]) -> Callable[[int], float]:
 def timed(ways: dict[str, Callable[[int], float]], options: argparse.Namespace) -> dict[str, float]:
     """Median seconds per step of the ways, which take turns."""
     times = {}
-    for name, run in ways.items():  # compile, then find how many steps fill the time
-        run(1)
-        once = min(run(2) / 2 for _ in range(2))
+    for name, run in ways.items():  # how many steps fill the time
+        once = min(run(2) for _ in range(2))
         times[name] = max(2, min(5000, int(np.ceil(options.seconds / max(once, 1e-7)))))
     found: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(options.rounds):
         for name in list(ways) if turn % 2 == 0 else reversed(list(ways)):
-            found[name].append(ways[name](times[name]) / times[name])
+            found[name].append(ways[name](times[name]))
     return {name: statistics.median(each) for name, each in found.items()}
 
 
@@ -219,36 +239,44 @@ def compared(what: str, ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[f
     return apart, float(jnp.mean((ours["slot"] == theirs["slot"]).astype(jnp.float32)))
 
 
+def together(tasks: list[Callable[[], Any]]) -> list[Any]:
+    """What the tasks give; they are compiled side by side."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda task: task(), tasks))
+
+
 def measure(batch: int, slots: int, options: argparse.Namespace) -> dict[str, Any]:
     """Median seconds per step of every way, K and V's bytes, and how far fused and unfused lie apart."""
     state = start(batch, slots, options)
     swapped = state | {name: jnp.swapaxes(state[name], 1, 2) for name in ("keys", "values")}  # [B, C, Hk, D]
-    size = f"at batch {batch}, {slots} slots"
-    apart, same = compared(f"fused and unfused {size}", jax.jit(fused)(state), jax.jit(unfused)(swapped))
-
     few = {name: value for name, value in state.items() if name in ("keys", "position")}
+    even, uneven = (pool_of(state, uneven) for uneven in (False, True))
+    once = [(fused, state), (unfused, swapped), (pooled, even), (plain, even), (pooled, uneven), (plain, uneven)]
+    given = together([functools.partial(jax.jit(step), of) for step, of in once])
+    size = f"at batch {batch}, {slots} slots"
+    apart, same = compared(f"fused and unfused {size}", *given[:2])
+    compared(f"pool and plain {size}", *given[2:4])
+    compared(f"uneven pool and plain {size}", *given[4:])
+    del given
+
     ways: dict[str, Callable[[int], float]] = {
         "fused": looped(fused, state),
         "unscored": looped(unscored, state),
         "library": looped(library, swapped),
         "unfused": looped(unfused, swapped),
         "copy": looped(copy, few),
+        "pool": looped(pooled, even),
+        "uneven": looped(pooled, uneven),
+        "plain pool": looped(plain, uneven),
     }
     if importlib.util.find_spec("tokamax"):
         ways["tokamax"] = looped(tokamax, swapped)
-    seconds = timed(ways, options)
-    del ways, swapped, few
-
-    even, uneven = (pool_of(state, uneven) for uneven in (False, True))
-    del state
-    for pool in (even, uneven):
-        compared(f"pool and plain {size}", jax.jit(pooled)(pool), jax.jit(plain)(pool))
-    seconds |= timed(
-        {"pool": looped(pooled, even), "uneven": looped(pooled, uneven), "plain pool": looped(plain, uneven)}, options
-    )
+    held = 2 * state["keys"].nbytes
+    del state, swapped, few, even, uneven, once
+    together([functools.partial(run, 1) for run in ways.values()])
     return {
-        "batch": batch, "slots": slots, "bytes": 2 * even["keys"].nbytes, "apart": apart, "same_victims": same,
-        "seconds": seconds,
+        "batch": batch, "slots": slots, "bytes": held, "apart": apart, "same_victims": same,
+        "seconds": timed(ways, options),
     }  # fmt: skip
 
 
@@ -264,10 +292,10 @@ def ratios(found: dict[str, Any]) -> dict[str, float]:
 
 
 def fits(batch: int, slots: int, options: argparse.Namespace) -> bool:
-    """Whether five ways with a cache each, and the two that they start from, fit in the device's memory."""
+    """Whether nine ways with a cache each, and the four that they start from, fit in the device's memory."""
     stats = jax.devices()[0].memory_stats() or {}
     limit = stats.get("bytes_limit", 2**31)
-    return batch * slots * options.kv_heads * options.dim * 4 * 8 < 0.9 * limit
+    return batch * slots * options.kv_heads * options.dim * 4 * 14 < 0.9 * limit
 
 
 def main() -> None:
@@ -275,6 +303,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--slots", type=int, nargs="+", default=[256, 1024, 2048, 4096, 8192, 16384, 32768])
+    parser.add_argument("--sizes", nargs="+", metavar="BxC", help="these alone, as 8x4096")
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--dim", type=int, default=128)
@@ -291,14 +320,21 @@ def main() -> None:
             1e-3,
         )
 
-    results, skipped = [], []
-    for batch in options.batches:
-        for slots in options.slots:
-            if not fits(batch, slots, options):
-                skipped.append((batch, slots))
-                continue
-            found = measure(batch, slots, options)
-            results.append(found | {"ratios": ratios(found)})
+    results: list[dict[str, Any]] = []
+    skipped: list[tuple[int, int]] = []
+    shape = {"kv_heads": options.kv_heads, "group": options.group, "dim": options.dim, "dtype": "bfloat16"}
+    about = {"shape": shape, "rounds": options.rounds, "library": library_runs_as(), "skipped": skipped}
+    path = None
+    sizes = [tuple(map(int, size.split("x"))) for size in options.sizes or ()]
+    for batch, slots in sizes or itertools.product(options.batches, options.slots):
+        if not fits(batch, slots, options):
+            skipped.append((batch, slots))
+            continue
+        found = measure(batch, slots, options)
+        results.append(found | {"ratios": ratios(found)})
+        print(f"{batch} x {slots}:", ", ".join(f"{name} {x * 1e6:.1f} us" for name, x in found["seconds"].items()))
+        if not options.quick:  # after each size, so that what was measured stays if the machine goes
+            path = write("kernels", about | {"results": results})
     names = sorted({name for found in results for name in found["seconds"]})
     rows = [
         (
@@ -326,9 +362,8 @@ def main() -> None:
     )
     if skipped:
         print(f"left out, too large for the memory: {', '.join(f'{b} x {s}' for b, s in skipped)}")
-    if not options.quick:
-        shape = {"kv_heads": options.kv_heads, "group": options.group, "dim": options.dim, "dtype": "bfloat16"}
-        print(write("kernels", {"shape": shape, "rounds": options.rounds, "skipped": skipped, "results": results}))
+    if not options.quick and results:
+        print(path)
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def largest(
 ) -> dict[str, Any]:
     """The largest batch that runs, and its speed."""
     stats = jax.devices()[0].memory_stats() or {}
-    free = 0.92 * stats.get("bytes_limit", 2**31) - sum(x.nbytes for x in jax.tree.leaves(params.weights))
+    free = options.fill * stats.get("bytes_limit", 2**31) - sum(x.nbytes for x in jax.tree.leaves(params.weights))
     batch = min(options.most, int(free // row_bytes(params, policy, slots)))
     while batch >= 1:
         try:
@@ -145,6 +145,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--output", type=int, default=15360)
     parser.add_argument("--share", type=float, default=0.2, help="the budget as a share of prompt and output")
+    parser.add_argument("--fill", type=float, default=0.92, help="share of the device's memory that is tried first")
     parser.add_argument("--most", type=int, default=2048, help="rows at most")
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
