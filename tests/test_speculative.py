@@ -28,7 +28,7 @@ from jaxkv.run import DecodeState, model_of
 from jaxkv.sampling import Sampler
 from jaxkv.sharding.layout import ONE_DEVICE
 from jaxkv.speculative import AASD, Conditional, DraftModel, PromptLookup, SelfDraft, gate
-from jaxkv.speculative.attend import check, commit, tree_layer
+from jaxkv.speculative.attend import check, commit, steady, tree_layer
 from jaxkv.speculative.context import begun, expecting, extended, match, slid
 from jaxkv.speculative.method import Start
 from jaxkv.speculative.rounds import speculate
@@ -46,7 +46,13 @@ IN_CODES = {
     "int4": {"keys": {"kind": "int", "bits": 4}, "values": {"kind": "int", "bits": 4}},
     "fp8-keys": {"keys": {"kind": "fp8"}},
     "windows": {"keys": {"kind": "int", "bits": 4}, "values": {"kind": "int", "bits": 4}, "residual": 3, "initial": 2},
-}
+    "by-channel": {
+        "keys": {"kind": "int-by-channel", "bits": 4, "tokens": 4}, "values": {"kind": "int", "bits": 4}, "residual": 8,
+    },
+    "gear": {
+        "keys": {"kind": "gear", "tokens": 8}, "values": {"kind": "gear", "tokens": 8, "by": "token"}, "residual": 8,
+    },
+}  # fmt: skip
 
 
 def slow(*values):
@@ -100,7 +106,14 @@ def assert_same_cache(plain, fast):
 @pytest.mark.some(1)
 @pytest.mark.parametrize(
     "name",
-    ["full", FLAGSHIP, CODED, *map(slow, ["longflow", "streaming-llm", "streaming-llm/text", "dapq", "h2o", *LOW])],
+    [
+        "full",
+        FLAGSHIP,
+        CODED,
+        "full+by-channel",
+        *map(slow, ["kivi", "squat", "gear"]),
+        *map(slow, ["longflow", "streaming-llm", "streaming-llm/text", "dapq", "h2o", *LOW]),
+    ],
 )
 def test_greedy_equals_plain_decoding(tiny, name):
     """128 tokens of a batch whose rows accept different lengths; AASD drafts siblings everywhere, so that all occur."""
@@ -291,6 +304,7 @@ def assert_paths_come_one_by_one(chosen, spec, shape, tree, seed):
         layer = step(layer, limits, position, *drawn(rng, ROWS, 1))[1]
     layer = layer.fitted({}, looks=False)
     first = jnp.asarray(np.where(rows < ROWS - 1, lengths, EMPTY).astype(np.int32))
+    tree = pruned(shape, tree, jnp.broadcast_to(jnp.asarray(steady(chosen, first)), first.shape))
     given = drawn(rng, ROWS, shape.nodes)
     context, spot, branches = whole(layer, limits, first, tree, *given)
     positions, parents = np.asarray(spot.positions), np.asarray(tree.parents)
@@ -319,6 +333,10 @@ def assert_same_layer(plain, fast, rows):
     assert np.array_equal(np.asarray(plain.next_slot)[rows], np.asarray(fast.next_slot)[rows])
     live = (np.asarray(plain.positions) >= 0) & rows[:, None, None]
     pairs = list(zip(*(jax.tree.leaves((x.entries.keys, x.entries.values)) for x in (plain, fast)), strict=True))
+    if not plain.codecs.apart:  # what a whole block becomes is rounded at its last token: a number may be the next one
+        for one, other in zip((plain.keys, plain.values), (fast.keys, fast.values), strict=True):
+            assert np.isclose(np.asarray(one)[live], np.asarray(other)[live], atol=1e-5).mean() > 0.999
+        pairs = []
     for name, state in plain.beside.items():
         for mine, theirs in zip(*(jax.tree.leaves(x) for x in (state, fast.beside[name])), strict=True):
             np.testing.assert_allclose(np.asarray(mine)[rows], np.asarray(theirs)[rows], atol=1e-5)
@@ -328,6 +346,7 @@ def assert_same_layer(plain, fast, rows):
 
 LAYERS = [
     *[(name, SPEC) for name in ("full", "streaming-llm", "h2o", FLAGSHIP, CODED, "full+int4", "h2o+windows")],
+    *[(name, SPEC) for name in ("full+by-channel", "full+gear")],
     ("full", SLIDING),
     *[slow(name, SPEC) for name in ("longflow", "streaming-llm/text", "dapq", "knorm", "streaming-llm+fp8-keys")],
     *[slow(name, SPEC) for name in ("full+windows", "streaming-llm+windows")],
@@ -724,6 +743,8 @@ def test_the_measured_cost_is_that_of_the_chunks(cost, seed):
     [
         (lambda p: jaxkv.generate(p, ids(9), policy=policy("h2o", every=4), speculative=AASD()), "every=1"),
         (lambda p: SelfDraft(policy("h2o", every=4)), "every=1"),
+        (lambda p: jaxkv.generate(p, ids(9), policy=policy("h2o+by-channel"), speculative=AASD()), "evicts nothing"),
+        (lambda p: SelfDraft(policy("full+by-channel")), "cannot be taken back"),
         (lambda p: PromptLookup(depth=0), "depth=0"),
         (lambda p: PromptLookup(shortest=5, longest=3), "shortest"),
         (lambda p: AASD(depth=2, siblings=(1, 1, 1)), "siblings"),
@@ -819,6 +840,11 @@ def test_the_command_line_speculates(monkeypatch, capsys, tiny):
     assert "--speculative" in capsys.readouterr().err
 
 
+def test_codes_of_several_tokens_need_a_model_that_forgets_none(tiny):
+    with pytest.raises(BadValue, match="sliding windows"):
+        jaxkv.generate(tiny("gemma3_text"), ids(9), policy=policy("full+by-channel"), speculative=AASD())
+
+
 def test_every_policy_speculates_or_says_why_not():
     refused = set()
     for name, known in catalogue().items():
@@ -836,5 +862,8 @@ def test_every_policy_speculates_or_says_why_not():
     beside |= {"arkv", "mikv", "tiered-h2o", "tiered-laq", "zipcache", "qaq"}
     growing = {name for name, known in catalogue().items() if known.decode and known.decode.score.grows}
     merging = {name for name, known in catalogue().items() if known.decode and known.decode.evicted.moves}
-    coded = {name for name, known in catalogue().items() if not known.store.apart or known.store.pairs}
+    coded = {
+        name for name, known in catalogue().items()
+        if (known.evicts and not known.store.apart) or known.store.pairs
+    }  # fmt: skip
     assert refused == slow | bent | pooled | measured | beside | growing | merging | coded and bent and coded

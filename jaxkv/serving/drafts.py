@@ -9,7 +9,7 @@ from jaxkv.errors import BadValue
 from jaxkv.policies.policy import Policy
 from jaxkv.request import check_speculative
 from jaxkv.speculative import gate as gates
-from jaxkv.speculative.attend import check, check_expected
+from jaxkv.speculative.attend import check, check_expected, check_model
 from jaxkv.speculative.gate import Gate
 from jaxkv.speculative.session import Speculative
 from jaxkv.speculative.verify import Verify, parse
@@ -43,6 +43,7 @@ class Drafts:
         if method is None:
             return None
         check(policy)
+        check_model(policy, params.config)
         check_expected(policy, method.top)
         if not method.alone:
             raise BadValue(

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.attend import LayerIn
 from jaxkv.errors import BadValue
-from jaxkv.models import AttentionSpec
+from jaxkv.models import AttentionSpec, ModelConfig
 from jaxkv.models.rope import rotate
 from jaxkv.policies.needs import learned_names
 from jaxkv.policies.policy import Policy
@@ -24,13 +24,14 @@ from jaxkv.store.codecs import Codecs
 from jaxkv.store.entries import ranks
 from jaxkv.store.fit import FIT
 from jaxkv.store.window import WINDOWS
+from pallas_kernels.arguments import Token
 from pallas_kernels.decode_attend_score.reference import GROUP
 from pallas_kernels.decode_attend_score.victim import alive, linear, over_heads, protected, victim
 from pallas_kernels.masking import biased, filled, masked_softmax, soft_cap, visible
 from pallas_kernels.partial import Partial, attend_few, merge
 from pallas_kernels.prefill_attend import prefill_attend
 
-DEEPEST = 512  # more layers than a model has
+DEEPEST = 512  # more layers than a model has, and more nodes than a tree is deep
 
 
 @jax.tree_util.register_dataclass
@@ -38,8 +39,9 @@ DEEPEST = 512  # more layers than a model has
 class Branches:
     """What each node of the tree would write: its key, value and own statistics, into which slot; the slot after it.
 
-    Keys and values are as they lie in a slot, `[B, Hk, N, ...]`; as `own` they are as the model made them, where some
-    are read so. `stats` holds the statistics of all slots after the node, for those that change with every observation.
+    Keys and values are as they lie in a slot, `[B, Hk, N, ...]`, unless slots share their codes; as `own` they are as
+    the model made them, where some are read so. `stats` holds the statistics of all slots after the node, for those
+    that change with every observation.
     """
 
     keys: Any
@@ -68,11 +70,16 @@ def check(policy: Policy, cache: KVCache | None = None) -> None:
             f"policy {policy.name!r} with speculative=: a tree of drafts reads the slots alone so far; expected "
             "evicted kind 'drop' while decoding and read kind 'all', or leave speculative= out"
         )
-    if not policy.store.apart or policy.store.pairs:
+    if policy.store.pairs:
         raise BadValue(
-            f"policy {policy.name!r} with speculative=: drafts read keys and values that every slot of every layer "
-            "codes for itself; expected a codec with a scale per token, such as {'kind': 'int', 'bits': 4}, or leave "
-            "speculative= out"
+            f"policy {policy.name!r} with speculative=: drafts read keys and values that every layer holds for itself; "
+            "leave speculative= out"
+        )
+    if not policy.store.apart and policy.evicts:
+        raise BadValue(
+            f"policy {policy.name!r} with speculative=: a token that takes another's slot changes the code of those "
+            "beside it, which a tree of drafts does not know; expected a codec with a scale per token, such as "
+            "{'kind': 'int', 'bits': 4}, or a policy that evicts nothing, or leave speculative= out"
         )
     if policy.decode is not None and policy.decode.every > 1:
         raise BadValue(
@@ -95,6 +102,22 @@ def check(policy: Policy, cache: KVCache | None = None) -> None:
             f"policy {policy.name!r} scores with {policy.decode.score.kind!r}, which looks at all entries after each "
             "token and cannot do so inside a tree of drafts: leave speculative= out"
         )
+
+
+def check_model(policy: Policy, config: ModelConfig) -> None:
+    """Raises `BadValue` for a model whose layers forget tokens that share their code with others."""
+    if not policy.store.apart and any(spec.window for spec in config.specs):
+        raise BadValue(
+            f"policy {policy.name!r} with speculative= on a model with sliding windows: a token that takes another's "
+            "slot changes the code of those beside it, which a tree of drafts does not know; expected a codec with a "
+            "scale per token, such as {'kind': 'int', 'bits': 4}, or leave speculative= out"
+        )
+
+
+def steady(policy: Policy, lengths: Int[Array, "B"]) -> Int[Array, "B"] | int:
+    """How many tokens more read the same entries as codes: where some share a code, all of a window become codes at
+    once, and a tree of drafts ends before."""
+    return DEEPEST if policy.store.apart else policy.store.residual - lengths % policy.store.residual
 
 
 def check_expected(policy: Policy, top: int) -> None:
@@ -143,9 +166,12 @@ class Nodes(NamedTuple):
 
     @classmethod
     def of(cls, layer: Slots, name: str, x: Float[Array, "B Hk N D"], tree: Placed) -> "Nodes":
-        """What the layer's codec makes of the "keys" or "values"."""
+        """What the layer's codec makes of the "keys" or "values". What shares its code is in a window as long as the
+        tree is, and read as it is."""
         codec = layer.codec(name)
-        code = codec.encode(x)
+        code = codec.encode(x) if codec.apart else x
+        if not codec.apart:
+            return cls(x, x, code, layer.codecs, tree.positions)
         return cls(x, x if codec.plain else codec.decode(code).astype(x.dtype), code, layer.codecs, tree.positions)
 
     @property
@@ -426,14 +452,19 @@ def commit(
     after = jnp.take_along_axis(branches.next_slots, last, axis=2)[..., 0]
     old = layer.entries
     put = lambda held, new: held.at[at].set(new, mode="drop")  # noqa: E731
-    keys, values = jax.tree.map(
-        lambda held, new: put(held, take(new)), (old.keys, old.values), (branches.keys, branches.values)
-    )
+    keys, values, held = old.keys, old.values, old.positions
+    if layer.codecs.apart:
+        new = branches.keys, branches.values
+        keys, values = jax.tree.map(lambda held, new: put(held, take(new)), (keys, values), new)
+        held = put(held, positions)
     weight = None if old.weight is None else put(old.weight, 1.0)
-    entries = Entries(keys, values, put(old.positions, positions), stats, weight)
-    grown = layer.replaced(entries=entries)
-    own = [take(x) for x in branches.own]
+    grown = layer.replaced(entries=Entries(keys, values, held, stats, weight))
+    own, slot = [take(x) for x in branches.own], take(branches.slots)
     for level in range(levels if own else 0):
         key, value = (x[:, :, level] for x in own)
-        grown = grown.seeing(key, value, jnp.where(level < count, first + level, EMPTY))
+        position = jnp.where(level < count, first + level, EMPTY)
+        if layer.codecs.apart:
+            grown = grown.seeing(key, value, position)
+        else:
+            grown = grown.aimed(slot[..., level]).with_token(Token(key, key, value, position))
     return grown.aimed(after, some)

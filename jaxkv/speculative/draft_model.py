@@ -154,6 +154,11 @@ def _checked(depth: int, verify: str | Conditional, policy: Policy) -> None:
         raise BadValue(f"depth={depth}: expected at least 1 draft per round")
     parse(verify)
     check(policy)
+    if not policy.store.apart:
+        raise BadValue(
+            f"a draft's policy {policy.name!r} with a scale that several tokens share, of which drafts cannot be taken "
+            "back: expected a codec with a scale per token, such as {'kind': 'int', 'bits': 4}"
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from jaxkv.run import DecodeState, decode_logits, emit, model_of
 from jaxkv.sampling import RowSampler, Sampler
 from jaxkv.sharding.layout import ONE_DEVICE
 from jaxkv.speculative import gate as gates
-from jaxkv.speculative.attend import commit, tree_layer
+from jaxkv.speculative.attend import commit, steady, tree_layer
 from jaxkv.speculative.gate import Gate
 from jaxkv.speculative.tree import placed, pruned, walk
 from jaxkv.speculative.verify import Verify, follows, seen_by
@@ -176,7 +176,8 @@ def _tree_round(
     active = state.going
     shape, cache = drafter.shape, state.cache
     tree, chances, drafts = drafter.draft(extra, drafting.drafts, kinds, hint, state, sampler)
-    tree = pruned(shape, tree, jnp.where(active, state.left, 0))
+    left = jnp.minimum(state.left, steady(policy, cache.lengths))
+    tree = pruned(shape, tree, jnp.where(active, left, 0))
     spot = placed(shape, tree, jnp.where(active, cache.lengths, EMPTY))
     states = [LayerIn(layer, cache.limits[i]) for i, layer in enumerate(cache.layers)]
     model = model_of(config, weights)

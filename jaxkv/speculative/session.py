@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxkv import run
 from jaxkv.policies.policy import Policy
 from jaxkv.speculative import gate as gates
-from jaxkv.speculative.attend import check
+from jaxkv.speculative.attend import check, check_model
 from jaxkv.speculative.context import AASD, PromptLookup
 from jaxkv.speculative.draft_model import DraftModel, SelfDraft
 from jaxkv.speculative.method import Start
@@ -27,6 +27,7 @@ class Session:
 
     def __init__(self, method: Any, params: Params, policy: Policy, cache: KVCache | None = None):
         check(policy, cache)
+        check_model(policy, params.config)
         self._method, self._drafter, self._extra = method, method.drafter(params), None
         self._tally, self._pending, self._chunks = Tally(1.0), None, 0
         self.drafting: Drafting | None = None

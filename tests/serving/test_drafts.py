@@ -92,6 +92,19 @@ def test_rows_in_codes_behind_a_first_pass_draft_as_well(params):
 
 
 @pytest.mark.long
+@pytest.mark.slow
+def test_rows_draft_where_blocks_share_a_code(params):
+    codecs = {"keys": {"kind": "int-by-channel", "tokens": 4}, "values": {"kind": "int", "bits": 4}, "residual": 8}
+    policy = sized("full", store=codecs)
+    engine = Engine(params, policy, rows=2, longest=90, max_new_tokens=20, speculative=PromptLookup(fallback=False))
+    work = requests(5)
+    answers = [engine.submit(prompt, **asked) for prompt, asked in work]
+    finish(engine)
+    assert [answer.tokens for answer in answers] == [alone(params, policy, prompt, **asked) for prompt, asked in work]
+    told = engine.speculation
+    assert told is not None and told.trees > 5 and told.acceptance_length > 1.05
+
+
 def test_stop_strings_and_samples(engine, params):
     prompt, asked = ids(20, 4), {"max_new_tokens": 18, "stop_tokens": ()}
     whole = jaxkv.generate(params, prompt, policy=engine.policy, **asked)
