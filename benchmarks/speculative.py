@@ -22,6 +22,7 @@ import jax
 import jaxkv
 from benchmarks.report import DATA, RESULTS, cores, table, write
 from jaxkv.evaluation import texts as texts_of
+from jaxkv.policies.catalogue import catalogue
 from jaxkv.speculative import AASD, Conditional, PromptLookup, SelfDraft
 
 generation = importlib.import_module("jaxkv.generate")  # the module; the name alone is the function's
@@ -195,7 +196,7 @@ def main() -> None:
     if options.clock == "processor" and cores() > 1:
         parser.error(f"--clock processor on {cores()} cores would add their times: pin the process to one (taskset)")
     params = jaxkv.load(options.model)
-    bounded = options.policy != "full"
+    bounded = catalogue()[options.policy].evicts
     policy = jaxkv.policy(options.policy, **({"budget": options.budget} if bounded else {}))
     methods = {name: METHODS[name] for name in options.methods}
     about = f"{options.policy}{f' at {options.budget}' if bounded else ''}, batch {options.batch}, "

@@ -459,12 +459,15 @@ def commit(
         held = put(held, positions)
     weight = None if old.weight is None else put(old.weight, 1.0)
     grown = layer.replaced(entries=Entries(keys, values, held, stats, weight))
-    own, slot = [take(x) for x in branches.own], take(branches.slots)
-    for level in range(levels if own else 0):
-        key, value = (x[:, :, level] for x in own)
-        position = jnp.where(level < count, first + level, EMPTY)
-        if layer.codecs.apart:
-            grown = grown.seeing(key, value, position)
-        else:
-            grown = grown.aimed(slot[..., level]).with_token(Token(key, key, value, position))
+    if branches.own:
+        own, slot = [take(x) for x in branches.own], take(branches.slots)
+
+        def one(level, grown: Slots) -> Slots:
+            key, value = (x[:, :, level] for x in own)
+            position = jnp.where(level < count, first + level, EMPTY)
+            if layer.codecs.apart:
+                return grown.seeing(key, value, position)
+            return grown.aimed(slot[..., level]).with_token(Token(key, key, value, position))
+
+        grown = lax.fori_loop(0, levels, one, grown)  # a program of its size, however deep trees are
     return grown.aimed(after, some)
