@@ -155,7 +155,7 @@ def test_requests_branch_from_a_stored_prefix(engine, params):
 REFUSED = {
     "adakv-h2o": PromptLookup(),
     "quest": PromptLookup(),
-    "kivi": PromptLookup(),
+    "zipcache": PromptLookup(),
     "fastkv": AASD(),
     "r-kv": PromptLookup(),
     "dapq-longflow": "lookup",
