@@ -169,9 +169,9 @@ class Nodes(NamedTuple):
         """What the layer's codec makes of the "keys" or "values". What shares its code is in a window as long as the
         tree is, and read as it is."""
         codec = layer.codec(name)
-        code = codec.encode(x) if codec.apart else x
         if not codec.apart:
-            return cls(x, x, code, layer.codecs, tree.positions)
+            return cls(x, x, x, layer.codecs, tree.positions)
+        code = codec.encode(x)
         return cls(x, x if codec.plain else codec.decode(code).astype(x.dtype), code, layer.codecs, tree.positions)
 
     @property
