@@ -333,9 +333,10 @@ def assert_same_layer(plain, fast, rows):
     assert np.array_equal(np.asarray(plain.next_slot)[rows], np.asarray(fast.next_slot)[rows])
     live = (np.asarray(plain.positions) >= 0) & rows[:, None, None]
     pairs = list(zip(*(jax.tree.leaves((x.entries.keys, x.entries.values)) for x in (plain, fast)), strict=True))
-    if not plain.codecs.apart:  # what a whole block becomes is rounded at its last token: a number may be the next one
+    if not plain.codecs.apart and live.any():  # a block is rounded as it becomes: a number may be the next one
         for one, other in zip((plain.keys, plain.values), (fast.keys, fast.values), strict=True):
             assert np.isclose(np.asarray(one)[live], np.asarray(other)[live], atol=1e-5).mean() > 0.999
+    if not plain.codecs.apart:
         pairs = []
     for name, state in plain.beside.items():
         for mine, theirs in zip(*(jax.tree.leaves(x) for x in (state, fast.beside[name])), strict=True):

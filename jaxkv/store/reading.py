@@ -70,10 +70,11 @@ class AsCodes(Decoded):
         return Token(keys.ask(token.query), keys.turn(token.key), values.turn(token.value), token.position, *codes)
 
     def answered(self, token: Token, result: Attended, scale: float) -> Partial:
-        level, lse = self.codecs.keys.level(token.query), result.lse
-        looked = lse[..., None] > -jnp.inf  # else no weights: the output is 0 in any space
-        output = self.codecs.values.unturn(result.output)
-        output = jnp.where(looked, output, jnp.zeros_like(output))
+        level, lse, output = self.codecs.keys.level(token.query), result.lse, result.output
+        if not self.codecs.values.plain:
+            looked = lse[..., None] > -jnp.inf  # else no weights: the output is 0 in any space
+            output = self.codecs.values.unturn(output)
+            output = jnp.where(looked, output, jnp.zeros_like(output))
         return Partial(output, lse if level is None else lse + scale * level, result.mass)
 
     def returned(self, store: Any, result: Attended, token: Token) -> tuple[Any, Any]:
