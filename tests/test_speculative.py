@@ -304,7 +304,7 @@ def assert_paths_come_one_by_one(chosen, spec, shape, tree, seed):
         layer = step(layer, limits, position, *drawn(rng, ROWS, 1))[1]
     layer = layer.fitted({}, looks=False)
     first = jnp.asarray(np.where(rows < ROWS - 1, lengths, EMPTY).astype(np.int32))
-    tree = pruned(shape, tree, jnp.broadcast_to(jnp.asarray(steady(chosen, first)), first.shape))
+    tree = pruned(shape, tree, steady(chosen, first, jnp.full(ROWS, shape.depth + 1, jnp.int32)))
     given = drawn(rng, ROWS, shape.nodes)
     context, spot, branches = whole(layer, limits, first, tree, *given)
     positions, parents = np.asarray(spot.positions), np.asarray(tree.parents)

@@ -31,7 +31,11 @@ from pallas_kernels.masking import biased, filled, masked_softmax, soft_cap, vis
 from pallas_kernels.partial import Partial, attend_few, merge
 from pallas_kernels.prefill_attend import prefill_attend
 
-DEEPEST = 512  # more layers than a model has, and more nodes than a tree is deep
+DEEPEST = 512  # more layers than a model has
+BESIDE = (  # why a token that takes another's slot is too much where slots share their codes
+    "a token that takes another's slot changes the code of those beside it, which a tree of drafts does not know; "
+    "expected a codec with a scale per token, such as {'kind': 'int', 'bits': 4}"
+)
 
 
 @jax.tree_util.register_dataclass
@@ -77,9 +81,8 @@ def check(policy: Policy, cache: KVCache | None = None) -> None:
         )
     if not policy.store.apart and policy.evicts:
         raise BadValue(
-            f"policy {policy.name!r} with speculative=: a token that takes another's slot changes the code of those "
-            "beside it, which a tree of drafts does not know; expected a codec with a scale per token, such as "
-            "{'kind': 'int', 'bits': 4}, or a policy that evicts nothing, or leave speculative= out"
+            f"policy {policy.name!r} with speculative=: {BESIDE}, or a policy that evicts nothing, or leave "
+            "speculative= out"
         )
     if policy.decode is not None and policy.decode.every > 1:
         raise BadValue(
@@ -108,16 +111,16 @@ def check_model(policy: Policy, config: ModelConfig) -> None:
     """Raises `BadValue` for a model whose layers forget tokens that share their code with others."""
     if not policy.store.apart and any(spec.window for spec in config.specs):
         raise BadValue(
-            f"policy {policy.name!r} with speculative= on a model with sliding windows: a token that takes another's "
-            "slot changes the code of those beside it, which a tree of drafts does not know; expected a codec with a "
-            "scale per token, such as {'kind': 'int', 'bits': 4}, or leave speculative= out"
+            f"policy {policy.name!r} with speculative= on a model with sliding windows: {BESIDE}, or leave "
+            "speculative= out"
         )
 
 
-def steady(policy: Policy, lengths: Int[Array, "B"]) -> Int[Array, "B"] | int:
-    """How many tokens more read the same entries as codes: where some share a code, all of a window become codes at
-    once, and a tree of drafts ends before."""
-    return DEEPEST if policy.store.apart else policy.store.residual - lengths % policy.store.residual
+def steady(policy: Policy, lengths: Int[Array, "B"], left: Int[Array, "B"]) -> Int[Array, "B"]:
+    """How many of the tokens that are `left` read the same entries as codes: where some share a code, all of a window
+    become codes at once, and a tree of drafts ends before."""
+    residual = policy.store.residual
+    return left if policy.store.apart else jnp.minimum(left, residual - lengths % residual)
 
 
 def check_expected(policy: Policy, top: int) -> None:

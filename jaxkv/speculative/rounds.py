@@ -176,7 +176,7 @@ def _tree_round(
     active = state.going
     shape, cache = drafter.shape, state.cache
     tree, chances, drafts = drafter.draft(extra, drafting.drafts, kinds, hint, state, sampler)
-    left = jnp.minimum(state.left, steady(policy, cache.lengths))
+    left = steady(policy, cache.lengths, state.left)
     tree = pruned(shape, tree, jnp.where(active, left, 0))
     spot = placed(shape, tree, jnp.where(active, cache.lengths, EMPTY))
     states = [LayerIn(layer, cache.limits[i]) for i, layer in enumerate(cache.layers)]

@@ -91,7 +91,6 @@ def test_rows_in_codes_behind_a_first_pass_draft_as_well(params):
     assert small.speculation is not None and small.speculation.acceptance_length > 1.05
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_rows_draft_where_blocks_share_a_code(params):
     codecs = {"keys": {"kind": "int-by-channel", "tokens": 4}, "values": {"kind": "int", "bits": 4}, "residual": 8}
@@ -105,6 +104,7 @@ def test_rows_draft_where_blocks_share_a_code(params):
     assert told is not None and told.trees > 5 and told.acceptance_length > 1.05
 
 
+@pytest.mark.long
 def test_stop_strings_and_samples(engine, params):
     prompt, asked = ids(20, 4), {"max_new_tokens": 18, "stop_tokens": ()}
     whole = jaxkv.generate(params, prompt, policy=engine.policy, **asked)
