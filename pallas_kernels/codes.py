@@ -66,41 +66,36 @@ class Codes:
 class ByChannel:
     """Keys or values as integers of `bits`, packed as in `Codes`: low + scale * code, by channel of a block of slots.
 
-    `block` says which of a row's F blocks a slot lies in, or which of a head's. A slot's code cannot be written alone.
+    Block f are the slots from `f * tokens` on, of F blocks. A slot's code cannot be written alone.
     """
 
-    codes: UInt8[Array, "*slots N"]
+    codes: UInt8[Array, "*heads C N"]
     scale: Float16[Array, "*heads F D"]
     low: Float16[Array, "*heads F D"]
-    block: Int[Array, "*slots"]
+    tokens: int = dataclasses.field(metadata={"static": True})
     bits: int = dataclasses.field(metadata={"static": True})
     dtype: str = dataclasses.field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the numbers, `[*slots, D]`."""
-        return (*self.block.shape, self.scale.shape[-1])
+        """That of the numbers, `[*heads, C, D]`."""
+        return (*self.codes.shape[:-1], self.scale.shape[-1])
 
     @property
-    def numbers(self) -> Float[Array, "*slots D"]:
+    def numbers(self) -> Float[Array, "*heads C D"]:
         """The floats that the codes stand for."""
-        scale, low = (
-            jnp.take_along_axis(x, self.block[..., None], axis=-2).astype(jnp.float32) for x in (self.scale, self.low)
-        )
-        return (low + scale * unpacked(self.codes, self.bits).astype(jnp.float32)).astype(self.dtype)
+        each = (jnp.repeat(x, self.tokens, axis=-2)[..., : self.shape[-2], :] for x in (self.scale, self.low))
+        return self._numbers(self.codes, *each)
 
-    def at(self, slots: Int[Array, "*slots"]) -> "ByChannel":
-        """Those of some slots of each head."""
-        codes = jnp.take_along_axis(self.codes, slots[..., None], axis=-2)
-        return dataclasses.replace(self, codes=codes, block=jnp.take_along_axis(self.block, slots, axis=-1))
+    def at(self, slots: Int[Array, "*heads R"]) -> Float[Array, "*heads R D"]:
+        """The floats of some slots of each head."""
+        block = slots // self.tokens
+        own = zip((self.codes, self.scale, self.low), (slots, block, block), strict=True)
+        return self._numbers(*(jnp.take_along_axis(x, at[..., None], axis=-2) for x, at in own))
 
-    @property
-    def in_a_row(self) -> "ByChannel":
-        """`[B, Hk, ...]` as `[B, Hk * ...]`: the heads behind each other."""
-        flat = lambda x: x.reshape(x.shape[0], -1, *x.shape[3:])  # noqa: E731
-        blocks = self.scale.shape[2] * jnp.arange(self.scale.shape[1], dtype=jnp.int32)
-        own = {"codes": self.codes, "scale": self.scale, "low": self.low, "block": self.block + blocks[:, None]}
-        return dataclasses.replace(self, **{name: flat(x) for name, x in own.items()})
+    def _numbers(self, codes: UInt8[Array, "*n N"], scale: Float16[Array, "*n D"], low: Float16[Array, "*n D"]) -> Any:
+        scale, low = (x.astype(jnp.float32) for x in (scale, low))
+        return (low + scale * unpacked(codes, self.bits).astype(jnp.float32)).astype(self.dtype)
 
 
 Lying = Codes | ByChannel  # what is no array of numbers

@@ -120,12 +120,21 @@ def _parts(x: jax.Array | Lying, dim: int) -> tuple[tuple[Any, ...], tuple[int, 
             raise NotImplementedError(
                 f"codes by channel of {dim} channels in {x.bits} bits: 8, 4 or 2, bytes by {LANES}"
             )
-        return (x.codes, x.scale, x.low, x.block), (x.bits, 0)
+        return _in_a_row(x), (x.bits, 0)
     if x.codes.dtype != jnp.dtype(jnp.uint8) or x.bits not in BITS or x.scale is None:
         raise NotImplementedError(f"codes of {x.codes.dtype} in {x.bits} bits: integers of 8, 4 or 2 with a scale")
     if dim // x.groups * x.bits % (8 * LANES):
         raise NotImplementedError(f"a scale for {dim // x.groups} channels in {x.bits} bits: for bytes by {LANES}")
     return (x.codes, x.scale, none if x.low is None else x.low, apart), (x.bits, x.offset)
+
+
+def _in_a_row(x: ByChannel) -> tuple[jax.Array, ...]:
+    """Codes, scales and lows of a row, the heads behind each other, and the block of each slot among the row's."""
+    heads, slots, blocks = *x.codes.shape[1:3], x.scale.shape[2]
+    block = blocks * np.arange(heads)[:, None] + np.arange(slots) // x.tokens
+    batch = x.codes.shape[0]
+    arrays = (y.reshape(batch, -1, y.shape[-1]) for y in (x.codes, x.scale, x.low))
+    return *arrays, jnp.broadcast_to(block.reshape(-1).astype(np.int32), (batch, heads * slots))
 
 
 @functools.cache

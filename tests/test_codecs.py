@@ -204,11 +204,11 @@ def by_channel(x, positions, tokens, bits):
 @given(seed=st.integers(0, 999), bits=st.sampled_from([8, 4, 3, 2]), held=st.integers(0, 21))
 @settings(max_examples=20, deadline=None)
 def test_blocks_by_an_independent_form(seed, bits, held):
-    """Entries behind the empty slots, which hold NaN; the last block may be shorter."""
+    """Entries before the empty slots, which hold NaN; the last block may be shorter."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((1, 1, 21, 8)).astype(np.float32)
     positions = np.full(21, -1, np.int32)
-    positions[21 - held :] = np.sort(rng.choice(90, held, replace=False))
+    positions[:held] = np.sort(rng.choice(90, held, replace=False))
     x[0, 0, positions < 0] = np.nan
     codec = IntByChannel(bits, 4)
     code = codec.encode_all(jnp.asarray(x), jnp.asarray(positions)[None, None])

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxkv.store.codec import Shared
 from jaxkv.store.entries import picked
@@ -16,23 +16,18 @@ from jaxkv.store.entries import picked
 class BlockCode:
     """What each slot has of its own, `[B, Hk, C, ...]`, and what each of F blocks of slots has, `[B, Hk, F, ...]`.
 
-    Block f holds the slots in places `f * tokens` to `(f + 1) * tokens` from the oldest entry's slot `start` on, past
-    the last slot to the first, so that a block is tokens that follow each other. `dtype` is that of what was encoded.
+    Block f holds the slots `f * tokens` to `(f + 1) * tokens`; a cut leaves the entries in time order from the first
+    slot on, so a block is tokens that follow each other. `dtype` is that of what was encoded.
     """
 
     slots: Any
     blocks: Any
-    start: Int[Array, "B Hk"]
     dtype: str = dataclasses.field(metadata={"static": True})
 
     @property
     def count(self) -> int:
         """C, the slots of a head."""
         return jax.tree.leaves(self.slots)[0].shape[2]
-
-    def numbers(self, slots: Int[Array, "*#heads N"], tokens: int) -> Int[Array, "*heads N"]:
-        """The block of so many tokens that each of these slots is in."""
-        return ((slots - self.start[..., None]) % max(self.count, 1)) // tokens
 
 
 class Blocks(Shared):
@@ -58,22 +53,13 @@ class Blocks(Shared):
         raise NotImplementedError
 
     def encode_all(self, x: Float[Array, "B Hk C D"], positions: Int[Array, "B Hk C"]) -> BlockCode:
-        slots = x.shape[2]
-        never = jnp.iinfo(jnp.int32).max
-        oldest = jnp.where(positions < 0, never, positions)
-        start = jnp.argmin(oldest, axis=-1).astype(jnp.int32) if slots else jnp.zeros(x.shape[:2], jnp.int32)
-        at = self._places(start, slots)
-        shape = (*x.shape[:2], at.shape[2] // self.tokens, self.tokens)
-        inside = jnp.arange(at.shape[2]) < slots
-        rows = jnp.take_along_axis(x, at[..., None], axis=2).reshape(*shape, x.shape[3])
-        filled = (jnp.take_along_axis(positions, at, axis=2) >= 0) & inside
-        own, shared = self.coded(rows, filled.reshape(shape))
-        own = jax.tree.map(lambda x: _back(x.reshape(*shape[:2], at.shape[2], *x.shape[4:]), start, slots), own)
-        return BlockCode(own, shared, start, str(x.dtype))
+        own, shared = self.coded(self._by_block(x), self._by_block(positions >= 0))
+        own = jax.tree.map(lambda code: _in_a_row(code, x.shape[2]), own)
+        return BlockCode(own, shared, str(x.dtype))
 
     def block(self, code: BlockCode, slot: Int[Array, "B Hk"]) -> tuple[Int[Array, "B Hk T"], Float[Array, "B Hk T D"]]:
         """The slots of the block that `slot` is in, and what their codes stand for. Where the last block is not full
-        they are followed by some others."""
+        they are followed by the last slot."""
         at, number, _ = self._block(code, slot)
         own = jax.tree.map(lambda x: picked(x, at, flat=False), code.slots)
         shared = jax.tree.map(lambda x: picked(x, number, flat=False), code.blocks)
@@ -106,33 +92,21 @@ class Blocks(Shared):
         self, code: BlockCode, slot: Int[Array, "B Hk"]
     ) -> tuple[Int[Array, "B Hk T"], Int[Array, "B Hk"], Bool[Array, "B Hk T"]]:
         """The slots of the block that `slot` is in, its number, and which of these slots are its own."""
-        number = code.numbers(slot[..., None], self.tokens)[..., 0]
-        place = number[..., None] * self.tokens + jnp.arange(self.tokens)
-        return _slots(code.start[..., None], place, code.count), number, place < code.count
+        number = slot // self.tokens
+        at = number[..., None] * self.tokens + jnp.arange(self.tokens, dtype=jnp.int32)
+        return jnp.minimum(at, code.count - 1), number, at < code.count
 
     def decode(self, code: BlockCode) -> Float[Array, "B Hk C D"]:
-        slots = code.count
-        at = self._places(code.start, slots)
-        shape = (*at.shape[:2], at.shape[2] // self.tokens, self.tokens)
+        x = self.numbers(jax.tree.map(self._by_block, code.slots), code.blocks)
+        return _in_a_row(x, code.count).astype(code.dtype)
 
-        def by_block(x: Array) -> Array:
-            index = at.reshape(*at.shape, *(1,) * (x.ndim - 3))
-            return jnp.take_along_axis(x, index, axis=2).reshape(*shape, *x.shape[3:])
-
-        x = self.numbers(jax.tree.map(by_block, code.slots), code.blocks)
-        return _back(x.reshape(*at.shape, x.shape[-1]), code.start, slots).astype(code.dtype)
-
-    def _places(self, start: Int[Array, "B Hk"], slots: int) -> Int[Array, "B Hk _"]:
-        """The slot of every place of every block."""
-        return _slots(start[..., None], jnp.arange(-(-slots // self.tokens) * self.tokens), slots)
+    def _by_block(self, x: Shaped[Array, "B Hk C *n"]) -> Shaped[Array, "B Hk F T *n"]:
+        """The slots block by block; what lies behind the last is 0."""
+        blocks = -(-x.shape[2] // self.tokens)
+        behind = [(0, (blocks * self.tokens - x.shape[2]) * (axis == 2)) for axis in range(x.ndim)]
+        return jnp.pad(x, behind).reshape(*x.shape[:2], blocks, self.tokens, *x.shape[3:])
 
 
-def _slots(start: Int[Array, "*n 1"], place: Int[Array, "*#m T"], slots: int) -> Int[Array, "*n T"]:
-    """The slots at these places from `start` on; places past the last slot give some slot."""
-    return ((start + place) % max(slots, 1)).astype(jnp.int32)
-
-
-def _back(x: Any, start: Int[Array, "B Hk"], slots: int) -> Any:
-    """What stands in the places of all blocks, in its slots."""
-    back = (jnp.arange(slots) - start[..., None]) % max(slots, 1)
-    return jnp.take_along_axis(x, back.reshape(*back.shape, *(1,) * (x.ndim - 3)), axis=2)
+def _in_a_row(x: Shaped[Array, "B Hk F T *n"], slots: int) -> Shaped[Array, "B Hk C *n"]:
+    """So many slots that lie block by block."""
+    return x.reshape(*x.shape[:2], -1, *x.shape[4:])[:, :, :slots]

@@ -57,8 +57,7 @@ class IntByChannel(Blocks):
         return packed(jnp.where(some, codes, 0), self.bits), Ranges(scale, low)
 
     def as_codes(self, code: BlockCode) -> ByChannel:
-        block = code.numbers(jnp.arange(code.count, dtype=jnp.int32), self.tokens)
-        return ByChannel(code.slots, code.blocks.scale, code.blocks.low, block, self.bits, code.dtype)
+        return ByChannel(code.slots, code.blocks.scale, code.blocks.low, self.tokens, self.bits, code.dtype)
 
     def numbers(self, slots: UInt8[Array, "*n T N"], blocks: Ranges) -> Float[Array, "*n T D"]:
         scale, low = (x.astype(jnp.float32)[..., None, :] for x in (blocks.scale, blocks.low))

@@ -136,9 +136,10 @@ def owners(positions: Int[Array, "B Hk C"]) -> Int[Array, "B Hk C"]:
     return lax.broadcasted_iota(jnp.int32, positions.shape, 1)
 
 
-def in_time_order(entries: Entries) -> Entries:
-    """The slots of every head in time order, the empty ones first."""
-    order = jnp.argsort(entries.positions, axis=-1, stable=True)
+def in_time_order(entries: Entries, first: bool = False) -> Entries:
+    """The slots of every head in time order, the empty ones first; or the entries `first`."""
+    late = jnp.where(entries.positions < 0, jnp.iinfo(jnp.int32).max, entries.positions)
+    order = jnp.argsort(late if first else entries.positions, axis=-1, stable=True)
     return taken(entries, order, jnp.take_along_axis(entries.positions, order, axis=-1))
 
 
@@ -163,12 +164,16 @@ def counted(filled: Bool[Array, "B H S"]) -> Int[Array, "B H S"]:
     return jnp.where(filled, jnp.cumsum(filled, axis=-1, dtype=jnp.int32) - 1, EMPTY)
 
 
-def packed(chosen: Bool[Array, "B H S"], slots: int) -> Int[Array, "B H C"]:
-    """The indices of the chosen slots, at most `slots` of them, in order at the end of C places; -1 before them."""
+def packed(chosen: Bool[Array, "B H S"], slots: int, first: bool = False) -> Int[Array, "B H C"]:
+    """The indices of the chosen slots, at most `slots` of them, in order at the end of C places, and -1 before them;
+    or `first`, and -1 behind them."""
     upto = jnp.cumsum(chosen, axis=-1, dtype=jnp.int32)
-    number = jnp.arange(slots, dtype=jnp.int32) - (slots - upto[..., -1:])  # of the chosen, from 0
+    count = upto[..., -1:]
+    number = jnp.arange(slots, dtype=jnp.int32) - (
+        jnp.zeros_like(count) if first else slots - count
+    )  # of the chosen, from 0
     at = jax.vmap(jax.vmap(jnp.searchsorted))(upto, number + 1)
-    return jnp.where(number < 0, EMPTY, at.astype(jnp.int32))
+    return jnp.where((number < 0) | (number >= count), EMPTY, at.astype(jnp.int32))
 
 
 def highest(priority: Float[Array, "B H S"], count: Int[Array, "B"]) -> Bool[Array, "B H S"]:

@@ -1,7 +1,7 @@
 """Slots: C slots for every KV head of a layer.
 
-Attention needs no order among the slots. A cut leaves the kept entries in time order behind the empty ones, an
-overwrite leaves them where they are.
+Attention needs no order among the slots. A cut leaves the kept entries in time order behind the empty ones, or before
+them where slots share their code, so that its blocks begin with the first slot; an overwrite leaves them where they are.
 """
 
 import dataclasses
@@ -80,8 +80,13 @@ class Slots(Store):
         return self.plain(self.loose())
 
     def in_time_order(self) -> "Slots":
-        """The slots in time order, the empty ones first."""
-        return dataclasses.replace(self, entries=self.settling(in_time_order(self.loose())))
+        """The slots in time order, the empty ones first; last where slots share their code."""
+        return dataclasses.replace(self, entries=self.settling(in_time_order(self.loose(), self._entries_first)))
+
+    @property
+    def _entries_first(self) -> bool:
+        """Whether a cut puts the entries before the empty slots."""
+        return not self.codecs.apart
 
     def holding(
         self, entries: Entries, chosen: Bool[Array, "B Hk S"], slots: Int[Array, "B Hk C"] | None = None
@@ -94,8 +99,10 @@ class Slots(Store):
     def rebuilt(
         self, entries: Entries, chosen: Bool[Array, "B Hk S"], slots: int, room: Int[Array, "B"], beside: dict[str, Any]
     ) -> "Slots":
-        """The chosen ones of plain entries, which stand in time order, in `slots` slots behind the empty ones."""
-        return dataclasses.replace(self, beside=beside).holding(entries, chosen, packed(chosen, slots))
+        """The chosen ones of plain entries, which stand in time order, in `slots` slots behind the empty ones, or
+        before them where slots share their code."""
+        index = packed(chosen, slots, self._entries_first)
+        return dataclasses.replace(self, beside=beside).holding(entries, chosen, index)
 
     # ---- a decode step
 
@@ -191,7 +198,7 @@ class Slots(Store):
             count = jnp.where(due, each, store.slots)
             chosen = choose(ordered.stats[WORTH], ordered.positions, owners(ordered.positions), count)
             entries, beside = store.absorbing(ordered.keeping(tuple(store.stats)), chosen, absorb)
-            kept = store.settling(chosen_at(entries, packed(chosen, store.slots)))
+            kept = store.settling(chosen_at(entries, packed(chosen, store.slots, store._entries_first)))
             kept = dataclasses.replace(store, entries=kept, beside=beside)
             return kept.aimed(kept.empty_slot(now, window))
 
@@ -215,15 +222,15 @@ class Slots(Store):
 
     def grown(self, held: int, tokens: int, window: int | None, lacking: int = 0) -> "Slots":
         """The store with slots for `tokens` more than the `held` ones (or its window's), in steps of GROW; the next
-        token goes to the first new slot."""
+        token goes to the first new slot, or behind the entries where slots share their code."""
         tokens = held + tokens
         slots = -(-tokens // GROW) * GROW
         slots = slots if window is None else min(slots, in_pieces(window))
         if self.slots >= min(tokens, slots):
             return self
-        first = jnp.full(self.next_slot.shape, self.slots, jnp.int32)
-        ready = self if self.codecs.apart else self.in_time_order()  # the newest beside the new slots
-        return dataclasses.replace(ready.resized(slots), next_slot=first)
+        if self._entries_first:
+            return self.in_time_order().resized(slots).aimed(self.held())
+        return self.resized(slots).aimed(jnp.full(self.next_slot.shape, self.slots, jnp.int32))
 
     def divisible(self, parts: int) -> "Slots":
         """The store with slots added until `parts` devices can have equally many."""

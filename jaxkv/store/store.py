@@ -336,4 +336,4 @@ class Store:
 
 def _numbers_at(x: Float[Array, "B *S D"] | ByChannel, at: Int[Array, "B Hk R"]) -> Float[Array, "B Hk R D"]:
     """The keys or values of some slots of each KV head."""
-    return x.at(at).numbers if isinstance(x, ByChannel) else picked(x, at, flat=x.ndim == 3)
+    return x.at(at) if isinstance(x, ByChannel) else picked(x, at, flat=x.ndim == 3)

@@ -66,6 +66,6 @@ def decode_attend_score(
 
 def _in_a_row(x: Any) -> Any:
     """What is known of every head's slots, or lies there, the heads behind each other."""
-    if isinstance(x, ByChannel):
-        return x.in_a_row
+    if isinstance(x, ByChannel):  # whose blocks are a head's
+        return x
     return jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:]), x)
