@@ -83,10 +83,11 @@ class Case:
         return " ".join(filter(None, (self.kernel, self.work, f"D{self.dim}", self.codes, self.chip)))
 
 
-CODES = ("int8", "int4", "fp8")  # a scale for each entry; of integers a lowest value too
+CODES = ("int8", "int4", "fp8")  # a scale for each entry; of integers a lowest value too; and as `kivi` has them
 CASES = [
     *(Case(*each) for each in itertools.product(("equal", "ragged"), WORK, SIZES, CHIPS)),
     *(Case(*each) for each in itertools.product(("equal", "ragged"), ("chooses",), (128,), CHIPS, CODES)),
+    *(Case(*each) for each in itertools.product(("equal",), ("attends",), SIZES, CHIPS, ("kivi",))),
     *(Case("prefill", work, 128, chip) for work, chip in itertools.product(("attends", "weighs"), CHIPS)),
 ]
 CALLS = {
@@ -136,9 +137,9 @@ def steps(case: Case) -> tuple[Any, tuple, tuple[int, ...]]:
     each = (batch, kv_heads, slots) if case.kernel == "equal" else (batch, kv_heads * slots)
     of: Any = jax.ShapeDtypeStruct
     new, row = of((batch, kv_heads, dim), jnp.bfloat16), of((batch,), jnp.int32)
-    codes = (held(case, (batch, kv_heads)),) * 2 if case.codes else ()
+    codes = [token_code(case, name) for name in BOTH] if case.codes else ()
     token = Token(of((batch, kv_heads * group, dim), jnp.bfloat16), new, new, row, *codes)
-    cache = {name: held(case, each) for name in ("keys", "values")}
+    cache = {name: held(case, name, each) for name in BOTH}
     cache |= {"positions": of(each, jnp.int32), "slot": of((batch, kv_heads), jnp.int32)}
     weight = of(each, jnp.float32)
     options: dict[str, Any] = {"scale": 0.1, "with_mass": case.work != "attends"}
@@ -163,15 +164,40 @@ def steps(case: Case) -> tuple[Any, tuple, tuple[int, ...]]:
     return loop, (cache, token, row, weight, of((batch, kv_heads + 1), jnp.int32)), (0,)
 
 
-def held(case: Case, slots: tuple[int, ...]) -> Any:
-    """Keys or values of so many slots, as shapes."""
+BOTH = ("keys", "values")
+
+
+def codec_of(case: Case, name: str) -> Any:
+    """How the "keys" or "values" lie."""
+    from jaxkv.policies import Codecs, Fp8, Int, IntByChannel
+
+    kivi = {"keys": IntByChannel(2, 32), "values": Int(2, channels=32)}[name]
+    return {"": Codecs().keys, "int8": Int(8), "int4": Int(4), "fp8": Fp8(), "kivi": kivi}[case.codes]
+
+
+def held(case: Case, name: str, slots: tuple[int, ...]) -> Any:
+    """The "keys" or "values" of so many slots, as shapes."""
     import jax
     import jax.numpy as jnp
 
-    from jaxkv.policies import Codecs, Fp8, Int
+    codec = codec_of(case, name)
+    return jax.eval_shape(
+        lambda: codec.as_codes(
+            codec.encode_all(jnp.zeros((*slots, case.dim), jnp.bfloat16), jnp.zeros(slots, jnp.int32))
+        )
+    )
 
-    codec = {"": Codecs().keys, "int8": Int(8), "int4": Int(4), "fp8": Fp8()}[case.codes]
-    return jax.eval_shape(lambda: codec.as_codes(codec.encode(jnp.zeros((*slots, case.dim), jnp.bfloat16))))
+
+def token_code(case: Case, name: str) -> Any:
+    """The code of a token's key or value, as shapes; None where a step writes none."""
+    import jax
+    import jax.numpy as jnp
+
+    batch, kv_heads, _, _, dim = SIZES[case.dim]
+    codec = codec_of(case, name)
+    if not codec.apart:
+        return None
+    return jax.eval_shape(lambda: codec.as_codes(codec.encode(jnp.zeros((batch, kv_heads, dim), jnp.bfloat16))))
 
 
 def prompt_block(case: Case) -> tuple[Any, tuple, tuple[int, ...]]:
@@ -338,7 +364,8 @@ def bound(case: Case, steps: int, found: dict[str, int]) -> dict[str, Any]:
     blocks = steps // (batch // chip.cores + 1)  # a core goes one row further, to look back
     scores, chooses = case.work != "attends", case.work == "chooses"
     entries = kv_heads * slots / blocks  # of a block
-    entry = 2 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held(case, (1,))))  # bytes of K and V
+    cache = [held(case, name, (1, kv_heads, slots)) for name in BOTH]
+    entry = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)) / (kv_heads * slots)  # bytes of K and V
     needed = entries * (entry + 4 + 4 * scores + 4 * chooses)  # and positions, masses, weights
     moved = needed + 4 * entries + 4 * entries  # positions again: for the row before, and to see which blocks are due
     cycles = (needed + 4 * entries) / chip.bytes_per_cycle

@@ -70,8 +70,8 @@ class ByChannel:
     """
 
     codes: UInt8[Array, "*heads C N"]
-    scale: Float16[Array, "*heads F D"]
-    low: Float16[Array, "*heads F D"]
+    scale: Int16[Array, "*heads F D"]
+    low: Int16[Array, "*heads F D"]
     tokens: int = dataclasses.field(metadata={"static": True})
     bits: int = dataclasses.field(metadata={"static": True})
     dtype: str = dataclasses.field(metadata={"static": True})
@@ -93,9 +93,8 @@ class ByChannel:
         own = zip((self.codes, self.scale, self.low), (slots, block, block), strict=True)
         return self._numbers(*(jnp.take_along_axis(x, at[..., None], axis=-2) for x, at in own))
 
-    def _numbers(self, codes: UInt8[Array, "*n N"], scale: Float16[Array, "*n D"], low: Float16[Array, "*n D"]) -> Any:
-        scale, low = (x.astype(jnp.float32) for x in (scale, low))
-        return (low + scale * unpacked(codes, self.bits).astype(jnp.float32)).astype(self.dtype)
+    def _numbers(self, codes: UInt8[Array, "*n N"], scale: Int16[Array, "*n D"], low: Int16[Array, "*n D"]) -> Any:
+        return (halves(low) + halves(scale) * unpacked(codes, self.bits).astype(jnp.float32)).astype(self.dtype)
 
 
 Lying = Codes | ByChannel  # what is no array of numbers
@@ -129,7 +128,7 @@ def refuse_codes(*arrays: jax.Array | Lying) -> tuple[Any, ...]:
 
 
 def check_slots(keys: jax.Array | Lying, values: jax.Array | Lying) -> None:
-    """Raises `NotImplementedError` for what Pallas' kernels do not take: scales by channel, and unlike widths of keys
+    """Raises `NotImplementedError` for what few of Pallas' kernels take: scales by channel, and unlike widths of keys
     and values."""
     if isinstance(keys, ByChannel) or isinstance(values, ByChannel):
         raise NotImplementedError("scales by channel of a block of slots: it reads those that each slot has")

@@ -49,6 +49,11 @@ def slots_along_lanes(slots: int, dim: int) -> bool:
     return round_up(slots, LANES) * round_up(dim, SUBLANES) < round_up(slots, SUBLANES) * round_up(dim, LANES)
 
 
+def in_memory(x: jax.Array) -> jax.Array:
+    """The array as a kernel takes it piece by piece: XLA would first take what is only read on the chip, all of it."""
+    return pltpu.with_memory_space_constraint(x, pltpu.HBM)
+
+
 @dataclasses.dataclass(frozen=True)
 class Walk:
     """How a kernel walks over the slots of a cache: `blocks` blocks of `block`, each [S, D], or [D, S] (`columns`)."""

@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import tpu_blocks as blocks_of
-from pallas_kernels.codes import Codes, halves
+from pallas_kernels.codes import ByChannel, Codes, halves
 
 EXPONENT, FROM = 0x43004300, 128  # of two numbers of 16 bits: those from 128 on, in steps of 1
 TILE = 32  # rows of bytes that lie as one piece
@@ -30,7 +30,9 @@ NIBBLE = 16
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How keys or values lie: `bits` of an integer (None: floats); what a slot has of scales and lows, G each."""
+    """How keys or values lie: `bits` of an integer (None: floats); what a slot has of scales and lows, G each; or how
+    many `tokens` share a scale and a low for each channel (0: none), and whether those lie with blocks of slots along
+    the lanes (`across`)."""
 
     dim: int
     columns: bool  # a block is [N, S], with the slots along the lanes
@@ -42,21 +44,32 @@ class Form:
     lowered: bool = False
     offset: int = 0
     by_bits: bool = False
+    tokens: int = 0
+    across: bool = False
 
     @classmethod
-    def of(cls, x: jax.Array | Codes, columns: bool, dtype: str) -> "Form":
-        """That of keys or values. Raises `NotImplementedError` for codes that a block does not give apart."""
+    def of(cls, x: jax.Array | Codes | ByChannel, columns: bool, dtype: str) -> "Form":
+        """That of keys or values. Raises `NotImplementedError` for codes that a block does not give apart, and for
+        blocks of slots that do not fill registers evenly."""
         dim = x.shape[-1]
-        if not isinstance(x, Codes):
+        if not isinstance(x, Codes | ByChannel):
             return cls(dim, columns, str(x.dtype))
         integer = x.codes.dtype == jnp.uint8
         if integer and x.bits not in (8, 4, 2):
             raise NotImplementedError(f"codes of {x.bits} bits: 8, 4 or 2")
         by_bits = integer and columns and dtype == "bfloat16" and x.codes.shape[-1] % TILE == 0
-        form = cls(
-            dim, columns, dtype, x.bits if integer else None, True, x.groups, x.scale is not None, x.low is not None,
-            x.offset, by_bits,
-        )  # fmt: skip
+        if isinstance(x, ByChannel):
+            if blocks_of.LANES % x.tokens and x.tokens % blocks_of.LANES:
+                raise NotImplementedError(f"a scale for {x.tokens} slots: a divisor or a multiple of {blocks_of.LANES}")
+            form = cls(
+                dim, columns, dtype, x.bits, True, by_bits=by_bits, tokens=x.tokens,
+                across=blocks_of.slots_along_lanes(*x.scale.shape[-2:]),
+            )  # fmt: skip
+        else:
+            form = cls(
+                dim, columns, dtype, x.bits if integer else None, True, x.groups, x.scale is not None,
+                x.low is not None, x.offset, by_bits,
+            )  # fmt: skip
         if dim % form.parts or (dim // form.groups) % form.parts:
             raise NotImplementedError(f"{form.groups} groups of {dim} channels in {x.bits} bits")
         return form
@@ -99,7 +112,7 @@ class Form:
     @property
     def shifts(self) -> bool:
         """Whether reading values by weights adds something to all channels: lows, or where the numbers begin."""
-        return self.bits is not None or self.lowered
+        return (self.bits is not None and not self.tokens) or self.lowered
 
     def numbers(self, block: jax.Array) -> jax.Array:
         """Those of a block `[H, N, S]`, or `[H, S, N]`, with the channels part after part."""

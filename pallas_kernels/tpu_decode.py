@@ -16,7 +16,7 @@ multiple of 8 XLA may have the heads or the rows innermost, and copies the cache
 
 Of codes (`tpu_codes`) a block of numbers is made on the chip; a scale of keys multiplies the logits, one of values the
 weights. The token itself, which counts as exact as it comes, is what the softmax begins with, and its slot counts as
-empty.
+empty. Where channels of several slots share a scale (`tpu_channels`) codes are only read.
 
 A pool is one set of slots, in which each query head sees its own segment. Heads go through a block a few at a time, as
 many as fill the sublanes of a register, and those whose segments do not meet the block are left out. H are the sets of
@@ -37,8 +37,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Int16
 
 from pallas_kernels import tpu_blocks as blocks_of
+from pallas_kernels import tpu_channels
 from pallas_kernels.arguments import Judge, Rule, Token
-from pallas_kernels.codes import Codes
+from pallas_kernels.codes import ByChannel, Codes, Lying
 from pallas_kernels.decode_attend_score.victim import HEADS
 from pallas_kernels.masking import MASKED, biased, soft_cap
 from pallas_kernels.tpu_codes import Form, Scales, for_groups
@@ -56,8 +57,8 @@ class Step(NamedTuple):
     output: Float[Array, "B H M D"]
     lse: Float[Array, "B H M"]
     mass: Float[Array, "B H *M S"] | None
-    keys: Float[Array, "B H S D"] | Codes
-    values: Float[Array, "B H S D"] | Codes
+    keys: Float[Array, "B H S D"] | Lying
+    values: Float[Array, "B H S D"] | Lying
     next_slot: Int[Array, "B Hk"]
 
 
@@ -133,8 +134,8 @@ def bands(kv_heads: int, group: int) -> list[tuple[int, int]]:
 
 def step(
     token: Token,
-    keys: Float[Array, "B H S D"] | Codes,
-    values: Float[Array, "B H S D"] | Codes,
+    keys: Float[Array, "B H S D"] | Lying,
+    values: Float[Array, "B H S D"] | Lying,
     positions: Int[Array, "B H S"],
     slot: Int[Array, "B Hk"],
     judge: Judge,
@@ -149,9 +150,10 @@ def step(
 ) -> Step:
     """Write key and value into their slots, attend, and choose the next ones; `positions` hold the new token already.
 
-    With `offsets` H is 1, and head h's slots are those between its borders. `logit_bias` is added to the logits of each
-    slot, after a soft cap. `judge.weight` and `.bias` are numbers or `[B, H, S]`. Raises `NotImplementedError` for 4
-    slots or fewer, for keys of numbers that are no multiple of 8, and for what does not fit on the chip.
+    Keys or values `ByChannel` stay as they are. With `offsets` H is 1, and head h's slots are those between its
+    borders. `logit_bias` is added to the logits of each slot, after a soft cap. `judge.weight` and `.bias` are numbers
+    or `[B, H, S]`. Raises `NotImplementedError` for 4 slots or fewer, for keys of numbers that are no multiple of 8,
+    and for what does not fit on the chip.
     """
     query, key, value, position, *_ = token
     batch, sets, slots, dim = keys.shape
@@ -160,7 +162,7 @@ def step(
         raise NotImplementedError(f"{slots} slots lie in memory in smaller pieces than the kernel writes")
     if dim % blocks_of.SUBLANES:
         raise NotImplementedError(f"keys of {dim} numbers: a multiple of {blocks_of.SUBLANES}")
-    lies = tuple(x.codes if isinstance(x, Codes) else x for x in (keys, values))
+    lies = tuple(x.codes if isinstance(x, Lying) else x for x in (keys, values))
     columns = tuple(blocks_of.slots_along_lanes(slots, x.shape[-1]) for x in lies)
     forms = tuple(Form.of(x, along, str(query.dtype)) for x, along in zip((keys, values), columns, strict=True))
     row_bytes = sets * max(
@@ -170,7 +172,9 @@ def step(
     wide = sets * sum(form.width for form in forms) * query.dtype.itemsize  # bytes of a slot's numbers
     wide = wide if any(form.coded for form in forms) else 0
     least = dim * query.dtype.itemsize if offsets is not None else 0  # larger blocks of a pool's codes meet more heads
-    blocks, block = blocks_of.even_blocks(slots, BLOCK_BYTES // max(row_bytes, wide // 8, least))
+    most = BLOCK_BYTES // max(row_bytes, wide // 8, least)
+    shared = [form for form in forms if form.tokens]
+    blocks, block = tpu_channels.even_blocks(shared, slots, most)
     both = (0.0, 0.0) if judge.rule is None else (judge.weight, judge.bias)
     factors = [factor for factor in both if not isinstance(factor, float)]
     weight, bias = (factor if isinstance(factor, float) else None for factor in both)
@@ -181,6 +185,7 @@ def step(
     )  # fmt: skip
     more = [] if logit_bias is None else [logit_bias]
     vmem = _vmem_bytes(plan, row_bytes, len(factors) + len(more)) + 2 * block * wide
+    vmem += sum(tpu_channels.vmem_bytes(form, sets, block) for form in shared)
     if vmem > blocks_of.VMEM_BYTES:
         raise NotImplementedError(f"{slots} slots of {heads} query heads need {vmem} bytes of on-chip memory")
     if batch * blocks_of.round_up(blocks, blocks_of.LANES) > MOST_STEPS:
@@ -230,14 +235,28 @@ def step(
         given = jnp.where(here[..., None], value.astype(jnp.float32)[:, own], 0.0).reshape(batch, *some, dim)
         asked = jnp.sum(forms[0].spread(wide_query.reshape(batch, *some, dim), whole=True), axis=-1, keepdims=True)
         first = [alone.reshape(batch, *some, 1), forms[1].spread(given, apart=False, whole=True), asked]
-    new = tuple(_entry(x, along) for x, along in zip(token.entry, columns, strict=True))
+    written = [not form.tokens for form in forms]  # those in whose slots the token's are put
+    new = [_entry(x, along) for x, along, own in zip(token.entry, columns, written, strict=True) if own]
     lies = tuple(jnp.swapaxes(x, -1, -2) if along else x for x, along in zip(lies, columns, strict=True))
     untouched = pl.BlockSpec(memory_space=pltpu.HBM)
     walk, rows = plan.order(positions, position, window)
     if interpret:
         lies = tuple(plan.whole(x, along) for x, along in zip(lies, columns, strict=True))
+    else:
+        lies = tuple(x if own else blocks_of.in_memory(x) for x, own in zip(lies, written, strict=True))
     coded = [_scales(x, code, position, slot) for x, code in ((keys, token.key_code), (values, token.value_code))]
-    scales = [x for found in coded for x in found.values()]
+    scales = []
+    for x, form, found in zip((keys, values), forms, coded, strict=True):
+        if isinstance(x, ByChannel):
+            at = lambda *grid: there(*grid[:3], *grid[-2:])  # noqa: E731
+            ranges, order = tpu_channels.operands(x, form)
+            ranges = ranges if interpret else [blocks_of.in_memory(y) for y in ranges]
+            scales += zip((*ranges, order), tpu_channels.specs(form, sets, block, at), strict=True)
+        else:
+            scales += [
+                (y, pl.BlockSpec((1, *y.shape[1:-1], block), scale_block if y.ndim == 4 else place_block))
+                for y in found.values()
+            ]
     line, now = pl.BlockSpec((1, sets, block), block_before), pl.BlockSpec((1, sets, block), place_block)
     lanes = (kv_heads, blocks_of.LANES)
     tiles = [
@@ -250,6 +269,7 @@ def step(
     if with_mass and judge.group == "each":
         each = pl.BlockSpec((1, *some, block), lambda *at: (*block_before(*at)[:2], 0, block_before(*at)[2]))
         masses = [(jax.ShapeDtypeStruct((batch, *some, slots), jnp.float32), each)]
+    into = [n for n in range(2) if written[n]]
     found = (sets, forms[1].groups * plan.members, forms[1].width)
     exact = query.dtype if forms[1].halves == 1 else jnp.float32  # or its two halves would be rounded apart
     outs = [
@@ -257,7 +277,9 @@ def step(
         (jax.ShapeDtypeStruct((batch, *some, 1), jnp.float32), attended(*some, 1)),
         (jax.ShapeDtypeStruct((batch, kv_heads, 1), jnp.int32), looked(kv_heads, 1)),
         *masses,
-        *((pltpu.HBM(x.shape, x.dtype), untouched) for x in lies),  # else XLA takes a small cache on the chip first
+        *(
+            (pltpu.HBM(lies[n].shape, lies[n].dtype), untouched) for n in into
+        ),  # else XLA takes a small cache on the chip
     ]
     scratch: dict[str, Any] = {
         "top": pltpu.VMEM((*some, 1), jnp.float32),
@@ -267,10 +289,14 @@ def step(
         "worth": pltpu.VMEM(lanes, jnp.float32),
         "age": pltpu.VMEM(lanes, jnp.int32),
         "index": pltpu.VMEM(lanes, jnp.int32),
-        "key_tiles": pltpu.VMEM((kv_heads, *tiles[0]), lies[0].dtype),
-        "value_tiles": pltpu.VMEM((kv_heads, *tiles[1]), lies[1].dtype),
         "copied": pltpu.SemaphoreType.DMA,
     }
+    for name, form, lie, tile in zip(("key", "value"), forms, lies, tiles, strict=True):
+        if not form.tokens:
+            scratch[f"{name}_tiles"] = pltpu.VMEM((kv_heads, *tile), lie.dtype)
+        else:
+            each = (sets, tpu_channels.fetched(form, block), dim)
+            scratch |= {f"{name}_{what}": pltpu.VMEM(each, jnp.float32) for what in ("scales", "lows")}
     for name, form in zip(("key_numbers", "value_numbers"), forms, strict=True):
         if plan.pooled and form.coded:  # made once for all heads that meet the block
             shape = (form.width, block) if form.columns else (block, form.width)
@@ -297,7 +323,7 @@ def step(
         (positions, now),
         (positions, line),
         *((x, attended(*x.shape[1:])) for x in first),
-        *((x, pl.BlockSpec((1, *x.shape[1:-1], block), scale_block if x.ndim == 4 else place_block)) for x in scales),
+        *scales,
         *((factor, line) for factor in factors),
         *((added, now) for added in more),
     )
@@ -311,29 +337,31 @@ def step(
             out_specs=[spec for _, spec in outs],
             scratch_shapes=list(scratch.values()),
         ),
-        input_output_aliases={len(scalars) + 3: len(outs) - 2, len(scalars) + 4: len(outs) - 1},  # the cache
+        input_output_aliases={
+            len(scalars) + 1 + len(new) + n: len(outs) - len(into) + at for at, n in enumerate(into)
+        },  # the cache
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=blocks_of.VMEM_BYTES
         ),
         cost_estimate=pl.CostEstimate(
             flops=4 * batch * heads * slots * dim,
             transcendentals=(1 + with_mass) * batch * heads * slots,
-            bytes_accessed=sum(x.nbytes for x in lies) + 2 * sum(x.size for x in scales)
+            bytes_accessed=sum(x.nbytes for x in lies) + 2 * sum(x.size for x, _ in scales)
             + 4 * (2 + len(factors) + len(more)) * positions.size + sum(4 * shape.size for shape, _ in masses)
             + queries.nbytes + sum(x.nbytes for x in (*new, *first))
             + math.prod(outs[0][0].shape) * outs[0][0].dtype.itemsize
             + 4 * batch * (heads + kv_heads)
-            + sum(batch * kv_heads * math.prod(tile) * x.dtype.itemsize for tile, x in zip(tiles, lies, strict=True)),
+            + sum(batch * kv_heads * math.prod(tiles[n]) * lies[n].dtype.itemsize for n in into),
         ),
         name="ragged_decode" if plan.pooled else "decode_attend_score",
         interpret=interpret,
     )  # fmt: skip
-    output, lse, aim, *mass, lie_keys, lie_values = call(*scalars, *(x for x, _ in inputs))
-    after = []
-    for x, along, held, some in zip((lie_keys, lie_values), columns, (keys, values), coded, strict=True):
-        x = (jnp.swapaxes(x, -1, -2) if along else x)[:, :, :slots]
-        beside = {name: _by_slot(scale) for name, scale in some.items()}
-        after.append(dataclasses.replace(held, codes=x, **beside) if isinstance(held, Codes) else x)
+    output, lse, aim, *rest = call(*scalars, *(x for x, _ in inputs))
+    mass, after = rest[: len(masses)], [keys, values]
+    for n, x in zip(into, rest[len(masses) :], strict=True):
+        x, before = (jnp.swapaxes(x, -1, -2) if columns[n] else x)[:, :, :slots], after[n]
+        beside = {name: _by_slot(scale) for name, scale in coded[n].items()}
+        after[n] = dataclasses.replace(before, codes=x, **beside) if isinstance(before, Codes) else x
     output = forms[1].gathered(output).astype(query.dtype)
     keys, values = after
     chosen = jnp.where(position[:, None] < 0, slot, jnp.minimum(aim[..., 0], slots - 1))
@@ -354,27 +382,31 @@ def _kernel(
     plan: _Plan, outs: int, names: tuple[str, ...], position_ref, slot_ref, limits_ref, recents_ref, *refs
 ) -> None:  # fmt: skip
     offsets, (walk_ref, _, *refs) = (refs[0], refs[1:]) if plan.pooled else (None, refs)
-    query, new_key, new_value, keys, values, places, places_before, *refs = refs
     scratch, refs = dict(zip(names, refs[-len(names) :], strict=True)), refs[: -len(names)]
+    written = [n for n, form in enumerate((plan.keys, plan.values)) if not form.tokens]
+    query, *refs = refs
+    new, (keys, values, places, places_before, *refs) = refs[: len(written)], refs[len(written) :]
     outputs, inputs = refs[-outs:], list(refs[:-outs])
     first: list[Any] = [inputs.pop(0) for _ in range(3)] if plan.coded else [None] * 3
     alone, given, asked = first
-    of_keys, of_values = (Scales(form, inputs) for form in (plan.keys, plan.values))
+    of_keys, of_values = (
+        Scales(form, inputs)
+        if not form.tokens
+        else tpu_channels.ByBlock(
+            form, inputs, (scratch[f"{name}_scales"], scratch[f"{name}_lows"]), -(-plan.slots // form.tokens)
+        )
+        for name, form in (("key", plan.keys), ("value", plan.values))
+    )
     weight = inputs.pop(0) if plan.weight is None else None
     bias = inputs.pop(0) if plan.bias is None else None
     added = inputs.pop(0) if plan.biased else None
-    output, lse, aim, *mass, keys_out, values_out = outputs
+    output, lse, aim, *mass = outputs[: len(outputs) - len(written)]
+    caches = outputs[len(outputs) - len(written) :]
     top, total, context, copied = (scratch[name] for name in ("top", "total", "context", "copied"))
     shift = scratch.get("shift")
     lies = tuple(
-        zip(
-            (keys, values),
-            (new_key, new_value),
-            (scratch["key_tiles"], scratch["value_tiles"]),
-            (plan.keys, plan.values),
-            (keys_out, values_out),
-            strict=True,
-        )
+        ((keys, values)[n], one, scratch[f"{('key', 'value')[n]}_tiles"], (plan.keys, plan.values)[n], cache)
+        for n, one, cache in zip(written, new, caches, strict=True)
     )
     best = tuple(scratch[name] for name in ("worth", "age", "index"))
     part, own, block = (pl.program_id(axis) for axis in range(3))
@@ -503,6 +535,10 @@ def _kernel(
                 filled = (place >= 0).astype(jnp.float32)
                 for one in range(plan.sets):
                     values[0, one] = blocks_of.zero_empty(values[0, one], filled[one : one + 1], plan.values.columns)
+
+        for side in (of_keys, of_values):
+            if isinstance(side, tpu_channels.ByBlock):
+                side.open(block, plan.block)
 
         sides = {"key_numbers": (plan.keys, keys), "value_numbers": (plan.values, values)}
         for name, (form, lying) in sides.items():
@@ -656,7 +692,7 @@ def _by_slot(x: Int16[Array, "B H *G S"]) -> Int16[Array, "B H S G"]:
 
 
 def _scales(
-    held: jax.Array | Codes, new: Codes | None, position: Int[Array, "B"], slot: Int[Array, "B Hk"]
+    held: jax.Array | Lying, new: Codes | None, position: Int[Array, "B"], slot: Int[Array, "B Hk"]
 ) -> dict[str, jax.Array]:
     """The scales and lows that there are, `_by_group`, with the token's."""
     if not isinstance(held, Codes) or new is None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxkv.sharding import Layout
-from jaxkv.store import pool, reading, slots
+from jaxkv.store import few, pool, reading, slots, window
 from jaxkv.store.balanced import IntBalanced
 from jaxkv.store.by_channel import IntByChannel
 from jaxkv.store.channels import Channels
@@ -22,6 +22,7 @@ from jaxkv.store.entries import Entries
 from jaxkv.store.floats import Fp8
 from jaxkv.store.integers import Int
 from jaxkv.store.low_rank import LowRank
+from pallas_kernels import tpu_channels, tpu_decode
 from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
 from pallas_kernels.choices import choices
 from pallas_kernels.codes import ByChannel, Codes, bits_of
@@ -29,6 +30,7 @@ from pallas_kernels.decode_attend_score import api as decode_api
 from pallas_kernels.prefill_attend import api as attend_api
 from pallas_kernels.prefill_attend_mass import api as mass_api
 from pallas_kernels.ragged_decode import api as ragged_api
+from pallas_kernels.tpu_codes import Form
 from tests.test_kernels import HOW, softmax_weights
 
 CODECS = {
@@ -190,17 +192,17 @@ def test_equal_heads_on_cpu(names):
     equal_heads(BY_NUMBA, names, "float32", 64, 1)
 
 
-def by_channel(rng, codec, positions, dim):
+def by_channel(rng, codec, positions, dim, dtype):
     """Entries around 2 as they lie in blocks of slots; nonsense in empty slots, and in blocks of them."""
-    x = jnp.asarray(rng.normal(size=(*positions.shape, dim)) * (1 + np.arange(dim) % 5) + 2, jnp.float32)
+    x = jnp.asarray(rng.normal(size=(*positions.shape, dim)) * (1 + np.arange(dim) % 5) + 2, dtype)
     lies = codec.as_codes(codec.encode_all(x, positions))
     block, blocks = np.arange(positions.shape[2]) // codec.tokens, np.arange(lies.scale.shape[2])
     used = jnp.any((block[:, None] == blocks) & (positions >= 0)[..., None], axis=2)[..., None]
     return dataclasses.replace(
         lies,
         codes=jnp.where((positions < 0)[..., None], jnp.uint8(255), lies.codes),
-        scale=jnp.where(used, lies.scale, jnp.float16(np.nan)),
-        low=jnp.where(used, lies.low, jnp.float16(np.nan)),
+        scale=jnp.where(used, lies.scale, bits_of(jnp.float16(np.nan))),
+        low=jnp.where(used, lies.low, bits_of(jnp.float16(np.nan))),
     )
 
 
@@ -213,20 +215,20 @@ def in_turn(rng, batch, heads, slots, least=0):
     return jnp.asarray(positions, jnp.int32)
 
 
-def shared_scales(how, keys, values, dim, slots, group=3, **softmax):
+def shared_scales(how, keys, values, dim, slots, group=3, dtype="float32", **softmax):
     """A step on keys and values of these codecs against the reference; the second row has finished."""
     rng = np.random.default_rng(dim + slots)
     positions = in_turn(rng, 3, 2, slots)
-    new = [jnp.asarray(rng.normal(size=(3, 2, dim)), jnp.float32) for _ in range(2)]
+    new = [jnp.asarray(rng.normal(size=(3, 2, dim)), dtype) for _ in range(2)]
     lies, codes = [], []
     for codec, one in zip((keys, values), new, strict=True):
         if codec.apart:
-            lies.append(poisoned(entries(rng, codec, (3, 2, slots, dim), jnp.float32)[1], positions))
+            lies.append(poisoned(entries(rng, codec, (3, 2, slots, dim), dtype)[1], positions))
             codes.append(None if codec.plain else codec.as_codes(codec.encode(one)))
         else:
-            lies.append(by_channel(rng, codec, positions, dim))
+            lies.append(by_channel(rng, codec, positions, dim, dtype))
             codes.append(None)
-    query = jnp.asarray(rng.normal(size=(3, 2 * group, dim)), jnp.float32)
+    query = jnp.asarray(rng.normal(size=(3, 2 * group, dim)), dtype)
     token = Token(query, *new, jnp.asarray([slots + 3, -1, slots + 3], jnp.int32), *codes)
     slot = jnp.asarray(rng.integers(0, slots, (3, 2)), jnp.int32)
     judge = Judge(*jnp.full((2, 3), slots, jnp.int32), rule=Rule("sum"))
@@ -235,7 +237,7 @@ def shared_scales(how, keys, values, dim, slots, group=3, **softmax):
         jax.jit(lambda *x, how=how: decode_api.decode_attend_score(*x, **options, **how))(*arguments)
         for how in (how, {"implementation": "reference"})
     )
-    same(got, expected, LIMIT["float32"])
+    same(got, expected, LIMIT[dtype])
     for after, before in zip((got.keys, got.values), lies, strict=True):
         if isinstance(before, ByChannel):
             assert np.array_equal(after.codes, before.codes)
@@ -271,9 +273,51 @@ def test_scales_by_channel_mean_what_their_blocks_stand_for():
     assert np.array_equal(np.asarray(lies.at(at)), few)
 
 
-def test_scales_by_channel_are_read_nowhere_else():
-    with pytest.raises(NotImplementedError, match="scales by channel"):
-        shared_scales(KERNEL, *SHARED["keys 4"], 64, 40)
+TPU_CASES = [  # head dim, slots, query heads to a KV head, dtype and softmax
+    (64, 70, 3, "float32", {}),
+    (128, 33, 4, "bfloat16", {"softcap": 20.0, "window": 20}),
+    (128, 600, 1, "bfloat16", {}),
+    (64, 264, 9, "bfloat16", {}),
+]
+
+
+@pytest.mark.some(1)
+@pytest.mark.long
+@pytest.mark.parametrize("case", TPU_CASES, ids=str)
+@pytest.mark.parametrize("codecs", SHARED.values(), ids=SHARED)
+def test_scales_by_channel_on_tpu(codecs, case):
+    *shape, dtype, softmax = case
+    shared_scales(KERNEL, *codecs, *shape, dtype=dtype, **softmax)
+
+
+@pytest.mark.some(1)
+@pytest.mark.long
+@pytest.mark.parametrize("codecs", SHARED.values(), ids=SHARED)
+@pytest.mark.parametrize(("dim", "slots", "least"), [(128, 1300, 2**15), (64, 1030, 2**14)])
+def test_scales_by_channel_of_many_blocks_on_tpu(codecs, dim, slots, least, monkeypatch):
+    """Scales come in pieces that several of the kernel's blocks share, or a block takes some."""
+    monkeypatch.setattr(tpu_decode, "BLOCK_BYTES", least)
+    shared_scales(KERNEL, *codecs, dim, slots, 2, dtype="bfloat16")
+
+
+def test_blocks_of_scales_fill_pieces_of_memory():
+    """A kernel's block has the scales of whole pieces, or is a part of what one piece has."""
+    for tokens, across, size, most in itertools.product(
+        (8, 32, 128, 256), (True, False), (1000, 5000, 70000), (300, 4096)
+    ):
+        form = Form(128, True, "bfloat16", 2, True, tokens=tokens, across=across)
+        blocks, block = tpu_channels.even_blocks([form], size, most)
+        each, piece = block // tokens, 128 if across else 16
+        assert (blocks - 1) * block < size <= blocks * block
+        assert blocks == 1 or (block % 128 == 0 and block % tokens == 0 and (each % piece == 0 or piece % each == 0))
+        assert tpu_channels.fetched(form, block) * tpu_channels.shares(form, block) >= each
+
+
+def test_scales_by_channel_that_kernels_do_not_read():
+    with pytest.raises(NotImplementedError, match="a scale for 12 slots: a divisor or a multiple of 128"):
+        shared_scales(KERNEL, IntByChannel(2, 12), Plain(), 64, 40)
+    with pytest.raises(NotImplementedError, match="codes of 3 bits"):
+        shared_scales(KERNEL, IntByChannel(3, 8), Plain(), 64, 40)
     with pytest.raises(NotImplementedError, match="by channel of 48 channels in 2 bits"):
         shared_scales(BY_NUMBA, IntByChannel(2, 8), Plain(), 48, 40)
 
@@ -464,6 +508,57 @@ def test_a_store_gives_what_it_gave_decoded(weighs, codecs, kind, monkeypatch):
     for a, b in zip(jax.tree.leaves((after.entries.keys, after.entries.values)),
                     jax.tree.leaves((before.keys, before.values)), strict=True):  # fmt: skip
         assert np.array_equal(np.asarray(a)[~touched], np.asarray(b)[~touched])
+
+
+@pytest.mark.parametrize("scattered", [False, True], ids=["newest", "anywhere"])
+def test_few_slots_are_read_in_pieces(scattered, monkeypatch):
+    """What a gather gives: of slots behind each other out of two pieces, of others by the gather itself."""
+    rng, codec, slots = np.random.default_rng(1), IntByChannel(2, 8), 300
+    x = jnp.asarray(rng.normal(size=(3, 2, slots, 64)), jnp.float32)
+    lies = codec.as_codes(codec.encode_all(x, jnp.zeros(x.shape[:3], jnp.int32)))
+    newest = jnp.asarray([[200, 256], [255, 31], [299, 3]], jnp.int32)
+    at = newest[..., None] - 1 - jnp.arange(20)
+    at = jnp.asarray(rng.permuted(np.maximum(at, -1), axis=-1))
+    if scattered:
+        at = at.at[0, 0, 3].set(5)
+    seen = []
+
+    def watched(*runs, **how):
+        seen.append(runs)
+        return reads(*runs, **how)
+
+    reads = few.read_runs
+    monkeypatch.setattr(few, "by_pieces", lambda _: True)
+    monkeypatch.setattr(few, "read_runs", watched)
+    got = few.numbers_at(lies, at, newest, None)
+    assert seen and {run.size for run in seen[0]} == {128, 16}
+    expected = lies.at(jnp.maximum(at, 0))
+    assert np.array_equal(np.where(at[..., None] < 0, 0, got), np.where(at[..., None] < 0, 0, expected))
+
+
+@pytest.mark.parametrize("case", ["in a row", "evicted", "anywhere", "some rows", "none"])
+def test_where_the_tokens_of_a_window_lie(case):
+    """Each platform's way against a loop: slots in a row, some of the tokens evicted, and slots in any order."""
+    rng, many, size, newest = np.random.default_rng(2), 24, 8, 21
+    at = np.full((2, 2, many), -2, np.int32)  # a slot that has none of them
+    for row, head in np.ndindex(2, 2):
+        held = np.arange(newest - size + 1, newest + 1)
+        place = (held + 2 + row) % many
+        if case == "evicted":
+            held, place = held[1:], place[1:]
+        if case == "anywhere" or (case == "some rows" and row):
+            place = rng.permutation(many)[:size]
+        if case != "none":
+            at[row, head, place] = held
+    positions = np.arange(newest - size + 1, newest + 1)
+    positions = positions[np.argsort(positions % size)]
+    held_at = np.broadcast_to(positions if case != "none" else np.full(size, -1), (2, 2, size)).astype(np.int32)
+    expected = np.full((2, 2, size), -1)
+    for row, head, place in np.ndindex(2, 2, size):
+        found = np.flatnonzero(at[row, head] == held_at[row, head, place])
+        expected[row, head, place] = found[0] if len(found) else -1
+    for way in (window._slots_put, window._slots_found, window._slots_in_a_row):
+        assert np.array_equal(jax.jit(way)(jnp.asarray(at), jnp.asarray(held_at)), expected), way
 
 
 def test_which_codes_are_read_as_they_lie():

@@ -2,19 +2,23 @@
 
 import functools
 import itertools
+import math
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+import jaxkv
 from jaxkv.sharding.layout import Layout
 from jaxkv.store import slots as slots_of
+from jaxkv.store.by_channel import IntByChannel
 from jaxkv.store.codec import Codec
 from jaxkv.store.codecs import Codecs
 from jaxkv.store.floats import Fp8
 from jaxkv.store.integers import Int
 from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
+from pallas_kernels.codes import ByChannel
 from pallas_kernels.decode_attend_score.mosaic_tpu import decode_attend_score
 from pallas_kernels.prefill_attend.mosaic_tpu import prefill_attend
 from pallas_kernels.prefill_attend_mass.mosaic_tpu import prefill_attend_mass
@@ -82,6 +86,85 @@ def test_a_step_over_codes_moves_little_more_than_they_are(pooled):
         held = 2 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays[1].keys))
         each = 4 * batch * kv_heads * slots  # bytes of what is known of every slot in a word
         assert held + 3 * each <= call.params["cost_estimate"].bytes_accessed <= 1.05 * (held + 4 * each)
+
+
+BY_CHANNEL = {
+    "kivi": (IntByChannel(2, 32), Int(2, channels=32)),
+    "both in 8": (IntByChannel(8, 32), IntByChannel(8, 32)),
+    "keys in 4": (IntByChannel(4, 64), Int(4)),
+}
+LONG = (8, 8, 4, 20480, 64)  # blocks of slots along the lanes
+
+
+def by_channel_arrays(codecs: tuple[Codec, Codec], batch: int, kv_heads: int, group: int, slots: int, dim: int):
+    """`step_arrays` where keys, or both, have scales by channel of a block of slots."""
+
+    def arrays():
+        lead, row = (batch, kv_heads, slots), jnp.zeros(batch, jnp.int32)
+        new, positions = jnp.zeros((batch, kv_heads, dim), jnp.bfloat16), jnp.zeros(lead, jnp.int32)
+        x = jnp.zeros((*lead, dim), jnp.bfloat16)
+        held = Held(*(codec.as_codes(codec.encode_all(x, positions)) for codec in codecs), positions)
+        codes = (codec.as_codes(codec.encode(new)) if codec.apart else None for codec in codecs)
+        token = Token(jnp.zeros((batch, kv_heads * group, dim), jnp.bfloat16), new, new, row, *codes)
+        return token, held, jnp.zeros((batch, kv_heads), jnp.int32), Judge(row, row)
+
+    return jax.eval_shape(arrays)
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("codecs", BY_CHANNEL)
+@pytest.mark.parametrize("shape", [*SHAPES, LONG], ids=str)
+@pytest.mark.parametrize("name", CHIPS)
+def test_scales_by_channel_are_read_where_they_lie(name, shape, codecs):
+    """Nothing but the kernel has codes or numbers of all slots, or scales of all blocks."""
+    arrays = on(name, by_channel_arrays(BY_CHANNEL[codecs], *shape))
+    compiled = in_place(functools.partial(decode_attend_score, scale=0.1), *arrays)
+    text, moves = compiled.as_text(), NAMES_ONLY | {"copy-start", "copy-done", "slice-start", "slice-done"}
+    for x in (arrays[1].keys, arrays[1].values):
+        scales = [x.scale.shape] if isinstance(x, ByChannel) else []  # those of each slot take the token's
+        for which in (x.codes.shape, x.shape, *scales):
+            assert made_of(which, text) <= moves, which
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((arrays[1].keys, arrays[1].values)))
+    assert compiled.memory_analysis().temp_size_in_bytes < max(held // 4, 2**21)
+
+
+@pytest.mark.parametrize("codecs", BY_CHANNEL)
+def test_a_step_over_scales_by_channel_moves_little_more_than_they_are(codecs):
+    shape = SHAPES[0]
+    arrays = by_channel_arrays(BY_CHANNEL[codecs], *shape)
+    flat, form = jax.tree.flatten(arrays)
+    kernel = functools.partial(decode_attend_score, scale=0.1, with_mass=False)
+    (call,) = pallas_calls(lambda *x: jax.tree.leaves(kernel(*jax.tree.unflatten(form, x))), *flat)
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((arrays[1].keys, arrays[1].values)))
+    each = 4 * math.prod(shape[:2]) * shape[3]  # bytes of what is known of every slot in a word
+    assert held + each <= call.params["cost_estimate"].bytes_accessed <= 1.05 * (held + 2 * each)
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_step_under_kivi_lays_nothing_out_anew(shape):
+    """The block of the token and the newest tokens' keys are read and written in pieces of memory, and nothing has the
+    codes of all slots, or numbers of them, on the way."""
+    batch, kv_heads, group, slots, dim = shape
+    codecs = jaxkv.policy("kivi").store
+
+    def arrays():
+        beside = codecs.beside(batch, kv_heads, dim, jnp.bfloat16)
+        held = slots_of.empty(batch, kv_heads, slots, dim, jnp.bfloat16, codecs=codecs, beside=beside)
+        new, row = jnp.zeros((batch, kv_heads, dim), jnp.bfloat16), jnp.zeros(batch, jnp.int32)
+        return held, Token(jnp.zeros((batch, kv_heads * group, dim), jnp.bfloat16), new, new, row), Judge(row, row)
+
+    def step(held, token, judge):
+        return held.step(
+            Layout(None), token, judge, None, scale=0.1, window=None, softcap=None, implementation="mosaic_tpu",
+            with_mass=False,
+        )  # fmt: skip
+
+    given = on("v5e", jax.eval_shape(arrays))
+    text = jax.jit(step, donate_argnums=0).lower(*given).compile().as_text()
+    codes = given[0].entries.keys.slots.shape
+    assert made_of(codes, text) <= NAMES_ONLY
+    assert not re.findall(rf"= (?:bf16|f32)\[{','.join(map(str, (*codes[:-1], dim)))}\]", text), "numbers of all slots"
 
 
 @pytest.mark.some(1)

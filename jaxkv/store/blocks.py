@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxkv.store.codec import Shared
-from jaxkv.store.entries import picked
+from pallas_kernels.read_runs import read_runs
+from pallas_kernels.read_runs.reference import Run
+from pallas_kernels.write_runs import write_runs
 
 
 @jax.tree_util.register_dataclass
@@ -57,13 +59,15 @@ class Blocks(Shared):
         own = jax.tree.map(lambda code: _in_a_row(code, x.shape[2]), own)
         return BlockCode(own, shared, str(x.dtype))
 
-    def block(self, code: BlockCode, slot: Int[Array, "B Hk"]) -> tuple[Int[Array, "B Hk T"], Float[Array, "B Hk T D"]]:
-        """The slots of the block that `slot` is in, and what their codes stand for. Where the last block is not full
-        they are followed by the last slot."""
-        at, number, _ = self._block(code, slot)
-        own = jax.tree.map(lambda x: picked(x, at, flat=False), code.slots)
-        shared = jax.tree.map(lambda x: picked(x, number, flat=False), code.blocks)
-        return at, self.numbers(own, shared).astype(code.dtype)
+    def block(
+        self, code: BlockCode, slot: Int[Array, "B Hk"], implementation: str | None
+    ) -> tuple[Int[Array, "B Hk T"], Float[Array, "B Hk T D"]]:
+        """The slots of the block that `slot` is in, and what their codes stand for; anything, where the last block is
+        not full."""
+        runs, form = self._runs(code, slot)
+        own, shared = jax.tree.unflatten(form, read_runs(*runs, implementation=implementation))
+        x = self.numbers(own, jax.tree.map(lambda x: x[:, :, 0], shared)).astype(code.dtype)
+        return jnp.minimum(runs[0].slots, code.count - 1), x
 
     def written(
         self,
@@ -72,29 +76,20 @@ class Blocks(Shared):
         positions: Int[Array, "B Hk T"],
         slot: Int[Array, "B Hk"],
         active: Bool[Array, "B"],
+        implementation: str | None,
     ) -> BlockCode:
-        at, number, inside = self._block(code, slot)
-        slots, blocks = code.count, -(-code.count // self.tokens)
-        own, shared = self.coded(rows, (positions >= 0) & inside)
-        row, head = jnp.arange(at.shape[0])[:, None], jnp.arange(at.shape[1])[None, :]
-        live = active[:, None]
-        to = jnp.where(inside & live[..., None], at, slots)  # out of range, so dropped
-        number = jnp.where(live, number, blocks)
-        put = lambda old, new: old.at[row[..., None], head[..., None], to].set(new, mode="drop")  # noqa: E731
-        put_block = lambda old, new: old.at[row, head, number].set(new, mode="drop")  # noqa: E731
-        return dataclasses.replace(
-            code,
-            slots=jax.tree.map(put, code.slots, own),
-            blocks=jax.tree.map(put_block, code.blocks, shared),
-        )
+        runs, form = self._runs(code, slot)
+        own, shared = self.coded(rows, (positions >= 0) & (runs[0].slots < code.count))
+        news = jax.tree.leaves((own, jax.tree.map(lambda x: x[:, :, None], shared)))
+        slots, blocks = jax.tree.unflatten(form, write_runs(active, tuple(news), *runs, implementation=implementation))
+        return dataclasses.replace(code, slots=slots, blocks=blocks)
 
-    def _block(
-        self, code: BlockCode, slot: Int[Array, "B Hk"]
-    ) -> tuple[Int[Array, "B Hk T"], Int[Array, "B Hk"], Bool[Array, "B Hk T"]]:
-        """The slots of the block that `slot` is in, its number, and which of these slots are its own."""
+    def _runs(self, code: BlockCode, slot: Int[Array, "B Hk"]) -> tuple[list[Run], Any]:
+        """The block that `slot` is in, in the arrays of slots and in those of blocks."""
         number = slot // self.tokens
-        at = number[..., None] * self.tokens + jnp.arange(self.tokens, dtype=jnp.int32)
-        return jnp.minimum(at, code.count - 1), number, at < code.count
+        slots = [Run(x, number * self.tokens, self.tokens) for x in jax.tree.leaves(code.slots)]
+        blocks = [Run(x, number, 1) for x in jax.tree.leaves(code.blocks)]
+        return slots + blocks, jax.tree.structure((code.slots, code.blocks))
 
     def decode(self, code: BlockCode) -> Float[Array, "B Hk C D"]:
         x = self.numbers(jax.tree.map(self._by_block, code.slots), code.blocks)

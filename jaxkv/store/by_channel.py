@@ -5,21 +5,21 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float16, UInt8
+from jaxtyping import Array, Bool, Float, Int16, UInt8
 
 from jaxkv.errors import BadValue
 from jaxkv.store.blocks import BlockCode, Blocks
 from jaxkv.store.integers import BITS, check_packing, numbered, packed, ranged
-from pallas_kernels.codes import ByChannel, unpacked
+from pallas_kernels.codes import ByChannel, bits_of, halves, unpacked
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Ranges:
-    """Scale and lowest value of each channel of a block."""
+    """Scale and lowest value of each channel of a block: the bits of float16 numbers, as `Codes` has them."""
 
-    scale: Float16[Array, "*n D"]
-    low: Float16[Array, "*n D"]
+    scale: Int16[Array, "*n D"]
+    low: Int16[Array, "*n D"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +54,11 @@ class IntByChannel(Blocks):
         )
         scale, low = ranged(low, high, self.bits)
         codes = numbered(jnp.where(some, wide, 0.0), scale[..., None, :], low[..., None, :], 2**self.bits - 1)
-        return packed(jnp.where(some, codes, 0), self.bits), Ranges(scale, low)
+        return packed(jnp.where(some, codes, 0), self.bits), Ranges(bits_of(scale), bits_of(low))
 
     def as_codes(self, code: BlockCode) -> ByChannel:
         return ByChannel(code.slots, code.blocks.scale, code.blocks.low, self.tokens, self.bits, code.dtype)
 
     def numbers(self, slots: UInt8[Array, "*n T N"], blocks: Ranges) -> Float[Array, "*n T D"]:
-        scale, low = (x.astype(jnp.float32)[..., None, :] for x in (blocks.scale, blocks.low))
+        scale, low = (halves(x)[..., None, :] for x in (blocks.scale, blocks.low))
         return low + scale * unpacked(slots, self.bits).astype(jnp.float32)

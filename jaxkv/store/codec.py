@@ -146,7 +146,9 @@ class Shared(Codec):
 
     apart: ClassVar[bool] = False
 
-    def block(self, code: Any, slot: Int[Array, "B Hk"]) -> tuple[Int[Array, "B Hk T"], Float[Array, "B Hk T D"]]:
+    def block(
+        self, code: Any, slot: Int[Array, "B Hk"], implementation: str | None
+    ) -> tuple[Int[Array, "B Hk T"], Float[Array, "B Hk T D"]]:
         """The T slots that share their code with `slot`, and what their codes stand for."""
         raise NotImplementedError
 
@@ -157,6 +159,7 @@ class Shared(Codec):
         positions: Int[Array, "B Hk T"],
         slot: Int[Array, "B Hk"],
         active: Bool[Array, "B"],
+        implementation: str | None,
     ) -> Any:
         """The code after a token came into every head's `slot`, in rows that are active: the slots of its `block` stand
         for these `rows` at these positions."""

@@ -190,12 +190,14 @@ class Pool(Store):
         each = judge.rule and dataclasses.replace(judge.rule, heads="each")
         judge = judge._replace(weight=weight, bias=bias, rule=each)
         how = self.reading(layout, False, softmax["softcap"] is not None, softmax["with_mass"])
-        bias, parts = self.beside_codes(how, token, softmax["scale"], None, softmax["softcap"])
+        bias, parts = self.beside_codes(
+            how, token, softmax["implementation"], softmax["scale"], None, softmax["softcap"]
+        )
         held = Segments(*how.lent(self), self.positions, self.offsets, line, bias)
         result = ragged_decode(layout, how.asked(token), held, self.next_slot, judge, whole=whole, **softmax)
         partial = merge(how.answered(token, result, softmax["scale"]), *parts)
         mass = None if partial.mass is None else self.scored(partial.mass)
-        return partial._replace(mass=mass), self.attended(how, result, token)
+        return partial._replace(mass=mass), self.attended(how, result, token, softmax["implementation"])
 
     def laid(self, layout: Layout) -> "Pool":
         """The store after a step, which left it where it was."""

@@ -1,7 +1,8 @@
 """Slots: C slots for every KV head of a layer.
 
 Attention needs no order among the slots. A cut leaves the kept entries in time order behind the empty ones, or before
-them where slots share their code, so that its blocks begin with the first slot; an overwrite leaves them where they are.
+them where slots share their code, so that its blocks begin with the first slot. An overwrite leaves entries where they
+are.
 """
 
 import dataclasses
@@ -147,10 +148,14 @@ class Slots(Store):
     ) -> tuple[Partial, "Slots"]:
         """Write the token into the next slots, attend over all slots, choose the slots after it."""
         how = self.reading(layout, rotate is not None, softmax["softcap"] is not None, softmax["with_mass"])
-        bias, parts = self.beside_codes(how, token, softmax["scale"], softmax["window"], softmax["softcap"])
+        bias, parts = self.beside_codes(
+            how, token, softmax["implementation"], softmax["scale"], softmax["window"], softmax["softcap"]
+        )
         held, asked = Held(*how.lent(self), self.positions, bias), how.asked(token)
         result = decode_attend_score(layout, asked, held, self.next_slot, judge, rotate=rotate, **softmax)
-        return merge(how.answered(token, result, softmax["scale"]), *parts), self.attended(how, result, token)
+        return merge(how.answered(token, result, softmax["scale"]), *parts), self.attended(
+            how, result, token, softmax["implementation"]
+        )
 
     def laid(self, layout: Layout) -> "Slots":
         """The store after a step, divided over the layout's devices."""

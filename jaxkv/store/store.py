@@ -16,12 +16,13 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from jaxkv.sharding.layout import Layout
 from jaxkv.store.codecs import Codecs
 from jaxkv.store.entries import EMPTY, Change, Entries, owners, picked, placed_at
+from jaxkv.store.few import numbers_at
 from jaxkv.store.fit import FIT, Fit
 from jaxkv.store.looks import LOOKS
 from jaxkv.store.reading import Decoded, reading
 from jaxkv.store.window import WINDOWS, apart
 from pallas_kernels.arguments import Token
-from pallas_kernels.codes import ByChannel
+from pallas_kernels.dispatch import REFERENCE
 from pallas_kernels.masking import MASKED
 from pallas_kernels.partial import Partial, attend_few
 
@@ -213,7 +214,13 @@ class Store:
         )  # fmt: skip
 
     def beside_codes(
-        self, how: Decoded, token: Token, scale: float, window: int | None, softcap: float | None
+        self,
+        how: Decoded,
+        token: Token,
+        implementation: str | None,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
     ) -> tuple[Float[Array, "B *S"] | None, tuple[Partial, ...]]:
         """What a pass that reads so adds to the logits of every slot, and the parts beside it: where it reads codes,
         tokens of which key or value is read in full precision are a part of their own."""
@@ -234,7 +241,7 @@ class Store:
         }
         parts = []
         for state, at in zip(states, slots, strict=True):
-            of_slots = {name: _numbers_at(x, jnp.maximum(at, 0)) for name, x in lies.items()}
+            of_slots = {name: numbers_at(x, at, self.next_slot, implementation) for name, x in lies.items()}
             parts.append(state.read(token, at >= 0, of_slots, window=window, **softmax))
         if how.codecs.narrow:  # the token's own key and value are whole
             left_out = self.put(left_out, jnp.ones_like(none, bool), active)
@@ -242,26 +249,28 @@ class Store:
             parts.append(attend_few(token.query[:, :, None], key, value, seen, **softmax).now())
         return jnp.where(left_out, MASKED, 0.0), tuple(parts)
 
-    def attended(self, how: Decoded, result: Any, token: Token) -> Any:
-        """The store after an attention pass that read it so and wrote the token."""
-        keys, values = how.returned(self, result, token)
+    def attended(self, how: Decoded, result: Any, token: Token, implementation: str | None) -> Any:
+        """The store after an attention pass of this implementation that read it so and wrote the token."""
+        keys, values = how.returned(self, result, token, implementation)
         entries = dataclasses.replace(self.entries, keys=keys, values=values, positions=result.positions)
         after = self.replaced(entries=entries, next_slot=result.next_slot)
         return after.seeing(token.key, token.value, token.position)
 
-    def written(self, name: str, new: Float[Array, "B Hk D"], position: Int[Array, "B"]) -> Any:
+    def written(
+        self, name: str, new: Float[Array, "B Hk D"], position: Int[Array, "B"], implementation: str | None = REFERENCE
+    ) -> Any:
         """The code of keys or values with `new` in every head's next slot. Of slots that share theirs what is written
         stands for what was read before of the others."""
         codec, code, active = self.codec(name), getattr(self.entries, name), position >= 0
         if codec.apart:
             return jax.tree.map(lambda x, new: self.put(x, new, active), code, codec.encode(new))
-        at, rows = codec.block(code, self.next_slot)
+        at, rows = codec.block(code, self.next_slot, implementation)
         here = at == self.next_slot[..., None]
         positions = jnp.take_along_axis(self.positions, at, axis=-1)
         rows = self._exact(name, rows, positions, owners(positions))
         rows = jnp.where(here[..., None], new[:, :, None].astype(rows.dtype), rows)
         positions = jnp.where(here, position[:, None, None], positions)
-        return codec.written(code, rows, positions, self.next_slot, active)
+        return codec.written(code, rows, positions, self.next_slot, active, implementation)
 
     def seeing(self, key: Float[Array, "B Hk D"], value: Float[Array, "B Hk D"], position: Int[Array, "B"]) -> Any:
         """The store with a token's exact key and value in its windows; -1 is the position of a row that has none."""
@@ -332,8 +341,3 @@ class Store:
         """The store whose next tokens go to `slot`, in these rows."""
         chosen = slot if rows is None else jnp.where(rows[:, None], slot, self.next_slot)
         return self.replaced(next_slot=chosen)
-
-
-def _numbers_at(x: Float[Array, "B *S D"] | ByChannel, at: Int[Array, "B Hk R"]) -> Float[Array, "B Hk R D"]:
-    """The keys or values of some slots of each KV head."""
-    return x.at(at) if isinstance(x, ByChannel) else picked(x, at, flat=x.ndim == 3)

@@ -157,7 +157,9 @@ def apart(
     for state in windows:
         inside = left & state.holds(positions)
         at = jnp.where(inside, positions, EMPTY - 1)  # never an empty place's
-        slots.append(lax.platform_dependent(at, state.positions, cpu=_slots_put, default=_slots_found))
+        slots.append(
+            lax.platform_dependent(at, state.positions, cpu=_slots_put, tpu=_slots_in_a_row, default=_slots_found)
+        )
         left &= ~inside
     return filled & ~left, slots
 
@@ -167,6 +169,21 @@ def _slots_found(at: Int[Array, "B Hk S"], positions: Int[Array, "B Hk R"]) -> I
     number = jnp.arange(at.shape[2], dtype=jnp.int32)[:, None]
     same = at[..., None] == positions[:, :, None]
     return jnp.max(jnp.where(same, number, EMPTY), axis=2, initial=EMPTY)
+
+
+def _slots_in_a_row(at: Int[Array, "B Hk S"], positions: Int[Array, "B Hk R"]) -> Int[Array, "B Hk R"]:
+    """The same: all at once by counting on from one where they lie behind each other, as where nothing is evicted."""
+    filled, far = at >= 0, jnp.iinfo(jnp.int32).max
+    shift = jnp.arange(at.shape[2], dtype=jnp.int32) - at  # of a token's slot from its position
+    least, most = jnp.min(jnp.where(filled, shift, far), axis=2), jnp.max(jnp.where(filled, shift, -far), axis=2)
+    asked = positions >= 0
+    every = jnp.sum(filled, axis=2) == jnp.sum(asked, axis=2)
+    in_a_row = every & ((least == most) | ~jnp.any(filled, axis=2))
+
+    def counted() -> Int[Array, "B Hk R"]:
+        return jnp.where(asked, positions + most[..., None], EMPTY)
+
+    return lax.cond(jnp.all(in_a_row), counted, lambda: _slots_found(at, positions))
 
 
 def _slots_put(at: Int[Array, "B Hk S"], positions: Int[Array, "B Hk R"]) -> Int[Array, "B Hk R"]:

@@ -8,7 +8,7 @@ from jaxtyping import Array, Int
 
 from pallas_kernels import tpu_decode
 from pallas_kernels.arguments import Held, Judge, Token
-from pallas_kernels.codes import check_slots
+from pallas_kernels.codes import check_widths
 from pallas_kernels.decode_attend_score.reference import Attended, placed
 
 
@@ -27,13 +27,13 @@ def decode_attend_score(
 ) -> Attended:
     """`reference.decode_attend_score`, K and V read once; not those of blocks in which a row holds nothing.
 
-    Raises `NotImplementedError` for keys turned at read time (`rotate`), for what `check_slots` refuses, for 4 slots or
-    fewer, and where two rows' logits do not fit in on-chip memory. XLA copies K and V for it where C is no multiple of
-    8.
+    Raises `NotImplementedError` for keys turned at read time (`rotate`), for keys and values of unlike widths, for 4
+    slots or fewer, and where two rows' logits do not fit in on-chip memory. XLA copies K and V for it where C is no
+    multiple of 8.
     """
     if rotate is not None:
         raise NotImplementedError("the TPU kernel reads keys as they lie in the cache: rotate= needs the reference")
-    check_slots(held.keys, held.values)
+    check_widths(held.keys, held.values)
     positions = placed(held.positions, token.position, slot)
     out = tpu_decode.step(
         token, held.keys, held.values, positions, slot, judge, logit_bias=held.bias, scale=scale, window=window,
