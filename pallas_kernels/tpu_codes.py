@@ -227,18 +227,15 @@ class Scales:
         form = self.form
         found = product(query, numbers, contract=1 if form.columns else 2)
         members = found.shape[1] // form.groups
-        every = []
-        for group in range(form.groups):
-            mine = slice(group * members, (group + 1) * members)
-            one, sums = found[:, mine], (asked[:, mine] if self.form.coded else 0.0)
-            if form.added:
-                one = one - form.added * sums
-            if self.scale is not None:
-                one = one * self.of(self.scale, group)[:, None]
-            if self.low is not None:
-                one = one + self.of(self.low, group)[:, None] * sums
-            every.append(one)
-        return functools.reduce(jnp.add, every)
+        if form.added:
+            found = found - form.added * asked[...]
+        if self.scale is not None:
+            found = found * self.of_rows(self.scale, members)
+        if self.low is not None:
+            found = found + self.of_rows(self.low, members) * asked[...]
+        return functools.reduce(
+            jnp.add, [found[:, group * members : (group + 1) * members] for group in range(form.groups)]
+        )
 
     def read(self, weights: jax.Array, numbers: jax.Array, filled: jax.Array) -> tuple[jax.Array, Any]:
         """The values by their weights `[H, M, S]`, for each group, and what is added to all channels of the group, if
@@ -246,25 +243,27 @@ class Scales:
         middle of the numbers, as if they were around 0.
         """
         form = self.form
-        scaled, more = [], []
-        for group in range(form.groups):
-            one, low = weights, None
-            if self.scale is not None:
-                scale = jnp.where(filled, self.of(self.scale, group), 0.0)
-                one = weights * scale[:, None]
-            if self.low is not None:
-                low = weights * jnp.where(filled, self.of(self.low, group), 0.0)[:, None]
-            rounded = one.astype(numbers.dtype)
-            scaled.append(rounded)
-            if form.bits is not None:
-                back = (form.middle - form.added) * one - form.middle * rounded.astype(jnp.float32)
-                low = back if low is None else low + back
-            more.append(None if low is None else jnp.sum(low, axis=2, keepdims=True))
-        rows = scaled[0] if len(scaled) == 1 else jnp.concatenate(scaled, axis=1)
-        found = product(rows, numbers, contract=2 if form.columns else 1)
-        if more[0] is None:
-            return found, None
-        return found, more[0] if len(more) == 1 else jnp.concatenate(more, axis=1)
+        rows, low = for_groups(weights, form.groups), None
+        one = rows
+        if self.scale is not None:
+            one = rows * self.of_rows(self.scale, weights.shape[1], filled)
+        if self.low is not None:
+            low = rows * self.of_rows(self.low, weights.shape[1], filled)
+        rounded = one.astype(numbers.dtype)
+        if form.bits is not None:
+            back = (form.middle - form.added) * one - form.middle * rounded.astype(jnp.float32)
+            low = back if low is None else low + back
+        found = product(rounded, numbers, contract=2 if form.columns else 1)
+        return found, None if low is None else jnp.sum(low, axis=2, keepdims=True)
+
+    def of_rows(self, ref: Any, members: int, filled: jax.Array | None = None) -> jax.Array:
+        """Scales or lows for the rows of every group, `[H, G M, S]`; 0 in slots that are not `filled`."""
+        every = []
+        for group in range(self.form.groups):
+            x = self.of(ref, group)
+            x = (x if filled is None else jnp.where(filled, x, 0.0))[:, None]
+            every.append(jnp.broadcast_to(x, (x.shape[0], members, x.shape[2])))
+        return every[0] if len(every) == 1 else jnp.concatenate(every, axis=1)
 
 
 def for_groups(x: jax.Array, groups: int) -> jax.Array:
