@@ -22,8 +22,8 @@ NAME = "tpu_coded_step"
 STORES = ("plain", "int4", "kivi", "squat", "mustafar")
 IMPLEMENTATIONS = ("mosaic_tpu", "reference")
 HEADER = (
-    "store", "chip", "implementation", "cache MiB", "kernels move MiB", "operations beside", "XLA expects of them, cycles",
-    "temporary MiB",
+    "store", "chip", "implementation", "cache MiB", "kernels move MiB", "operations beside",
+    "XLA expects of them, cycles", "temporary MiB",
 )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from jaxkv.store import KVCache
 from jaxkv.store.described import arrays_in, arrays_of, described, rebuilt
 from jaxkv.weights.orbax_folder import written
 
-FORMAT = 5
+FORMAT = 6
 
 
 def save(cache: KVCache, path: str | os.PathLike) -> Path:
