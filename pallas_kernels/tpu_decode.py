@@ -277,9 +277,7 @@ def step(
         (jax.ShapeDtypeStruct((batch, *some, 1), jnp.float32), attended(*some, 1)),
         (jax.ShapeDtypeStruct((batch, kv_heads, 1), jnp.int32), looked(kv_heads, 1)),
         *masses,
-        *(
-            (pltpu.HBM(lies[n].shape, lies[n].dtype), untouched) for n in into
-        ),  # else XLA takes a small cache on the chip
+        *((pltpu.HBM(lies[n].shape, lies[n].dtype), untouched) for n in into),  # else XLA takes a small one on the chip
     ]
     scratch: dict[str, Any] = {
         "top": pltpu.VMEM((*some, 1), jnp.float32),

@@ -41,9 +41,8 @@ def numbers_at(
         found = read(before, first, size=size)
         both = (jnp.concatenate(found[n : n + 2], axis=2) for n in (0, 2, 4))
         few = dataclasses.replace(x, **dict(zip(("codes", "scale", "low"), both, strict=True)))
-        return few.at(
-            jnp.maximum(slots - jnp.where(slots < first[..., None], before[..., None], (first - size)[..., None]), 0)
-        )
+        begin = jnp.where(slots < first[..., None], before[..., None], (first - size)[..., None])
+        return few.at(jnp.maximum(slots - begin, 0))
 
     def one_by_one() -> Float[Array, "B Hk R D"]:
         def one(at: Int[Array, "B Hk"]) -> Float[Array, "B Hk D"]:
