@@ -287,7 +287,6 @@ def step(
         "worth": pltpu.VMEM(lanes, jnp.float32),
         "age": pltpu.VMEM(lanes, jnp.int32),
         "index": pltpu.VMEM(lanes, jnp.int32),
-        "copied": pltpu.SemaphoreType.DMA,
     }
     for name, form, lie, tile in zip(("key", "value"), forms, lies, tiles, strict=True):
         if not form.tokens:
@@ -295,6 +294,7 @@ def step(
         else:
             each = (sets, tpu_channels.fetched(form, block), dim)
             scratch |= {f"{name}_{what}": pltpu.VMEM(each, jnp.float32) for what in ("scales", "lows")}
+    scratch["copied"] = pltpu.SemaphoreType.DMA
     for name, form in zip(("key_numbers", "value_numbers"), forms, strict=True):
         if plan.pooled and form.coded:  # made once for all heads that meet the block
             shape = (form.width, block) if form.columns else (block, form.width)
