@@ -36,20 +36,19 @@ def codecs_of(name: str) -> Any:
     return own[name] if name in own else jaxkv.policy(name).store
 
 
-def measured(name: str, chip: str, implementation: str) -> dict[str, Any]:
-    """A step of the layer `SIZES[128]` without mass, as nothing is evicted, its cache donated."""
+def compiled(codecs: Any, sizes: tuple[int, ...], chip: str, implementation: str) -> tuple[Any, Any]:
+    """A step of a layer of `sizes` (B, Hk, G, C, D) without mass, as nothing is evicted, its cache donated; and the
+    cache, as shapes."""
     import jax
     import jax.numpy as jnp
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
-    from jaxkv.lowering import held_by_one
     from jaxkv.sharding.layout import Layout
     from jaxkv.store import slots as slots_of
     from pallas_kernels.arguments import Judge, Token
 
-    batch, kv_heads, group, slots, dim = SIZES[128]
-    codecs = codecs_of(name)
+    batch, kv_heads, group, slots, dim = sizes
 
     def arrays():
         beside = codecs.beside(batch, kv_heads, dim, jnp.bfloat16)
@@ -69,7 +68,14 @@ def measured(name: str, chip: str, implementation: str) -> dict[str, Any]:
     device = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip].topology).devices[0]
     on = SingleDeviceSharding(device)
     given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), jax.eval_shape(arrays))
-    program = jax.jit(step, donate_argnums=0).lower(*given).compile()
+    return jax.jit(step, donate_argnums=0).lower(*given).compile(), given[0]
+
+
+def measured(name: str, chip: str, implementation: str) -> dict[str, Any]:
+    """What is made of the step of the layer `SIZES[128]` over this store."""
+    from jaxkv.lowering import held_by_one
+
+    program, cache = compiled(codecs_of(name), SIZES[128], chip, implementation)
     text, memory = program.as_text(), program.memory_analysis()
     assert text is not None and memory is not None
     main = step_of(text[text.index("\nENTRY ") :])
@@ -77,7 +83,7 @@ def measured(name: str, chip: str, implementation: str) -> dict[str, Any]:
         "name": name,
         "chip": chip,
         "implementation": implementation,
-        "cache": held_by_one((given[0].entries.keys, given[0].entries.values, given[0].beside)),
+        "cache": held_by_one((cache.entries.keys, cache.entries.values, cache.beside)),
         "kernels": sum(each["bytes"] for each in main["kernels"].values()),
         "operations": main["operations"],
         "cycles": main["cycles"],

@@ -84,17 +84,15 @@ class ByChannel:
     @property
     def numbers(self) -> Float[Array, "*heads C D"]:
         """The floats that the codes stand for."""
-        each = (jnp.repeat(x, self.tokens, axis=-2)[..., : self.shape[-2], :] for x in (self.scale, self.low))
-        return self._numbers(self.codes, *each)
+        scale, low = (jnp.repeat(x, self.tokens, axis=-2)[..., : self.shape[-2], :] for x in (self.scale, self.low))
+        return in_ranges(self.codes, scale, low, self.bits).astype(self.dtype)
 
     def at(self, slots: Int[Array, "*heads R"]) -> Float[Array, "*heads R D"]:
         """The floats of some slots of each head."""
         block = slots // self.tokens
         own = zip((self.codes, self.scale, self.low), (slots, block, block), strict=True)
-        return self._numbers(*(jnp.take_along_axis(x, at[..., None], axis=-2) for x, at in own))
-
-    def _numbers(self, codes: UInt8[Array, "*n N"], scale: Int16[Array, "*n D"], low: Int16[Array, "*n D"]) -> Any:
-        return (halves(low) + halves(scale) * unpacked(codes, self.bits).astype(jnp.float32)).astype(self.dtype)
+        codes, scale, low = (jnp.take_along_axis(x, at[..., None], axis=-2) for x, at in own)
+        return in_ranges(codes, scale, low, self.bits).astype(self.dtype)
 
 
 Lying = Codes | ByChannel  # what is no array of numbers
@@ -113,6 +111,13 @@ def bits_of(x: Float16[Array, "*n"]) -> Int16[Array, "*n"]:
 def halves(bits: Int16[Array, "*n"]) -> Float32[Array, "*n"]:
     """The float16 numbers of these bits, as float32."""
     return lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
+
+
+def in_ranges(
+    codes: UInt8[Array, "*n N"], scale: Int16[Array, "*#n D"], low: Int16[Array, "*#n D"], bits: int
+) -> Float32[Array, "*n D"]:
+    """low + scale * code, by the bits of scales and lows."""
+    return halves(low) + halves(scale) * unpacked(codes, bits).astype(jnp.float32)
 
 
 def coded(*arrays: jax.Array | Lying) -> bool:

@@ -51,6 +51,10 @@ class Operation:
         _say(self.name, choice.implementation, "; ".join(choice.reasons))
         return out
 
+    def own(self, implementation: str | None) -> str | None:
+        """The name, where it is one of its kernels' or None; else the reference's, for one beside another operation."""
+        return implementation if implementation is None or implementation in self.kernels else REFERENCE
+
     def first(self, platform: str, way: Callable[[Callable], Any]) -> tuple[Any, Choice]:
         """What `way` gives of the first implementation for a platform under which it does not raise
         `NotImplementedError`, the reference behind the kernels; and which that is.

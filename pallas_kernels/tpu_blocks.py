@@ -49,6 +49,11 @@ def slots_along_lanes(slots: int, dim: int) -> bool:
     return round_up(slots, LANES) * round_up(dim, SUBLANES) < round_up(slots, SUBLANES) * round_up(dim, LANES)
 
 
+def tile(dtype, columns: bool) -> int:
+    """The slots that memory holds as one piece, along the lanes where `columns`: what is copied at a time."""
+    return LANES if columns else SUBLANES * (4 if jnp.dtype(dtype).itemsize == 1 else 1)
+
+
 def in_memory(x: jax.Array) -> jax.Array:
     """The array as a kernel takes it piece by piece: XLA would first take what is only read on the chip, all of it."""
     return pltpu.with_memory_space_constraint(x, pltpu.HBM)
@@ -66,10 +71,6 @@ class Walk:
     def width(self) -> int:
         """Slots of whole blocks."""
         return self.block * self.blocks
-
-    def tile(self, dtype, columns: bool) -> int:
-        """Slots written back at a time: what memory holds as one piece."""
-        return LANES if columns else SUBLANES * (4 if jnp.dtype(dtype).itemsize == 1 else 1)
 
     def whole(self, x: jax.Array, columns: bool) -> jax.Array:
         """A cache filled up to whole blocks with NaN, or with ones in all bits, as the interpreter does, which gives an

@@ -260,7 +260,7 @@ def step(
     line, now = pl.BlockSpec((1, sets, block), block_before), pl.BlockSpec((1, sets, block), place_block)
     lanes = (kv_heads, blocks_of.LANES)
     tiles = [
-        (width, plan.tile(lie.dtype, along)) if along else (plan.tile(lie.dtype, along), width)
+        (width, blocks_of.tile(lie.dtype, along)) if along else (blocks_of.tile(lie.dtype, along), width)
         for lie, along, width in (
             (x, along, x.shape[-2 if along else -1]) for x, along in zip(lies, columns, strict=True)
         )
@@ -474,7 +474,7 @@ def _kernel(
             for lie in lies:
                 there = here
                 if once_per_tile and plan.pooled and head:  # segments lie in the heads' order, so neighbours are enough
-                    tile = plan.tile(lie[0].dtype, lie[3].columns)
+                    tile = blocks_of.tile(lie[0].dtype, lie[3].columns)
                     there &= lax.div(slot, tile) != lax.div(slots[head - 1], tile)
                 pl.when(there)(functools.partial(act, head, slot, *lie))
 
@@ -482,7 +482,7 @@ def _kernel(
         return 0 if plan.pooled else head
 
     def write(head: int, slot, old, new, tiles, form, _):
-        tile = plan.tile(old.dtype, form.columns)
+        tile = blocks_of.tile(old.dtype, form.columns)
         around = blocks_of.around(lax.rem(slot, plan.block), tile, form.columns)
         here = lax.broadcasted_iota(jnp.int32, tiles.shape[1:], int(form.columns)) == lax.rem(slot, tile)
         one, wide = pl.ds(head, 1), _wide(old.dtype)
@@ -492,11 +492,11 @@ def _kernel(
         )
 
     def copies(head: int, slot, old, tiles, form, cache):
-        around = blocks_of.around(slot, plan.tile(old.dtype, form.columns), form.columns)
+        around = blocks_of.around(slot, blocks_of.tile(old.dtype, form.columns), form.columns)
         return pltpu.make_async_copy(tiles.at[head], cache.at[row, set_of(head), *around], copied)
 
     def send(head: int, slot, old, _, tiles, form, cache):
-        around = blocks_of.around(lax.rem(slot, plan.block), plan.tile(old.dtype, form.columns), form.columns)
+        around = blocks_of.around(lax.rem(slot, plan.block), blocks_of.tile(old.dtype, form.columns), form.columns)
         tiles[head] = old[0, set_of(head), *around]
         copies(head, slot, old, tiles, form, cache).start()
 

@@ -42,7 +42,7 @@ class Piece:
             raise NotImplementedError(f"{x.dtype} of {x.ndim} dimensions: 4, and no float16")
         slots, channels = x.shape[2:]
         columns = blocks_of.slots_along_lanes(slots, channels)
-        together = blocks_of.LANES if columns else blocks_of.SUBLANES * (4 if x.dtype.itemsize == 1 else 1)
+        together = blocks_of.tile(x.dtype, columns)
         if together % run.size and run.size % together:
             raise NotImplementedError(f"runs of {run.size} slots: a divisor or a multiple of {together}")
         width = min(max(together, run.size), slots)

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
-from jaxkv.sharding.layout import Layout
-from jaxkv.store import slots as slots_of
+from benchmarks import tpu_coded_step
 from jaxkv.store.by_channel import IntByChannel
 from jaxkv.store.codec import Codec
 from jaxkv.store.codecs import Codecs
@@ -145,24 +144,8 @@ def test_a_step_over_scales_by_channel_moves_little_more_than_they_are(codecs):
 def test_a_step_under_kivi_lays_nothing_out_anew(shape):
     """The block of the token and the newest tokens' keys are read and written in pieces of memory, and nothing has the
     codes of all slots, or numbers of them, on the way."""
-    batch, kv_heads, group, slots, dim = shape
-    codecs = jaxkv.policy("kivi").store
-
-    def arrays():
-        beside = codecs.beside(batch, kv_heads, dim, jnp.bfloat16)
-        held = slots_of.empty(batch, kv_heads, slots, dim, jnp.bfloat16, codecs=codecs, beside=beside)
-        new, row = jnp.zeros((batch, kv_heads, dim), jnp.bfloat16), jnp.zeros(batch, jnp.int32)
-        return held, Token(jnp.zeros((batch, kv_heads * group, dim), jnp.bfloat16), new, new, row), Judge(row, row)
-
-    def step(held, token, judge):
-        return held.step(
-            Layout(None), token, judge, None, scale=0.1, window=None, softcap=None, implementation="mosaic_tpu",
-            with_mass=False,
-        )  # fmt: skip
-
-    given = on("v5e", jax.eval_shape(arrays))
-    text = jax.jit(step, donate_argnums=0).lower(*given).compile().as_text()
-    codes = given[0].entries.keys.slots.shape
+    program, cache = tpu_coded_step.compiled(jaxkv.policy("kivi").store, shape, "v5e", "mosaic_tpu")
+    text, codes, dim = program.as_text(), cache.entries.keys.slots.shape, shape[-1]
     assert made_of(codes, text) <= NAMES_ONLY
     assert not re.findall(rf"= (?:bf16|f32)\[{','.join(map(str, (*codes[:-1], dim)))}\]", text), "numbers of all slots"
 
@@ -193,24 +176,9 @@ def test_prefill_kernels_read_codes(name, codec):
 
 def test_newest_tokens_in_full_precision_leave_the_others_in_codes(unchecked):
     """They are a part of their own: nothing has the codes decoded."""
-    batch, kv_heads, group, slots, dim = SHAPES[0]
     codecs = Codecs(Int(4, channels=64), Int(4, channels=64), residual=96)
-
-    def arrays():
-        beside = codecs.beside(batch, kv_heads, dim, jnp.bfloat16)
-        held = slots_of.empty(batch, kv_heads, slots, dim, jnp.bfloat16, codecs=codecs, beside=beside)
-        new, row = jnp.zeros((batch, kv_heads, dim), jnp.bfloat16), jnp.zeros(batch, jnp.int32)
-        return held, Token(jnp.zeros((batch, kv_heads * group, dim), jnp.bfloat16), new, new, row), Judge(row, row)
-
-    def step(held, token, judge):
-        return held.step(
-            Layout(None), token, judge, None, scale=0.1, window=None, softcap=None, implementation="mosaic_tpu",
-            with_mass=False,
-        )  # fmt: skip
-
-    given = on("v5e", jax.eval_shape(arrays))
-    compiled = jax.jit(step, donate_argnums=0).lower(*given).compile()
-    text, codes = compiled.as_text(), given[0].entries.keys.codes.shape
-    assert compiled.memory_analysis().temp_size_in_bytes < given[0].entries.keys.codes.size // 4
+    program, cache = tpu_coded_step.compiled(codecs, SHAPES[0], "v5e", "mosaic_tpu")
+    text, codes, dim = program.as_text(), cache.entries.keys.codes.shape, SHAPES[0][-1]
+    assert program.memory_analysis().temp_size_in_bytes < cache.entries.keys.codes.size // 4
     for shape in (codes, (*codes[:-1], dim)):
         assert made_of(shape, text) <= NAMES_ONLY, shape

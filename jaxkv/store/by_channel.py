@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int16, UInt8
 from jaxkv.errors import BadValue
 from jaxkv.store.blocks import BlockCode, Blocks
 from jaxkv.store.integers import BITS, check_packing, numbered, packed, ranged
-from pallas_kernels.codes import ByChannel, bits_of, halves, unpacked
+from pallas_kernels.codes import ByChannel, bits_of, in_ranges
 
 
 @jax.tree_util.register_dataclass
@@ -60,5 +60,4 @@ class IntByChannel(Blocks):
         return ByChannel(code.slots, code.blocks.scale, code.blocks.low, self.tokens, self.bits, code.dtype)
 
     def numbers(self, slots: UInt8[Array, "*n T N"], blocks: Ranges) -> Float[Array, "*n T D"]:
-        scale, low = (halves(x)[..., None, :] for x in (blocks.scale, blocks.low))
-        return low + scale * unpacked(slots, self.bits).astype(jnp.float32)
+        return in_ranges(slots, blocks.scale[..., None, :], blocks.low[..., None, :], self.bits)

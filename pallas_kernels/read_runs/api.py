@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Shaped
 
-from pallas_kernels.dispatch import REFERENCE, Operation
+from pallas_kernels.dispatch import Operation
 from pallas_kernels.read_runs import reference
 
 OPERATION = Operation("read_runs", reference.read_runs, {"mosaic_tpu": "tpu"})
@@ -16,12 +16,7 @@ def read_runs(
 ) -> tuple[Shaped[Array, "B Hk ..."], ...]:
     """`reference.read_runs` by the fastest implementation that takes the arguments, or the named one; the reference
     where the name is another operation's."""
-    return OPERATION(named(OPERATION, implementation), *runs, **how)
-
-
-def named(operation: Operation, implementation: str | None) -> str | None:
-    """An operation's implementation of this name, or else its reference."""
-    return implementation if implementation is None or implementation in operation.kernels else REFERENCE
+    return OPERATION(OPERATION.own(implementation), *runs, **how)
 
 
 def by_pieces(implementation: str | None) -> bool:

@@ -5,7 +5,6 @@ from typing import Any
 from jaxtyping import Array, Bool, Shaped
 
 from pallas_kernels.dispatch import Operation
-from pallas_kernels.read_runs.api import named
 from pallas_kernels.read_runs.reference import Run
 from pallas_kernels.write_runs import reference
 
@@ -21,4 +20,4 @@ def write_runs(
 ) -> tuple[Shaped[Array, "B Hk ..."], ...]:
     """`reference.write_runs` by the fastest implementation that takes the arguments, or the named one; the reference
     where the name is another operation's."""
-    return OPERATION(named(OPERATION, implementation), active, news, *runs, **how)
+    return OPERATION(OPERATION.own(implementation), active, news, *runs, **how)
