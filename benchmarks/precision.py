@@ -45,7 +45,7 @@ STORES = {
     "half of the channels": Codecs(Sparse(0.5), Sparse(0.5), residual=32),
     "values in pairs, all layers": Codecs(values=Paired(after=0.0)),
 }
-METHODS = ("kv-heads", "think", "cskv", "aquakv", "qaq", "rotatekv", "squat", "gear", "minicache")
+METHODS = ("kivi", "kv-heads", "think", "cskv", "aquakv", "qaq", "rotatekv", "squat", "gear", "minicache")
 AT_EQUAL_BYTES = (
     *("bfloat16", "8 bits", "4 bits, turned", "4 bits, keys balanced"),
     *("4 bits, keys by channel", "2 bits, keys by channel"),

@@ -37,11 +37,12 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Int16
 
 from pallas_kernels import tpu_blocks as blocks_of
-from pallas_kernels import tpu_channels
+from pallas_kernels import tpu_channels, tpu_runs
 from pallas_kernels.arguments import Judge, Rule, Token
 from pallas_kernels.codes import ByChannel, Codes, Lying
 from pallas_kernels.decode_attend_score.victim import HEADS
 from pallas_kernels.masking import MASKED, biased, soft_cap
+from pallas_kernels.read_runs.reference import Run
 from pallas_kernels.tpu_codes import Form, Scales, for_groups
 
 BLOCK_BYTES = 2**20  # of K, and of V, at a time: long enough to hide the start of a copy
@@ -244,7 +245,9 @@ def step(
         lies = tuple(plan.whole(x, along) for x, along in zip(lies, columns, strict=True))
     else:
         lies = tuple(x if own else blocks_of.in_memory(x) for x, own in zip(lies, written, strict=True))
-    coded = [_scales(x, code, position, slot) for x, code in ((keys, token.key_code), (values, token.value_code))]
+    coded = [
+        _scales(x, code, position, slot, interpret) for x, code in ((keys, token.key_code), (values, token.value_code))
+    ]
     scales = []
     for x, form, found in zip((keys, values), forms, coded, strict=True):
         if isinstance(x, ByChannel):
@@ -690,7 +693,7 @@ def _by_slot(x: Int16[Array, "B H *G S"]) -> Int16[Array, "B H S G"]:
 
 
 def _scales(
-    held: jax.Array | Lying, new: Codes | None, position: Int[Array, "B"], slot: Int[Array, "B Hk"]
+    held: jax.Array | Lying, new: Codes | None, position: Int[Array, "B"], slot: Int[Array, "B Hk"], interpret: Any
 ) -> dict[str, jax.Array]:
     """The scales and lows that there are, `_by_group`, with the token's."""
     if not isinstance(held, Codes) or new is None:
@@ -703,14 +706,19 @@ def _scales(
         if x.ndim == 3:
             return x.at[row, of, at].set(one[..., 0], mode="drop")
         here = jnp.arange(slots) == at[..., None]  # masks: for an index XLA would lay the groups out anew, and back
-        if sets == slot.shape[1]:
-            return jnp.where(here[:, :, None], one[..., None], x)
         for head in range(slot.shape[1]):
             x = jnp.where(here[:, head, None, None], one[:, head, None, :, None], x)
         return x
 
     both = {"scale": (held.scale, new.scale), "low": (held.low, new.low)}
-    return {name: written(x, one) for name, (x, one) in both.items() if x is not None and one is not None}
+    both = {name: (x, one) for name, (x, one) in both.items() if x is not None and one is not None}
+    if held.groups > 1 and sets == slot.shape[1]:  # where they lie: for an index XLA would lay the groups out anew
+        runs = tuple(Run(x, slot, 1) for x, _ in both.values())
+        news = tuple(one[:, :, None] for _, one in both.values())
+        here = (position[:, None] >= 0) & (slot < slots)
+        after = tpu_runs.write(tpu_runs.pieces(runs), here, news, runs, interpret)
+        return {name: _by_group(x) for name, x in zip(both, after, strict=True)}
+    return {name: written(x, one) for name, (x, one) in both.items()}
 
 
 def _worth(plan: _Plan, score: jax.Array | None, place: jax.Array, now, room, recent) -> tuple[jax.Array, jax.Array]:

@@ -119,12 +119,12 @@ def read(some: list[Piece], runs: tuple[Run, ...], interpret: Any) -> tuple[Shap
 
 
 def write(
-    some: list[Piece], active: Bool[Array, "B"], news: tuple[jax.Array, ...], runs: tuple[Run, ...], interpret: Any
+    some: list[Piece], active: Bool[Array, "B Hk"], news: tuple[jax.Array, ...], runs: tuple[Run, ...], interpret: Any
 ) -> tuple[jax.Array, ...]:
-    """The arrays with what is new in the runs of rows that are active."""
+    """The arrays with what is new in the runs of heads that are active."""
     batch, heads = runs[0].first.shape
     rows = _rows(some, batch, heads)
-    runs = tuple(run._replace(first=jnp.where(active[:, None], run.first, -1)) for run in runs)
+    runs = tuple(run._replace(first=jnp.where(active, run.first, -1)) for run in runs)
 
     def kernel(*refs):
         (firsts, news, given, after, held), copied = _by_array(refs, some)

@@ -20,6 +20,7 @@ from jaxkv.store import slots, window
 from jaxkv.store.entries import PIECE, Entries
 from jaxkv.store.integers import hadamard_matrix, packed
 from jaxkv.store.window import WINDOW
+from pallas_kernels.arguments import Token
 from pallas_kernels.codes import halves, unpacked
 
 FAMILY = "llama3"
@@ -216,6 +217,42 @@ def test_blocks_by_an_independent_form(seed, bits, held):
     got, want = np.asarray(codec.decode(code))[0, 0], by_channel(x[0, 0], positions, 4, bits)
     for slot in np.flatnonzero(positions >= 0):
         np.testing.assert_allclose(got[slot], want[int(positions[slot])], atol=1e-5)
+
+
+@pytest.mark.long
+@given(seed=st.integers(0, 999), bits=st.sampled_from([8, 4, 2]))
+@settings(max_examples=8, deadline=None)
+def test_blocks_are_encoded_when_the_window_is_full(seed, bits):
+    """Tokens that come into any slots, and overwrite others: keys are read as they came until R of them leave the window
+    together; then each block that one of them lies in is encoded, once, from them and from what was read of others."""
+    rng, steps, residual, tokens, count = np.random.default_rng(seed), 40, 8, 4, 22
+    codecs = Codecs(IntByChannel(bits, tokens), residual=residual)
+    store = slots.empty(2, 2, count, 8, jnp.float32, codecs=codecs, beside=codecs.beside(2, 2, 8, jnp.float32))
+    came = rng.standard_normal((steps, 2, 2, 8)).astype(np.float32)
+    into = rng.integers(0, count, (steps, 2, 2)).astype(np.int32)
+    ends = np.array([steps, rng.integers(5, steps)])  # a row that has finished stays as it is
+    at, read = np.full((2, 2, count), -1), np.full((2, 2, count, 8), np.nan, np.float32)
+    for step in range(steps):
+        position = np.where(step < ends, step, -1).astype(np.int32)
+        key = jnp.asarray(came[step])
+        store = written(store, jnp.asarray(into[step]), Token(key, key, key, jnp.asarray(position)))
+        for row, head in np.ndindex(2, 2):
+            if position[row] < 0:
+                continue
+            slot, held, x = into[step, row, head], at[row, head], read[row, head]
+            held[slot], x[slot] = step, came[step, row, head]
+            if (step + 1) % residual == 0:
+                for block in {slot // tokens for slot in np.flatnonzero(held > step - residual)}:
+                    some = [slot for slot in range(block * tokens, min((block + 1) * tokens, count)) if held[slot] >= 0]
+                    found = by_channel(x[some], np.arange(len(some)), tokens, bits)
+                    x[some] = [found[n] for n in range(len(some))]
+        assert np.array_equal(np.asarray(store.positions), at)
+        np.testing.assert_allclose(np.asarray(store.keys)[at >= 0], read[at >= 0], atol=2e-5)
+
+
+@jax.jit
+def written(store, slot, token):
+    return store.aimed(slot).with_token(token)
 
 
 def exact_of(params, cache):

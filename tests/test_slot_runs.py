@@ -17,7 +17,7 @@ BATCH, HEADS = 3, 2
 
 
 def case(slots, run, width, channels, arrays=2):
-    """Arrays over slots and over runs, the runs and what is new in them; the second row has finished."""
+    """Arrays over slots and over runs, the runs and what is new in them; the second row has finished, and a head of the last."""
     rng = np.random.default_rng(slots)
     codes = rng.integers(0, 255, (BATCH, HEADS, slots, width)).astype(np.uint8)
     scales = rng.integers(-3000, 3000, (BATCH, HEADS, -(-slots // run), channels)).astype(np.int16)
@@ -31,7 +31,11 @@ def case(slots, run, width, channels, arrays=2):
         rng.integers(0, 255, (BATCH, HEADS, run, width)).astype(np.uint8),
         rng.integers(-99, 99, (BATCH, HEADS, 1, channels)).astype(np.int16),
     )
-    return runs[:arrays], tuple(map(jnp.asarray, news[:arrays])), jnp.asarray([True, False, True])
+    return (
+        runs[:arrays],
+        tuple(map(jnp.asarray, news[:arrays])),
+        jnp.asarray([[True, True], [False, False], [True, False]]),
+    )
 
 
 def called(function, runs, *before, **how):
@@ -55,7 +59,7 @@ def test_runs_are_read_and_written(shape, how):
             first = int(run.first[row, head])
             there = expected[row, head, first : first + run.size].copy()
             assert np.array_equal(np.asarray(one)[row, head, : len(there)], there)
-            if active[row]:
+            if active[row, head]:
                 expected[row, head, first : first + run.size] = np.asarray(new)[row, head, : len(there)]
         assert np.array_equal(np.asarray(whole), expected)
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxkv.store.codec import Shared
+from jaxkv.store.codec import Due, Exact, Shared
 from pallas_kernels.read_runs import read_runs
 from pallas_kernels.read_runs.reference import Run
 from pallas_kernels.write_runs import write_runs
@@ -35,8 +36,8 @@ class BlockCode:
 class Blocks(Shared):
     """A codec of blocks of `tokens` that lie side by side.
 
-    Where a slot is written its whole block is encoded anew; so are all blocks after a cut, with other neighbours. What
-    the residual window holds is encoded from the exact numbers.
+    A block is encoded when the residual window has become full, from the window's exact numbers; all blocks are after a
+    cut, with other neighbours. Until then a token is read from the window, and its slot holds any code.
     """
 
     tokens: int
@@ -59,34 +60,37 @@ class Blocks(Shared):
         own = jax.tree.map(lambda code: _in_a_row(code, x.shape[2]), own)
         return BlockCode(own, shared, str(x.dtype))
 
-    def block(
-        self, code: BlockCode, slot: Int[Array, "B Hk"], implementation: str | None
-    ) -> tuple[Int[Array, "B Hk T"], Float[Array, "B Hk T D"]]:
-        """The slots of the block that `slot` is in, and what their codes stand for; anything, where the last block is
-        not full."""
-        runs, form = self._runs(code, slot)
-        own, shared = jax.tree.unflatten(form, read_runs(*runs, implementation=implementation))
-        x = self.numbers(own, jax.tree.map(lambda x: x[:, :, 0], shared)).astype(code.dtype)
-        return jnp.minimum(runs[0].slots, code.count - 1), x
-
-    def written(
-        self,
-        code: BlockCode,
-        rows: Float[Array, "B Hk T D"],
-        positions: Int[Array, "B Hk T"],
-        slot: Int[Array, "B Hk"],
-        active: Bool[Array, "B"],
-        implementation: str | None,
+    def encode_where(
+        self, code: BlockCode, rows: Bool[Array, "B"], due: Due, exact: Exact, implementation: str | None
     ) -> BlockCode:
-        runs, form = self._runs(code, slot)
-        own, shared = self.coded(rows, (positions >= 0) & (runs[0].slots < code.count))
-        news = jax.tree.leaves((own, jax.tree.map(lambda x: x[:, :, None], shared)))
-        slots, blocks = jax.tree.unflatten(form, write_runs(active, tuple(news), *runs, implementation=implementation))
-        return dataclasses.replace(code, slots=slots, blocks=blocks)
+        heads = jax.tree.leaves(code.slots)[0].shape[:2]
 
-    def _runs(self, code: BlockCode, slot: Int[Array, "B Hk"]) -> tuple[list[Run], Any]:
-        """The block that `slot` is in, in the arrays of slots and in those of blocks."""
-        number = slot // self.tokens
+        def some() -> Bool[Array, "B Hk F"]:
+            return jnp.any(self._by_block(due() & rows[:, None, None]), axis=-1)
+
+        def none() -> Bool[Array, "B Hk F"]:
+            return jnp.zeros((*heads, -(-code.count // self.tokens)), bool)
+
+        blocks = lax.cond(jnp.any(rows), some, none)  # looked for once in a window
+
+        def one(carry: tuple[Array, BlockCode]) -> tuple[Array, BlockCode]:
+            left, code = carry
+            here, number = jnp.any(left, axis=-1), jnp.argmax(left, axis=-1).astype(jnp.int32)
+            runs, form = self._runs(code, number)
+            own, shared = jax.tree.unflatten(form, read_runs(*runs, implementation=implementation))
+            x = self.numbers(own, jax.tree.map(lambda x: x[:, :, 0], shared)).astype(code.dtype)
+            x, filled = exact(jnp.minimum(runs[0].slots, code.count - 1), x)
+            own, shared = self.coded(x, filled & (runs[0].slots < code.count))
+            new = jax.tree.leaves((own, jax.tree.map(lambda x: x[:, :, None], shared)))
+            after = write_runs(here, tuple(new), *runs, implementation=implementation)
+            slots, blocks = jax.tree.unflatten(form, after)
+            left &= jnp.arange(left.shape[2]) != number[..., None]
+            return left, dataclasses.replace(code, slots=slots, blocks=blocks)
+
+        return lax.while_loop(lambda carry: jnp.any(carry[0]), one, (blocks, code))[1]
+
+    def _runs(self, code: BlockCode, number: Int[Array, "B Hk"]) -> tuple[list[Run], Any]:
+        """The block of this number in the arrays of slots and in those of blocks."""
         slots = [Run(x, number * self.tokens, self.tokens) for x in jax.tree.leaves(code.slots)]
         blocks = [Run(x, number, 1) for x in jax.tree.leaves(code.blocks)]
         return slots + blocks, jax.tree.structure((code.slots, code.blocks))

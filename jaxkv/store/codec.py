@@ -8,6 +8,7 @@ each KV head when a prompt has been read: see `channels.py`.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -17,6 +18,11 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from jaxkv.checks import Checked
 from pallas_kernels.codes import Lying
 
+Due = Callable[[], Bool[Array, "B Hk C"]]  # which slots are due to be encoded
+# of some slots of each head and what their codes stand for: the numbers to be encoded, and which slots are filled
+Exact = Callable[
+    [Int[Array, "B Hk T"], Float[Array, "B Hk T D"]], tuple[Float[Array, "B Hk T D"], Bool[Array, "B Hk T"]]
+]
 FEW = float(jnp.finfo(jnp.float16).max)
 
 
@@ -146,23 +152,10 @@ class Shared(Codec):
 
     apart: ClassVar[bool] = False
 
-    def block(
-        self, code: Any, slot: Int[Array, "B Hk"], implementation: str | None
-    ) -> tuple[Int[Array, "B Hk T"], Float[Array, "B Hk T D"]]:
-        """The T slots that share their code with `slot`, and what their codes stand for."""
-        raise NotImplementedError
-
-    def written(
-        self,
-        code: Any,
-        rows: Float[Array, "B Hk T D"],
-        positions: Int[Array, "B Hk T"],
-        slot: Int[Array, "B Hk"],
-        active: Bool[Array, "B"],
-        implementation: str | None,
+    def encode_where(
+        self, code: Any, rows: Bool[Array, "B"], due: Due, exact: Exact, implementation: str | None
     ) -> Any:
-        """The code after a token came into every head's `slot`, in rows that are active: the slots of its `block` stand
-        for these `rows` at these positions."""
+        """The code after, in these rows, all slots that share theirs with one that is `due` have been encoded anew."""
         raise NotImplementedError
 
     def encode(self, x: Float[Array, "*slots D"]) -> Any:

@@ -37,8 +37,8 @@ class Decoded:
         """What the pass gave, as the layer takes it."""
         return Partial(result.output, result.lse, result.mass)
 
-    def returned(self, store: Any, result: Attended, token: Token, implementation: str | None) -> tuple[Any, Any]:
-        """Keys and values as they lie in the slots after the pass, which ran as this implementation."""
+    def returned(self, store: Any, result: Attended, token: Token) -> tuple[Any, Any]:
+        """Keys and values as they lie in the slots after the pass."""
         keys, values = (
             x if getattr(self.codecs, name).plain else store.written(name, new, token.position)
             for name, new, x in (("keys", token.key, result.keys), ("values", token.value, result.values))
@@ -47,8 +47,8 @@ class Decoded:
 
 
 class AsCodes(Decoded):
-    """The pass reads codes where they lie and writes the token's; where slots share their code, that is written behind
-    it. The query goes into the keys' space, and what all its logits have in common is added to their log-sum-exp; the
+    """The pass reads codes where they lie and writes the token's; where slots share their code, the store does so. The
+    query goes into the keys' space, and what all its logits have in common is added to their log-sum-exp; the
     output comes back out of the values' space."""
 
     codes: ClassVar[bool] = True
@@ -77,12 +77,12 @@ class AsCodes(Decoded):
             output = jnp.where(looked, output, jnp.zeros_like(output))
         return Partial(output, lse if level is None else lse + scale * level, result.mass)
 
-    def returned(self, store: Any, result: Attended, token: Token, implementation: str | None) -> tuple[Any, Any]:
+    def returned(self, store: Any, result: Attended, token: Token) -> tuple[Any, Any]:
         keys, values = (
-            codec.of_codes(x) if codec.apart else store.written(name, new, token.position, implementation)
-            for name, codec, x, new in (
-                ("keys", self.codecs.keys, result.keys, token.key),
-                ("values", self.codecs.values, result.values, token.value),
+            codec.of_codes(x) if codec.apart else getattr(store.entries, name)
+            for name, codec, x in (
+                ("keys", self.codecs.keys, result.keys),
+                ("values", self.codecs.values, result.values),
             )
         )
         return keys, values

@@ -20,7 +20,7 @@ from jaxkv.store.few import numbers_at
 from jaxkv.store.fit import FIT, Fit
 from jaxkv.store.looks import LOOKS
 from jaxkv.store.reading import Decoded, reading
-from jaxkv.store.window import WINDOWS, apart
+from jaxkv.store.window import WINDOW, WINDOWS, apart
 from pallas_kernels.arguments import Token
 from pallas_kernels.dispatch import REFERENCE
 from pallas_kernels.masking import MASKED
@@ -251,26 +251,41 @@ class Store:
 
     def attended(self, how: Decoded, result: Any, token: Token, implementation: str | None) -> Any:
         """The store after an attention pass of this implementation that read it so and wrote the token."""
-        keys, values = how.returned(self, result, token, implementation)
+        keys, values = how.returned(self, result, token)
         entries = dataclasses.replace(self.entries, keys=keys, values=values, positions=result.positions)
         after = self.replaced(entries=entries, next_slot=result.next_slot)
-        return after.seeing(token.key, token.value, token.position)
+        after = after.seeing(token.key, token.value, token.position)
+        return after.encoded(token.position, implementation if how.codes else REFERENCE)
 
-    def written(
-        self, name: str, new: Float[Array, "B Hk D"], position: Int[Array, "B"], implementation: str | None = REFERENCE
-    ) -> Any:
-        """The code of keys or values with `new` in every head's next slot. Of slots that share theirs what is written
-        stands for what was read before of the others."""
-        codec, code, active = self.codec(name), getattr(self.entries, name), position >= 0
-        if codec.apart:
-            return jax.tree.map(lambda x, new: self.put(x, new, active), code, codec.encode(new))
-        at, rows = codec.block(code, self.next_slot, implementation)
-        here = at == self.next_slot[..., None]
-        positions = jnp.take_along_axis(self.positions, at, axis=-1)
-        rows = self._exact(name, rows, positions, owners(positions))
-        rows = jnp.where(here[..., None], new[:, :, None].astype(rows.dtype), rows)
-        positions = jnp.where(here, position[:, None, None], positions)
-        return codec.written(code, rows, positions, self.next_slot, active, implementation)
+    def written(self, name: str, new: Float[Array, "B Hk D"], position: Int[Array, "B"]) -> Any:
+        """The code of keys or values with `new` in every head's next slot; as it is, where slots share theirs."""
+        codec, code = self.codec(name), getattr(self.entries, name)
+        if not codec.apart:
+            return code
+        return jax.tree.map(lambda x, new: self.put(x, new, position >= 0), code, codec.encode(new))
+
+    def encoded(self, position: Int[Array, "B"], implementation: str | None = REFERENCE) -> Any:
+        """The store after a token at this position, which its window holds. Where slots share their code, a window's
+        tokens are encoded together when it has become full; other tokens in those blocks, as they were read before."""
+        shared = [name for name in ("keys", "values") if not self.codec(name).apart]
+        if not shared:
+            return self
+        newest = self.beside[WINDOW]
+        full = (position >= 0) & ((position + 1) % newest.positions.shape[2] == 0)
+
+        def due() -> Bool[Array, "B Hk C"]:
+            return self.entries.filled & newest.holds(self.positions)
+
+        def code(name: str) -> Any:
+            def exact(slots, x):
+                positions = jnp.take_along_axis(self.positions, slots, axis=2)
+                for state in self._windows.values():
+                    x = state.over(name, x, positions, owners(positions), whole=False)
+                return x, positions >= 0
+
+            return self.codec(name).encode_where(getattr(self.entries, name), full, due, exact, implementation)
+
+        return self.replaced(entries=dataclasses.replace(self.entries, **{name: code(name) for name in shared}))
 
     def seeing(self, key: Float[Array, "B Hk D"], value: Float[Array, "B Hk D"], position: Int[Array, "B"]) -> Any:
         """The store with a token's exact key and value in its windows; -1 is the position of a row that has none."""
@@ -293,7 +308,7 @@ class Store:
         at = jnp.broadcast_to(token.position[:, None], self.next_slot.shape)
         positions = self.put(self.positions, at, token.position >= 0)
         entries = dataclasses.replace(self.entries, keys=keys, values=values, positions=positions)
-        return self.replaced(entries=entries).seeing(token.key, token.value, token.position)
+        return self.replaced(entries=entries).seeing(token.key, token.value, token.position).encoded(token.position)
 
     @property
     def held_plain(self) -> Entries:

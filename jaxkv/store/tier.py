@@ -114,7 +114,7 @@ class Tier(Aside):
         part = how.answered(token, result, softmax["scale"])
         output = part.output if self.values is None else self.values.read(part.output).astype(query.dtype)
         lse = part.lse if level is None else part.lse + softmax["scale"] * level
-        keys, values = how.returned(self, result, token, implementation)
+        keys, values = how.returned(self, result, token)
         entries = dataclasses.replace(self.entries, keys=keys, values=values)
         return Partial(output, lse), dataclasses.replace(self, entries=entries)
 

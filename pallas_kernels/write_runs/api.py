@@ -12,7 +12,7 @@ OPERATION = Operation("write_runs", reference.write_runs, {"mosaic_tpu": "tpu"})
 
 
 def write_runs(
-    active: Bool[Array, "B"],
+    active: Bool[Array, "B Hk"],
     news: tuple[Shaped[Array, "B Hk ..."], ...],
     *runs: Run,
     implementation: str | None = None,

@@ -8,7 +8,7 @@ from pallas_kernels.read_runs.reference import Run
 
 
 def write_runs(
-    active: Bool[Array, "B"],
+    active: Bool[Array, "B Hk"],
     news: tuple[Shaped[Array, "B Hk ..."], ...],
     *runs: Run,
     interpret: bool | pltpu.InterpretParams = False,
