@@ -62,11 +62,13 @@ def attend_few(
     """Attention over a few keys in plain jnp, float32, where `seen`; what lies in unseen slots is not read.
 
     An entry that stands for `counts` tokens has the logarithm of that added to its logit. With `group` ("sum", "mean",
-    "max") the mass `[B, Hk, S]` of the first query, reduced over the query heads of each KV head.
+    "max") the mass `[B, Hk, S]` of the first query, reduced over the query heads of each KV head; `[B, Hk, G, S]` with
+    "each".
     """
     batch, heads, length, dim = query.shape
     if not keys.shape[2]:
-        mass = None if group is None else jnp.zeros(keys.shape[:3], jnp.float32)
+        each = () if group != "each" else (heads // keys.shape[1],)
+        mass = None if group is None else jnp.zeros((*keys.shape[:2], *each, keys.shape[2]), jnp.float32)
         return Partial(jnp.zeros(query.shape, jnp.float32), jnp.full(query.shape[:3], -jnp.inf), mass)
     grouped = query.reshape(batch, keys.shape[1], -1, length, dim).astype(jnp.float32)
     logits = jnp.einsum("bhgtd,bhsd->bhgts", grouped, keys.astype(jnp.float32)) * scale
@@ -77,5 +79,7 @@ def attend_few(
     there = jnp.any(seen, axis=2)[..., None]
     values = jnp.where(there, values.astype(jnp.float32), 0.0)
     output = jnp.einsum("bhgts,bhsd->bhgtd", weights, values)
-    mass = None if group is None else GROUP[group](weights[:, :, :, 0], axis=2)
+    mass = None if group is None else weights[:, :, :, 0]
+    if mass is not None and group != "each":
+        mass = GROUP[group](mass, axis=2)
     return Partial(output.reshape(query.shape), lse.reshape(batch, heads, length), mass)

@@ -222,20 +222,20 @@ def step(
         return row, 0, at
 
     some = (sets, plan.members)
-    own = jnp.broadcast_to(jnp.arange(kv_heads)[:, None], (kv_heads, heads // kv_heads)).reshape(-1)
     queries = forms[0].spread(query.reshape(batch, *some, dim))  # [B, H, G M, W]
     first: list[jax.Array] = []  # what the softmax begins with, and what a low of keys multiplies
     if plan.coded:
-        wide_query = query.reshape(batch, heads, dim).astype(jnp.float32)
-        alone = jnp.sum(wide_query * key.astype(jnp.float32)[:, own], axis=-1) * scale
+        wide_query = query.reshape(batch, kv_heads, -1, dim).astype(jnp.float32)
+        alone = jnp.sum(wide_query * key.astype(jnp.float32)[:, :, None], axis=-1) * scale
         alone = soft_cap(alone, softcap)
         if logit_bias is not None:
-            alone = alone + logit_bias[_in_slots(slot, sets)][:, own]
-        here = (slot < slots)[:, own]  # else it is another device's
-        alone = jnp.where(here, alone, MASKED)
-        given = jnp.where(here[..., None], value.astype(jnp.float32)[:, own], 0.0).reshape(batch, *some, dim)
+            alone = alone + logit_bias[_in_slots(slot, sets)][..., None]
+        here = (slot < slots)[..., None]  # else it is another device's
+        given = jnp.where(here, value.astype(jnp.float32), 0.0).reshape(batch, sets, -1, dim)
+        given = forms[1].spread(given, apart=False, whole=True)
         asked = jnp.sum(forms[0].spread(wide_query.reshape(batch, *some, dim), whole=True), axis=-1, keepdims=True)
-        first = [alone.reshape(batch, *some, 1), forms[1].spread(given, apart=False, whole=True), asked]
+        alone = jnp.where(here, alone, MASKED).reshape(batch, *some, 1)
+        first = [alone, _by_query_head(given, forms[1].groups, plan.members), asked]
     written = [not form.tokens for form in forms]  # those in whose slots the token's are put
     new = [_entry(x, along) for x, along, own in zip(token.entry, columns, written, strict=True) if own]
     lies = tuple(jnp.swapaxes(x, -1, -2) if along else x for x, along in zip(lies, columns, strict=True))
@@ -680,6 +680,13 @@ def _in_slots(slot: Int[Array, "B Hk"], sets: int) -> tuple[jax.Array, ...]:
     """Row, set and slot of every KV head."""
     heads = jnp.arange(slot.shape[1]) if sets == slot.shape[1] else jnp.zeros(slot.shape[1], jnp.int32)
     return jnp.arange(slot.shape[0])[:, None], heads[None], slot
+
+
+def _by_query_head(x: Float[Array, "B H _ W"], groups: int, members: int) -> Float[Array, "B H _ W"]:
+    """Rows of KV heads, for each group, as rows of their query heads, `members` in a group."""
+    batch, sets, rows, width = x.shape
+    x = x.reshape(batch, sets, rows, 1, width)
+    return jnp.broadcast_to(x, (batch, sets, rows, groups * members // rows, width)).reshape(batch, sets, -1, width)
 
 
 def _by_group(x: Int16[Array, "B H S G"]) -> Int16[Array, "B H *G S"]:

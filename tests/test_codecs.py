@@ -223,7 +223,7 @@ def test_blocks_by_an_independent_form(seed, bits, held):
 @given(seed=st.integers(0, 999), bits=st.sampled_from([8, 4, 2]))
 @settings(max_examples=8, deadline=None)
 def test_blocks_are_encoded_when_the_window_is_full(seed, bits):
-    """Tokens that come into any slots, and overwrite others: keys are read as they came until R of them leave the window
+    """Tokens that come into any slots, and overwrite others: keys are read as they came until R leave the window
     together; then each block that one of them lies in is encoded, once, from them and from what was read of others."""
     rng, steps, residual, tokens, count = np.random.default_rng(seed), 40, 8, 4, 22
     codecs = Codecs(IntByChannel(bits, tokens), residual=residual)

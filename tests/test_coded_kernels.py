@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxkv.sharding import Layout
-from jaxkv.store import few, pool, reading, slots, window
+from jaxkv.store import beside, few, pool, reading, slots, window
 from jaxkv.store.balanced import IntBalanced
 from jaxkv.store.by_channel import IntByChannel
 from jaxkv.store.channels import Channels
@@ -508,6 +508,51 @@ def test_a_store_gives_what_it_gave_decoded(weighs, codecs, kind, monkeypatch):
     for a, b in zip(jax.tree.leaves((after.entries.keys, after.entries.values)),
                     jax.tree.leaves((before.keys, before.values)), strict=True):  # fmt: skip
         assert np.array_equal(np.asarray(a)[~touched], np.asarray(b)[~touched])
+
+
+@pytest.mark.parametrize("codecs", [
+    Codecs(Int(4), Int(4), residual=6), Codecs(IntBalanced(4), Int(4, channels=32), residual=6, initial=4),
+    Codecs(IntByChannel(2, 4), Int(4), residual=8), Codecs(LowRank(0.5), LowRank(0.5), initial=4),
+], ids=["residual", "both", "by channel", "low rank"])  # fmt: skip
+@pytest.mark.parametrize("group", ["sum", "mean", "max"])
+@pytest.mark.parametrize("heads", ["each", "mean"])
+def test_masses_beside_codes_are_joined_and_the_slot_chosen(heads, group, codecs):
+    """By the CPU's kernel what the reference gives, step by step; every query head's mass sums to 1."""
+
+    def run(implementation):
+        layer, token, judge = stores(np.random.default_rng(5), codecs, "slots")
+        judge = judge._replace(group=group, rule=Rule(heads, sinks=2), limits=jnp.asarray([20, 9]))
+        found = []
+        for step in range(4):
+            at = jnp.where(jnp.arange(2) < (1 if step == 1 else 2), token.position + step, -1)
+            part, layer = layer.step(
+                Layout(None), token._replace(position=at), judge, None, scale=0.125, window=None, softcap=None,
+                implementation=implementation, with_mass=True,
+            )  # fmt: skip
+            token = token._replace(query=part.output)
+            found.append((part, layer.next_slot, at))
+        return found
+
+    for (part, slot, at), (other, chosen, _) in zip(run("numba_cpu"), run("reference"), strict=True):
+        np.testing.assert_allclose(part.mass, other.mass, atol=1e-5)
+        np.testing.assert_allclose(part.output, other.output, atol=2e-5)
+        assert np.array_equal(slot, chosen)
+        total = np.sum(part.mass, axis=-1)[np.asarray(at) >= 0]
+        expected = {"sum": 3, "mean": 1}.get(group)
+        assert np.allclose(total, expected, atol=1e-5) if expected else np.all(total > 1)
+
+
+def test_masses_go_back_to_their_slots():
+    rng = np.random.default_rng(3)
+    total, mass = rng.random((2, 2, 300), np.float32), rng.random((2, 2, 9), np.float32)
+    slots = np.stack([rng.permutation(300)[:9] for _ in range(4)]).reshape(2, 2, 9).astype(np.int32)
+    slots[0, 1, 3:] = -1
+    expected = total.copy()
+    for row, head, n in np.ndindex(*slots.shape):
+        if slots[row, head, n] >= 0:
+            expected[row, head, slots[row, head, n]] += mass[row, head, n]
+    for way in (beside._added, beside._multiplied):
+        np.testing.assert_allclose(way(*map(jnp.asarray, (total, mass, slots))), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["newest", "anywhere"])

@@ -17,7 +17,7 @@ BATCH, HEADS = 3, 2
 
 
 def case(slots, run, width, channels, arrays=2):
-    """Arrays over slots and over runs, the runs and what is new in them; the second row has finished, and a head of the last."""
+    """Arrays over slots and over runs, the runs and what is new in them. Not all heads are active."""
     rng = np.random.default_rng(slots)
     codes = rng.integers(0, 255, (BATCH, HEADS, slots, width)).astype(np.uint8)
     scales = rng.integers(-3000, 3000, (BATCH, HEADS, -(-slots // run), channels)).astype(np.int16)

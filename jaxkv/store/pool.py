@@ -15,12 +15,13 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxkv.sharding.attention import RotateAtRead, ragged_decode
 from jaxkv.sharding.layout import Layout, on_host
+from jaxkv.store.beside import joined
 from jaxkv.store.codecs import PLAIN_BOTH, Codecs
 from jaxkv.store.entries import EMPTY, WORTH, Entries, blank, flattened, owners, taken
 from jaxkv.store.slots import GROW
 from jaxkv.store.store import Absorb, Choose, Store, Worth
 from pallas_kernels.arguments import Judge, Line, Segments, Token
-from pallas_kernels.partial import Partial, merge
+from pallas_kernels.partial import Partial
 from pallas_kernels.ragged_decode.reference import first_empty, lowest
 from pallas_kernels.ragged_decode.segments import mine, per_head, per_slot, segments
 
@@ -190,12 +191,12 @@ class Pool(Store):
         each = judge.rule and dataclasses.replace(judge.rule, heads="each")
         judge = judge._replace(weight=weight, bias=bias, rule=each)
         how = self.reading(layout, False, softmax["softcap"] is not None, softmax["with_mass"])
-        bias, parts = self.beside_codes(
+        bias, others = self.beside_codes(
             how, token, softmax["implementation"], softmax["scale"], None, softmax["softcap"]
         )
         held = Segments(*how.lent(self), self.positions, self.offsets, line, bias)
         result = ragged_decode(layout, how.asked(token), held, self.next_slot, judge, whole=whole, **softmax)
-        partial = merge(how.answered(token, result, softmax["scale"]), *parts)
+        partial = joined(how.answered(token, result, softmax["scale"]), others, judge.group)
         mass = None if partial.mass is None else self.scored(partial.mass)
         return partial._replace(mass=mass), self.attended(how, result, token, softmax["implementation"])
 

@@ -71,9 +71,9 @@ class AsCodes(Decoded):
 
     def answered(self, token: Token, result: Attended, scale: float) -> Partial:
         level, lse, output = self.codecs.keys.level(token.query), result.lse, result.output
-        if not self.codecs.values.plain:
+        output = self.codecs.values.unturn(output)
+        if output is not result.output:
             looked = lse[..., None] > -jnp.inf  # else no weights: the output is 0 in any space
-            output = self.codecs.values.unturn(output)
             output = jnp.where(looked, output, jnp.zeros_like(output))
         return Partial(output, lse if level is None else lse + scale * level, result.mass)
 
@@ -89,13 +89,13 @@ class AsCodes(Decoded):
 
 
 def reading(
-    codecs: Codecs, *, windows: bool, rotates: bool, capped: bool, weighs: bool, divided: bool = False
+    codecs: Codecs, *, windows: bool, rotates: bool, capped: bool, at_once: bool, divided: bool = False
 ) -> Decoded:
     """As codes where both codecs are `readable`; decoded where keys are turned as they are read (`rotates`), where
     logits are `capped` and keys lie around a centre, where slots that share a code are `divided` over devices, and
-    where the pass `weighs` all entries against each other while some tokens are read in full precision beside it:
-    those of `windows`, or the newest one beside keys or values that are `narrow`."""
+    where one pass must read all entries (`at_once`) while some tokens are read in full precision beside it: those of
+    `windows`, or the newest one beside keys or values that are `narrow`."""
     beside = windows or codecs.narrow
-    decoded = (beside and weighs) or (divided and not codecs.apart)
+    decoded = (beside and at_once) or (divided and not codecs.apart)
     decoded = decoded or rotates or (capped and codecs.keys.centred) or not codecs.readable
     return Decoded(codecs) if decoded else AsCodes(codecs)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxkv.sharding.attention import RotateAtRead, decode_attend_score
 from jaxkv.sharding.layout import Layout
+from jaxkv.store.beside import joined
 from jaxkv.store.codecs import PLAIN_BOTH, Codecs
 from jaxkv.store.entries import (
     WORTH,
@@ -30,8 +31,8 @@ from jaxkv.store.entries import (
 )
 from jaxkv.store.store import Absorb, Choose, Store, Worth
 from pallas_kernels.arguments import Held, Judge, Token
-from pallas_kernels.decode_attend_score.victim import alive, victim
-from pallas_kernels.partial import Partial, merge
+from pallas_kernels.decode_attend_score.victim import aim, alive, victim
+from pallas_kernels.partial import Partial
 
 GROW = 64  # slots added at a time where new tokens are only added: going on step by step compiles once per so many
 
@@ -147,15 +148,18 @@ class Slots(Store):
         self, layout: Layout, token: Token, judge: Judge, rotate: RotateAtRead | None, **softmax: Any
     ) -> tuple[Partial, "Slots"]:
         """Write the token into the next slots, attend over all slots, choose the slots after it."""
-        how = self.reading(layout, rotate is not None, softmax["softcap"] is not None, softmax["with_mass"])
-        bias, parts = self.beside_codes(
-            how, token, softmax["implementation"], softmax["scale"], softmax["window"], softmax["softcap"]
-        )
+        weighs, implementation, window = (softmax[name] for name in ("with_mass", "implementation", "window"))
+        how = self.reading(layout, rotate is not None, softmax["softcap"] is not None, weighs)
+        bias, others = self.beside_codes(how, token, implementation, softmax["scale"], window, softmax["softcap"])
         held, asked = Held(*how.lent(self), self.positions, bias), how.asked(token)
-        result = decode_attend_score(layout, asked, held, self.next_slot, judge, rotate=rotate, **softmax)
-        return merge(how.answered(token, result, softmax["scale"]), *parts), self.attended(
-            how, result, token, softmax["implementation"]
-        )
+        apart = bool(others) and weighs  # the masses are of one softmax: they are joined, and then compared
+        alone = judge._replace(rule=None, group="each") if apart else judge
+        result = decode_attend_score(layout, asked, held, self.next_slot, alone, rotate=rotate, **softmax)
+        part = joined(how.answered(token, result, softmax["scale"]), others, judge.group)
+        if apart:
+            chosen = aim(part.mass, result.positions, token.position, self.next_slot, judge, window=window)
+            result = result._replace(next_slot=chosen)
+        return part, self.attended(how, result, token, implementation)
 
     def laid(self, layout: Layout) -> "Slots":
         """The store after a step, divided over the layout's devices."""

@@ -7,13 +7,14 @@ model's line (the layers share). What a policy computes of every slot it compute
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxkv.sharding.layout import Layout
+from jaxkv.store.beside import Beside
 from jaxkv.store.codecs import Codecs
 from jaxkv.store.entries import EMPTY, Change, Entries, owners, picked, placed_at
 from jaxkv.store.few import numbers_at
@@ -24,7 +25,7 @@ from jaxkv.store.window import WINDOW, WINDOWS, apart
 from pallas_kernels.arguments import Token
 from pallas_kernels.dispatch import REFERENCE
 from pallas_kernels.masking import MASKED
-from pallas_kernels.partial import Partial, attend_few
+from pallas_kernels.partial import attend_few
 
 Worth = Callable[[Any], Float[Array, "B *S"]]  # of a store's slots
 # of worth, positions and the KV head of every slot, and how many entries each head shall keep on average: which stay
@@ -40,6 +41,7 @@ class Store:
     next_slot: Int[Array, "B Hk"]
     beside: dict[str, Any]
     codecs: Codecs
+    equal: ClassVar[bool]  # whether every head has as many slots
 
     @property
     def positions(self) -> Int[Array, "B *S"]:
@@ -207,10 +209,12 @@ class Store:
 
     def reading(self, layout: Layout, rotates: bool, capped: bool, weighs: bool) -> Decoded:
         """How an attention pass reads keys and values, where it turns keys as it reads (`rotates`), where logits are
-        `capped` and where it `weighs` entries: by their mass, or as some stand for several."""
+        `capped` and where it `weighs` entries by their mass. Masses are joined where every head has as many slots, on
+        one device; otherwise, and where entries stand for several, one pass reads them all."""
         return reading(
             self._fitted, windows=bool(self._windows), rotates=rotates, capped=capped,
-            weighs=weighs or self.entries.weight is not None, divided=layout.mesh is not None,
+            at_once=self.entries.weight is not None or (weighs and not (self.equal and layout.mesh is None)),
+            divided=layout.mesh is not None,
         )  # fmt: skip
 
     def beside_codes(
@@ -221,8 +225,8 @@ class Store:
         scale: float,
         window: int | None,
         softcap: float | None,
-    ) -> tuple[Float[Array, "B *S"] | None, tuple[Partial, ...]]:
-        """What a pass that reads so adds to the logits of every slot, and the parts beside it: where it reads codes,
+    ) -> tuple[Float[Array, "B *S"] | None, tuple[Beside, ...]]:
+        """What a pass that reads so adds to the logits of every slot, and what lies beside it: where it reads codes,
         tokens of which key or value is read in full precision are a part of their own."""
         states = tuple(self._windows.values())
         if not how.codes or not (states or how.codecs.narrow):
@@ -242,11 +246,12 @@ class Store:
         parts = []
         for state, at in zip(states, slots, strict=True):
             of_slots = {name: numbers_at(x, at, self.next_slot, implementation) for name, x in lies.items()}
-            parts.append(state.read(token, at >= 0, of_slots, window=window, **softmax))
+            parts.append(Beside(state.read(token, at >= 0, of_slots, window=window, **softmax), at))
         if how.codecs.narrow:  # the token's own key and value are whole
             left_out = self.put(left_out, jnp.ones_like(none, bool), active)
             key, value, seen = token.key[:, :, None], token.value[:, :, None], active[:, None, None, None]
-            parts.append(attend_few(token.query[:, :, None], key, value, seen, **softmax).now())
+            part = attend_few(token.query[:, :, None], key, value, seen, group="each", **softmax).now()
+            parts.append(Beside(part, jnp.where(active[:, None], self.next_slot, EMPTY)[..., None]))
         return jnp.where(left_out, MASKED, 0.0), tuple(parts)
 
     def attended(self, how: Decoded, result: Any, token: Token, implementation: str | None) -> Any:

@@ -84,7 +84,8 @@ class Window:
         window: int | None,
         softcap: float | None,
     ) -> Partial:
-        """Attention of a token to those of the window's that are `held`; a model's sliding `window` as everywhere.
+        """Attention of a token to those of the window's that are `held`, with the mass of each query head; a model's
+        sliding `window` as everywhere.
         `of_slots` has the "keys" or "values" as they lie in the slots where they leave the window all at once, or where
         it has none."""
         stay = self.stays(self.positions, self.seen[:, None, None], whole=True)[..., None]
@@ -96,7 +97,8 @@ class Window:
 
         keys, values = both("keys", self.keys), both("values", self.values)
         seen = held[:, :, None] & visible(token.position[:, None, None], self.positions, window)
-        return attend_few(token.query[:, :, None], keys, values, seen, scale=scale, softcap=softcap).now()
+        few = attend_few(token.query[:, :, None], keys, values, seen, scale=scale, softcap=softcap, group="each")
+        return few.now()
 
     def with_token(
         self, key: Float[Array, "B Hk D"], value: Float[Array, "B Hk D"], position: Int[Array, "B"]
