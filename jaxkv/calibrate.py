@@ -191,12 +191,14 @@ def _triangle(outer: Float[Array, "N N"]) -> Float[Array, "_"]:
 
 
 def _windows(params: Params, length: int, count: int) -> list[np.ndarray]:
-    """`count` stretches of the prose, evenly spread over it and overlapping where it is too short."""
+    """`count` stretches of the prose, evenly spread over it and overlapping where it is too short, each behind what the
+    model's texts begin with."""
+    front = np.asarray(params.tokenizer("")["input_ids"], np.int32)
     ids = np.asarray(params.tokenizer(texts.prose(), add_special_tokens=False)["input_ids"], np.int32)
     if len(ids) < length:
         raise BadValue(f"length={length}: the text that jaxkv carries has {len(ids)} tokens; expected no more")
     starts = np.linspace(0, len(ids) - length, count).astype(int)
-    return [ids[start : start + length] for start in starts]
+    return [np.append(front, ids[start : start + length - len(front)]) for start in starts]
 
 
 def _random(params: Params, length: int, seed: int) -> np.ndarray:

@@ -45,7 +45,8 @@ class Episodes:
 
     def nearest(self, question: Prompt) -> int:
         """The topic whose direction is nearest to the question's, by cosine."""
-        rows, _ = rows_of(question, self.params.tokenizer, self.params.config.vocab_size)
+        pending = np.full(1, -1) if isinstance(question, str) else None  # messages are compared whole
+        rows, _ = rows_of(question, self.params.tokenizer, self.params.config.vocab_size, pending)
         return int(np.argmax(self.centres @ _directions(_means(self.params, rows[:1]), self.mean)[0]))
 
     def ask(self, question: Prompt, **options: Any) -> Generation:

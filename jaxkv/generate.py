@@ -160,12 +160,17 @@ def prefill(
     """
     check_model(params, cache)
     check_arguments(room=room)
-    rows, _ = rows_of(prompt, params.tokenizer, params.config.vocab_size)
+    rows, _ = rows_of(prompt, params.tokenizer, params.config.vocab_size, _pending(cache))
     chosen = checked_policy(params, policy, cache)
     if pseudo is not None:
         pseudo = checked_pseudo(np.asarray(pseudo), len(rows), chosen, params.config.vocab_size)
     execution = Execution(implementation, scan_layers, sizes, progress)
     return _prefill(params, rows, chosen, cache, execution, room=room, pseudo=pseudo)[0]
+
+
+def _pending(cache: KVCache | None) -> np.ndarray | None:
+    """The tokens that a cache's rows have still to run; None without a cache."""
+    return None if cache is None else np.asarray(cache.pending)
 
 
 def _begin(params: Params, prompt: Prompt, cache: KVCache | None, request: Request, execution: Execution) -> Decoding:
@@ -183,7 +188,7 @@ def _begin(params: Params, prompt: Prompt, cache: KVCache | None, request: Reque
         before = None if texts is None else [np.append(*each) for each in zip(texts, rows, strict=True)]
         cache = with_room(policy, config, cache, request.max_new_tokens)
     else:
-        rows, single = rows_of(prompt, params.tokenizer, config.vocab_size)
+        rows, single = rows_of(prompt, params.tokenizer, config.vocab_size, _pending(cache))
         prompt_tokens = sum(map(len, rows))
         top, limit = (0, 0) if session is None else (session.top, session.limit)
         cache, logits, expected = _prefill(

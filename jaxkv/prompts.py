@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv.chat import next_turn
 from jaxkv.checks import fits, shown
 from jaxkv.errors import BadValue, first_line
 from jaxkv.store import EMPTY
@@ -12,14 +13,19 @@ from jaxkv.store import EMPTY
 Prompt = Any  # a string, strings, chat messages, conversations, token ids, or rows of token ids
 
 
-def rows_of(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[list[np.ndarray], bool]:
+def rows_of(
+    prompt: Prompt, tokenizer: Any, vocab_size: int, pending: np.ndarray | None = None
+) -> tuple[list[np.ndarray], bool]:
     """One int32 array of ids per row, and whether the prompt was a single one.
 
-    A list of messages (`{"role": ..., "content": ...}`) goes through the model's chat template. Raises `BadValue` for
-    an empty prompt, ids outside the vocabulary, a wrong type, and text without a tokenizer.
+    A list of messages (`{"role": ..., "content": ...}`) goes through the model's chat template. With `pending [B]` the
+    prompt goes on from a cache whose rows have these tokens still to be run (-1: none): text gets none of the tokens
+    that a model's texts begin with, and messages are a whole conversation, of which what follows the last answer is
+    run. Raises `BadValue` for an empty prompt, ids outside the vocabulary, a wrong type, and text without a tokenizer.
     """
+    begins = pending is None
     if isinstance(prompt, str):
-        return [_encode(prompt, tokenizer, vocab_size)], True
+        return [_encode(prompt, tokenizer, vocab_size, begins)], True
     if hasattr(prompt, "dtype") and hasattr(prompt, "ndim"):
         return _array_rows(np.asarray(prompt), vocab_size)
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
@@ -28,17 +34,23 @@ def rows_of(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[list[np.nd
         raise BadValue("the prompt is empty: expected at least one token")
     first = prompt[0]
     if isinstance(first, Mapping):
-        return [_chat(prompt, tokenizer, vocab_size)], True
+        return [_chat(prompt, tokenizer, vocab_size, *_left(pending, 1))], True
     if isinstance(first, str):
-        return [_encode(text, tokenizer, vocab_size) for text in prompt], False
+        return [_encode(text, tokenizer, vocab_size, begins, row) for row, text in enumerate(prompt)], False
     if isinstance(first, int | np.integer):
         return [_ids(prompt, vocab_size)], True
     if isinstance(first, Sequence) and first and isinstance(first[0], Mapping):
-        return [_chat(messages, tokenizer, vocab_size) for messages in prompt], False
+        left = _left(pending, len(prompt))
+        return [_chat(each, tokenizer, vocab_size, last) for each, last in zip(prompt, left, strict=True)], False
     if not all(isinstance(row, Sequence | np.ndarray) or hasattr(row, "__array__") for row in prompt):
         strange = next(row for row in prompt if not isinstance(row, Sequence) and not hasattr(row, "__array__"))
         raise BadValue(f"{shown(strange)} in a list of prompts: expected rows of token ids, or messages of a chat")
     return [_ids(row, vocab_size) for row in prompt], False
+
+
+def _left(pending: np.ndarray | None, rows: int) -> list[int | None]:
+    """What each row has still to run; a cache of one row is every prompt's. Other numbers of rows are refused later."""
+    return [None if pending is None else int(pending[row % len(pending)]) for row in range(rows)]
 
 
 def left_padded(rows: list[np.ndarray], length: int, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -84,11 +96,14 @@ def _ids(row: Any, vocab_size: int) -> np.ndarray:
     return ids.astype(np.int32)
 
 
-def _encode(text: Any, tokenizer: Any, vocab_size: int) -> np.ndarray:
+def _encode(text: Any, tokenizer: Any, vocab_size: int, begins: bool, row: int | None = None) -> np.ndarray:
     if not isinstance(text, str):
         raise BadValue(f"prompt of type {type(text).__name__} in a list of text: expected str")
+    if not text:
+        which = "the prompt" if row is None else f"prompt {row} of the list"
+        raise BadValue(f"{which} is empty: expected at least one token")
     _check_text(text)
-    return _ids(_needed(tokenizer)(text)["input_ids"], vocab_size) if text else _ids([], vocab_size)
+    return _ids(_needed(tokenizer)(text, add_special_tokens=begins)["input_ids"], vocab_size)
 
 
 def _check_text(text: str) -> None:
@@ -101,7 +116,7 @@ def _check_text(text: str) -> None:
         )
 
 
-def _chat(messages: Any, tokenizer: Any, vocab_size: int) -> np.ndarray:
+def _chat(messages: Any, tokenizer: Any, vocab_size: int, pending: int | None) -> np.ndarray:
     template = getattr(_needed(tokenizer), "chat_template", None)
     if not template:
         raise BadValue("chat messages, but the model's tokenizer has no chat template: give the prompt as text")
@@ -113,14 +128,19 @@ def _chat(messages: Any, tokenizer: Any, vocab_size: int) -> np.ndarray:
             )
         if isinstance(message["content"], str):
             _check_text(message["content"])
+    if pending is not None and all(message["role"] != "assistant" for message in messages):
+        raise BadValue(
+            "chat messages without an answer of the model, on a cache: expected the whole conversation, of which what "
+            "follows the last answer is run; or what is new as text"
+        )
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        ids = next_turn(tokenizer, list(messages), pending)
     except Exception as error:  # what a template, a program of the model's maker, raises for messages it can't take
         raise BadValue(
             f"the model's chat template can't take these messages ({type(error).__name__}: {first_line(error)}): "
             "expected user and assistant in turn, each with text"
         ) from error
-    return _ids(tokenizer(text, add_special_tokens=False)["input_ids"], vocab_size)  # the template has written its own
+    return _ids(ids, vocab_size)
 
 
 def _needed(tokenizer: Any) -> Any:

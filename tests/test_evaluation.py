@@ -163,6 +163,14 @@ def test_question_is_split_from_its_context(lettered):
     context, rest = asking.asked(tokenizer, plain, plain.questions[0])
     assert (tokenizer.decode(context), tokenizer.decode(rest)) == ("ab\nc", "d"), "the text alone, split before its end"
     assert asking.shortened(tokenizer, plain, 3).context == "acd" and asking.shortened(tokenizer, plain, 5) is plain
+    ids = asking.asked(
+        lambda text, add_special_tokens: {"input_ids": [9] * add_special_tokens + [*map(ord, text)]},
+        plain,
+        plain.questions[0],
+    )
+    assert ids[0].tolist() == [9, *map(ord, "ab\nc")] and ids[1].tolist() == [ord("d")], (
+        "behind what a text begins with"
+    )
     with pytest.raises(BadValue, match="no tokenizer"):
         asking.asked(None, example, example.questions[0])
 

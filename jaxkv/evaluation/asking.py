@@ -16,16 +16,18 @@ def asked(tokenizer: Any, example: Example, question: Question) -> tuple[np.ndar
 
     Each is tokenised by itself, so that the question seen after a compressed context has the same tokens as the one in
     a whole prompt. Between them is an empty line, unless the question begins with a line of its own or there is none. A
-    model without a chat template gets the plain text, and so does an example that wants no chat: the
-    last token of its context is then the rest, where it has no question. Raises `BadValue` without a tokenizer.
+    model without a chat template gets the plain text, behind what its texts begin with, and so does an example that
+    wants no chat: the last token of its context is then the rest, where it has no question. Raises `BadValue` without
+    a tokenizer.
     """
     if tokenizer is None:
         raise BadValue("the tasks are text, but the model has no tokenizer: give a model folder that has one")
     if not example.chat:
-        context, rest = ids(tokenizer, example.context), ids(tokenizer, question.text + question.prefix)
+        context, rest = ids(tokenizer, example.context, True), ids(tokenizer, question.text + question.prefix)
         return (context, rest) if len(rest) else (context[:-1], context[-1:])
     between = "" if not question.text or question.text.startswith("\n") else "\n\n"
-    if getattr(tokenizer, "chat_template", None):
+    template = getattr(tokenizer, "chat_template", None)
+    if template:
         turns = [{"role": role, "content": content} for role, content in example.turns]
         last = {"role": "user", "content": f"{example.context}{MARK}{between}{question.text}"}
         text = tokenizer.apply_chat_template([*turns, last], tokenize=False, add_generation_prompt=True)
@@ -33,7 +35,7 @@ def asked(tokenizer: Any, example: Example, question: Question) -> tuple[np.ndar
         talk = "".join(f"{role}: {content}\n" for role, content in example.turns)
         text = f"{talk}{example.context}{MARK}{between}{question.text}\n"
     context, _, rest = text.partition(MARK)
-    return ids(tokenizer, context), ids(tokenizer, rest + question.prefix)
+    return ids(tokenizer, context, not template), ids(tokenizer, rest + question.prefix)
 
 
 def shortened(tokenizer: Any, example: Example, longest: int | None) -> Example:
@@ -46,9 +48,10 @@ def shortened(tokenizer: Any, example: Example, longest: int | None) -> Example:
     return dataclasses.replace(example, context="".join(texts))
 
 
-def ids(tokenizer: Any, text: str) -> np.ndarray:
-    """Token ids of text that may hold the chat format's special tokens."""
-    return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+def ids(tokenizer: Any, text: str, begins: bool = False) -> np.ndarray:
+    """Token ids of text that may hold the chat format's special tokens; where it `begins` a prompt, behind what the
+    model's texts begin with."""
+    return np.asarray(tokenizer(text, add_special_tokens=begins)["input_ids"], np.int32)
 
 
 def size(tokenizer: Any, example: Example) -> int:

@@ -133,12 +133,17 @@ def planned(params: Params, settings: Settings) -> Work:
     alone = dataclasses.replace(settings, batch=1) if shared else settings
     own = [job.without(taken) for job in jobs.jobs(alone, examples, cells, tokenizer)]
     own = [job for job in own if job.rows]
-    by_cell = [(job.cell, _step(params, alone, job)) for job in own] + _fidelity_steps(params, settings, cells)
+    fidelity_steps, retention_steps = _fidelity_steps(params, settings, cells), _retention_steps(params, settings)
+    by_cell = [(job.cell, _step(params, alone, job)) for job in own] + fidelity_steps
     order = {(cell.label, cell.budget, cell.ratio): place for place, cell in enumerate(cells)}
     by_cell.sort(key=lambda one: order[one[0].label, one[0].budget, one[0].ratio])  # stable
     together = jobs.side_by_side(settings, shared)
     steps = [_shared_step(params, settings, some) for some in together] + [step for _, step in by_cell]
-    return Work([*steps, *_retention_steps(params, settings)], jobs.cost(shared, own, tokenizer))
+    others = {
+        "fidelity": sum(step.work for _, step in fidelity_steps),
+        "retention": sum(step.work for step in retention_steps),
+    }
+    return Work([*steps, *retention_steps], jobs.cost(shared, own, others, tokenizer))
 
 
 def _step(params: Params, settings: Settings, job: Job) -> Step:
@@ -292,13 +297,14 @@ def answer_of(params: Params, tokens: list[int]) -> str:
 
 
 def prose_rows(settings: Settings, tokenizer: Any, count: int, tokens: int, file: str = "") -> np.ndarray:
-    """`count` rows of `tokens` ids of the prose (or of a text file), from different places on, repeated as needed."""
+    """`count` rows of `tokens` ids of the prose (or of a text file), from different places on, repeated as needed, each
+    behind what the model's texts begin with."""
     text = text_of(file)
-    ids = asking.ids(tokenizer, text)
+    ids, front = asking.ids(tokenizer, text), asking.ids(tokenizer, "", begins=True)
     if len(ids) < 2:
         raise BadValue(f"fidelity file {file!r} has {len(ids)} tokens: expected a text")
     start = [row * len(ids) // count for row in range(count)]
-    return np.stack([np.resize(np.roll(ids, -at), tokens) for at in start]).astype(np.int32)
+    return np.stack([[*front, *np.resize(np.roll(ids, -at), tokens - len(front))] for at in start]).astype(np.int32)
 
 
 def text_of(file: str) -> str:
