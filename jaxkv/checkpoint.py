@@ -60,7 +60,9 @@ def restore(path: str | os.PathLike, params: Any = None) -> KVCache:
     if not path.is_dir():
         raise BadCheckpoint(f"{path}: no saved cache there; expected a folder that jaxkv.save wrote")
     if damage := digests.damage(path):
-        raise BadCheckpoint(f"{path}: not a readable saved cache ({damage}); it is damaged, save it again")
+        raise BadCheckpoint(
+            f"{path}: not a readable saved cache ({damage}); expected a folder that jaxkv.save wrote, whole"
+        )
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
             facts = checkpointer.restore(path, ocp.args.Composite(facts=ocp.args.JsonRestore()))["facts"]

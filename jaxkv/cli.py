@@ -19,6 +19,7 @@ from jaxkv.errors import BadValue, JaxkvError
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_POLICY = "laq-h2o-int4"  # what docs/choosing.md recommends where all must stay in the budget
+SERVED_BLOCK = 256  # tokens of a prompt between two steps of the rows that run
 DEFAULT_BUDGET = 1024  # under the default policy the bytes of less than 300 entries in bfloat16
 
 
@@ -35,7 +36,7 @@ class Cut:
     bytes: int | None = None
     """Bytes that the keys and values of one row may take, instead of a budget."""
     option: tuple[str, ...] = ()
-    """Options of the policy's parts, as name=value: --option window=32 sinks=4."""
+    """Options of the policy's parts, as name=value: --option window=32 sinks=4; a part's table in JSON."""
     parts: tuple[str, ...] = ()
     """Python files or modules that register parts of your own."""
 
@@ -63,7 +64,7 @@ class Draw:
 
     max_new_tokens: int = 128
     temperature: float = 0.0
-    """0 is greedy."""
+    """0 is greedy: top-k, top-p, min-p and seed then change nothing."""
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
@@ -203,12 +204,12 @@ class Serve:
     """Prompt tokens that rows have slots for, where the policy keeps them all while decoding."""
     max_new_tokens: int = 512
     """New tokens, likewise."""
-    block: int = 256
-    """Prompt tokens run at a time, between steps of the rows that run."""
+    block: int | None = None
+    """Prompt tokens run at a time, between steps of the rows that run: 256 where the policy has no block of its own."""
     queue: int = 256
     """Requests that may wait."""
     prefix: tuple[str, ...] = ()
-    """Texts to branch from, as name=file."""
+    """Texts to branch from, as name=file, under a policy that reads a prompt once (h2o, not laq-h2o-int4)."""
     host: str = "127.0.0.1"
     """0.0.0.0 answers other machines as well: give a token then."""
     port: int = 8000
@@ -240,11 +241,16 @@ class Info:
     """A model's shape, and the bytes of a bounded cache against the full one."""
 
     model: Positional[str] = DEFAULT_MODEL
-    budget: int = DEFAULT_BUDGET
+    budget: int | None = None
+    """Tokens kept per KV head and layer (1024 when neither this nor the policy's file says)."""
     tokens: int = 8192
     """Length of the text that the full cache is reckoned for."""
     policy: str | None = None
     """A name from `jaxkv policies`, or a .toml file: what its cache takes, with statistics and what lies beside it."""
+    option: tuple[str, ...] = ()
+    """Options of the policy's parts, as of `jaxkv generate`."""
+    parts: tuple[str, ...] = ()
+    """Python files or modules that register parts of your own."""
     kernels: bool = False
     """Which implementation of each attention operation runs here, and why not a faster one."""
     batch: int = 1
@@ -465,7 +471,9 @@ def _serve(command: Serve) -> int:
     from jaxkv.serving.http import Limits
     from jaxkv.serving.serve import serve
 
-    chosen, method = dataclasses.replace(command.cut.build(), block=command.block), command.drafting.build()
+    chosen, method = command.cut.build(), command.drafting.build()
+    block = command.block or (SERVED_BLOCK if chosen.block == type(chosen).block else chosen.block)
+    chosen = dataclasses.replace(chosen, block=block)
     params = _loaded(command, command.spread.build())
     engine = Engine(
         params, chosen, rows=command.rows, longest=command.longest, max_new_tokens=command.max_new_tokens,
@@ -507,7 +515,6 @@ def _chat(command: Chat) -> int:
     import jax
 
     import jaxkv
-    from jaxkv.chat import next_turn
 
     chosen, method = command.cut.build(), command.drafting.build()
     params = _loaded(command, Spread(mesh=command.mesh).build())
@@ -516,14 +523,13 @@ def _chat(command: Chat) -> int:
     if not getattr(params.tokenizer, "chat_template", None):
         raise BadValue(f"model {command.model!r} has no chat template: use jaxkv generate")
     messages = [{"role": "system", "content": command.system}] if command.system else []
-    cache, pending = None, -1
+    cache = None
     _note(f"{command.model} under {_size(chosen)}; an empty line ends")
     while line := _ask():
         messages.append({"role": "user", "content": line})
-        ids = next_turn(params.tokenizer, messages, pending)
         with _Meter(command.json) as meter:  # until the first words come
             pieces = jaxkv.stream(
-                params, ids, policy=None if cache is not None else chosen, cache=cache, speculative=method,
+                params, messages, policy=None if cache is not None else chosen, cache=cache, speculative=method,
                 scan_layers=True, progress=meter.update, **_drawn(command.draw),
             )  # fmt: skip
             coming = iter(pieces)
@@ -532,7 +538,7 @@ def _chat(command: Chat) -> int:
             if not command.json:
                 print(piece, end="", flush=True)
         out = pieces.generation
-        cache, pending = out.cache, int(out.cache.pending[0])
+        cache = out.cache
         messages.append({"role": "assistant", "content": out.text})
         if command.json:
             print(json.dumps({"text": out.text, "stats": _facts(out.stats)}), flush=True)
@@ -569,8 +575,7 @@ def _policies(command: Policies) -> int:
         for part, otherwise in plain.items():
             print(f"{part:8} {_phrase(to_dict(policy).get(part, otherwise))}")
         print(f"{'rope':8} {policy.rope}\n{'block':8} {policy.block}\n{'floor':8} {policy.floor} tokens at least")
-        bounded = "while decoding too" if policy.bounded else "not while decoding; --option decode=h2o bounds that"
-        print(f"{'bounded':8} {bounded}")
+        print(f"{'bounded':8} {_bounds(policy)}")
         print(f"{'question':8} {'steers' if policy.query_aware else 'does not steer'} what is kept of the prompt")
         print(f"{'needs':8} {'calibration' if policy.calibrated else 'nothing measured before'}")
         return 0
@@ -610,6 +615,18 @@ def _parts(policy: Any) -> dict[str, str]:
     return words
 
 
+def _bounds(policy: Any) -> str:
+    """Whether the policy bounds the cache while decoding, and what would."""
+    from jaxkv.policies.catalogue import named
+
+    if policy.bounded:
+        return "while decoding too"
+    if not policy.evicts:
+        return "no: it keeps all tokens"
+    other = policy.decode is None and dataclasses.replace(policy, decode=named("h2o").decode).bounded
+    return "not while decoding" + "; --option decode=h2o bounds that" * other
+
+
 def _phrase(value: Any) -> str:
     if not isinstance(value, dict):
         return str(value)
@@ -633,6 +650,8 @@ def _info(command: Info) -> int:
     else:
         path = locate(command.model)
         config = config_of(path) if path.is_dir() else load(path).config
+    policy = _policy_of(command, config)
+    budget = command.budget or (policy and policy.budgets(command.tokens, 1)[0]) or DEFAULT_BUDGET
     size = jnp.dtype(command.dtype).itemsize
     bytes_per_token = [2 * s.num_kv_heads * s.head_dim * size for s in config.specs]
 
@@ -652,12 +671,12 @@ def _info(command: Info) -> int:
         "dtype": command.dtype,
         "cache_bytes_per_token": command.batch * sum(bytes_per_token),
         f"full_cache_bytes_at_{command.tokens}_tokens": held(command.tokens),
-        f"cache_bytes_at_budget_{command.budget}": held(min(command.budget, command.tokens)),
+        f"cache_bytes_at_budget_{budget}": held(min(budget, command.tokens)),
     }
-    if command.policy is not None:
-        facts |= _cache_under(command.policy, command, config)
+    if policy is not None:
+        facts |= _cache_under(policy, command, config)
     if command.kernels:
-        facts |= _kernels_for(command, config)
+        facts |= _kernels_for(policy, budget, command, config)
     if command.json:
         print(json.dumps(facts))
     else:
@@ -666,38 +685,47 @@ def _info(command: Info) -> int:
     return 0
 
 
-def _cache_under(name: str, command: Info, config: Any) -> dict[str, int]:
-    """Bytes of the cache that a policy holds while it decodes: all of it, and of it keys and values."""
-    from jaxkv.policies.catalogue import named, sized
+def _policy_of(command: Info, config: Any) -> Any:
+    """The policy that is asked about, its bytes as the budget that they hold; None where none is."""
+    from jaxkv.sizes import fitted
+
+    if command.policy is None:
+        _register(command.parts)
+        return None
+    cut = Cut(policy=command.policy, budget=command.budget, option=command.option, parts=command.parts)
+    return fitted(cut.build(), config, command.dtype)
+
+
+def _cache_under(policy: Any, command: Info, config: Any) -> dict[str, int]:
+    """Bytes of the cache that a policy holds while it decodes, or leaves of a prompt where it adds every new token: all
+    of it, and of it keys and values."""
     from jaxkv.sizes import size_of, slots_at
 
-    chosen = named(name)
-    policy = sized(chosen, budget=command.budget if chosen.evicts else None)
-    if policy.bounded:
-        slots = slots_at(policy, config, command.budget)
+    if policy.evicts:
+        budget = policy.budgets(command.tokens, 1)[0]
+        slots = slots_at(policy, config, budget)
+        at = f"budget_{budget}" + "_behind_the_prompt" * (not policy.bounded)
     else:
         slots = [min(command.tokens, spec.window or command.tokens) for spec in config.specs]
+        at = f"{command.tokens}_tokens"
     size = size_of(policy, config, command.dtype, slots)
-    where = f"budget_{command.budget}" if policy.bounded else f"{command.tokens}_tokens"
     what = {"cache_bytes": size.all, "keys_and_values_bytes": size.keys_values}
-    return {f"{key}_under_{policy.name}_at_{where}": command.batch * value for key, value in what.items()}
+    return {f"{key}_under_{policy.name}_at_{at}": command.batch * value for key, value in what.items()}
 
 
-def _kernels_for(command: Info, config: Any) -> dict[str, str]:
+def _kernels_for(policy: Any, budget: int, command: Info, config: Any) -> dict[str, str]:
     """What runs of each attention operation in the model's first layer, as the policy holds its entries, and why others
     do not."""
-    from jaxkv.policies.catalogue import named
     from jaxkv.store.reading import reading
     from pallas_kernels.choices import choices
 
     codes, spec = None, config.specs[0]
-    if command.policy is not None:
-        policy = named(command.policy)
+    if policy is not None:
         store = policy.store
         fitted = store.fitted(store.unfit(1, 1, spec.head_dim))
         how = reading(
             fitted, windows=store.windows, rotates=policy.rope != "text", capped=spec.softcap is not None,
-            weighs=policy.weighs_at_decode,
+            at_once=policy.weighs_at_decode and policy.allocate.pooled,
         )  # fmt: skip
 
         def form(codec: Any, x: Any) -> Any:
@@ -705,7 +733,7 @@ def _kernels_for(command: Info, config: Any) -> dict[str, str]:
 
         codes = functools.partial(form, store.keys), functools.partial(form, store.values)
     found = choices(
-        heads=config.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, slots=command.budget,
+        heads=config.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, slots=budget,
         dtype=command.dtype, batch=command.batch, codes=codes,
     )  # fmt: skip
     return {name: "; ".join((chosen.implementation, *chosen.reasons)) for name, chosen in found.items()}
@@ -799,7 +827,14 @@ def _drawn(draw: Draw) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """A number or truth value where the text is one."""
+    """A number, a truth value, or a table in JSON, where the text is one."""
+    if text.startswith("{"):
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            raise BadValue(
+                f'option {text!r} is no table in JSON ({error}): expected such as {{"kind": "int"}}'
+            ) from error
     for kind in (int, float):
         try:
             return kind(text)

@@ -41,8 +41,9 @@ class Busy(JaxkvError, RuntimeError):
 def unknown(kind: str, name: object, known) -> UnknownName:
     """`UnknownName` that lists the nearest of the `known` names."""
     name, known = str(name), sorted(map(str, known))
-    near = get_close_matches(name, known, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else f"known: {', '.join(known)}"
+    small = {each.lower(): each for each in known}
+    near = [small[each] for each in get_close_matches(name.lower(), small, n=3, cutoff=0.5)]
+    hint = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else f"known: {', '.join(known) or 'none'}"
     return UnknownName(f"unknown {kind} {name[:80]!r}; {hint}")
 
 

@@ -79,7 +79,8 @@ def attend_few(
     there = jnp.any(seen, axis=2)[..., None]
     values = jnp.where(there, values.astype(jnp.float32), 0.0)
     output = jnp.einsum("bhgts,bhsd->bhgtd", weights, values)
-    mass = None if group is None else weights[:, :, :, 0]
-    if mass is not None and group != "each":
-        mass = GROUP[group](mass, axis=2)
+    mass = None
+    if group is not None:
+        mass = weights[:, :, :, 0]
+        mass = mass if group == "each" else GROUP[group](mass, axis=2)
     return Partial(output.reshape(query.shape), lse.reshape(batch, heads, length), mass)

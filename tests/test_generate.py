@@ -55,6 +55,36 @@ def test_every_form_of_prompt(lettered):
     assert len(rows_of([chat, chat], lettered.tokenizer, 256)[0]) == 2
 
 
+class Beginning(Letters):
+    """Its texts begin with a token of their own, as those of Llama and Gemma do."""
+
+    def __call__(self, text, add_special_tokens=True, **_):
+        return {"input_ids": [1] * add_special_tokens + super().__call__(text)["input_ids"]}
+
+
+def test_text_that_goes_on_from_a_cache_begins_no_text(tiny):
+    params = tiny(FAMILY)
+    params = type(params)(params.weights, params.config, Beginning())
+    cache = jaxkv.prefill(params, "ab", policy=jaxkv.policy("h2o", budget=16))
+    assert cache.texts()[0].tolist() == [1, 65, 66]
+    out = jaxkv.generate(params, ["cd", "e"], cache=cache, max_new_tokens=2, stop_tokens=())
+    assert [text[:5].tolist() for text in out.cache.texts()] == [[1, 65, 66, 67, 68], [1, 65, 66, 69, out.tokens[1][0]]]
+
+
+def test_a_conversation_goes_on_from_its_cache(lettered):
+    messages = [{"role": "u", "content": "hi"}]
+    out = jaxkv.generate(lettered, messages, policy=jaxkv.policy("h2o", budget=24), max_new_tokens=3, stop_tokens=())
+    more = [*messages, {"role": "a", "content": out.text}, {"role": "u", "content": "go on"}]
+    said = [{**each, "role": {"a": "assistant"}.get(each["role"], each["role"])} for each in more]
+    again = jaxkv.generate(lettered, said, cache=out.cache, max_new_tokens=2, stop_tokens=())
+    text = lettered.tokenizer.decode(again.cache.texts()[0])
+    assert text.startswith(f"<u>hi<a>{out.text}<u>go on<a>") and text.count("hi") == 1
+    with pytest.raises(BadValue, match="without an answer of the model, on a cache: expected the whole conversation"):
+        jaxkv.generate(lettered, messages, cache=out.cache, max_new_tokens=2)
+    with pytest.raises(BadValue, match="prompt 1 of the list is empty"):
+        jaxkv.generate(lettered, ["ab", ""], policy=None, max_new_tokens=2)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "name", "options"),
@@ -433,6 +463,20 @@ def test_the_command_line(monkeypatch, capsys, lettered):
     assert facts["full_cache_bytes_at_1000_tokens"] == 10 * facts["cache_bytes_at_budget_100"]
     assert cli.main(["info", "llama-3-8b", "--kernels", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["prefill_attend"]
+    assert cli.main(["info", "llama-3-8b", "--policy", "snapkv", "--budget", "64", "--tokens", "1000", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    left = facts["cache_bytes_under_snapkv_at_budget_64_behind_the_prompt"]
+    assert facts["cache_bytes_at_budget_64"] < left < 1.1 * facts["cache_bytes_at_budget_64"]
+    coded = ["--option", 'store={"keys": {"kind": "int", "bits": 4}, "values": {"kind": "int", "bits": 4}}']
+    assert cli.main(["info", "llama-3-8b", "--policy", "h2o", "--budget", "64", *coded, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["keys_and_values_bytes_under_h2o_at_budget_64"] < 0.16 * facts["cache_bytes_at_budget_64"]
+    for name, says in (
+        ("kivi", "no: it keeps all"),
+        ("snapkv", "decode=h2o bounds that"),
+        ("d2o", "not while decoding\n"),
+    ):
+        assert cli.main(["policies", name]) == 0 and says in capsys.readouterr().out
     assert cli.main(["generate", "x", "--policy", "snapvk"]) == 2
     assert "did you mean 'snapkv'" in capsys.readouterr().err
 

@@ -96,6 +96,17 @@ def test_any_policy_can_be_bounded_while_decoding(name, tmp_path):
         (lambda: from_dict({"name": "x", "prefill": {"score": {"kind": "attention"}}}), BadValue, "queries that look"),
         (lambda: jaxkv.policy("h2o", budget=9, reserve=0.5), BadValue, "something can be evicted"),
         (lambda: jaxkv.policy("vatp", budget=40), BadValue, "at least 41"),
+        (lambda: jaxkv.policy("H2O", budget=40), UnknownName, "did you mean 'h2o'"),
+        (lambda: jaxkv.policy("snapkv", budget=64, decode_window=8), BadValue, "no decode phase: add decode="),
+        (
+            lambda: jaxkv.policy("snapkv", budget=64, every=16),
+            BadValue,
+            "every=16 .* at prefill: .* give decode_every=",
+        ),
+        (lambda: jaxkv.policy("h2o", budget=64, prefill_every=16), BadValue, "every=16 of policy 'h2o' at prefill"),
+        (lambda: jaxkv.policy("full", decode="h2o"), BadValue, "add a prefill phase"),
+        (lambda: jaxkv.policy("h2o", budget=64, allocate="global"), BadValue, "allocate={'kind': 'global'}"),
+        (lambda: jaxkv.policy("h2o", budget=64, store="int4"), BadValue, "store={'keys': {'kind': 'int', 'bits': 4}}"),
     ],
 )
 def test_refusals_name_the_value_and_the_remedy(call, error, words):

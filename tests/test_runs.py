@@ -115,6 +115,7 @@ def test_broken_data(tmp_path, content, words):
         ({"policies": [5]}, "policies has 5"),
         ({"policies": [{"window": 5}]}, "a table with a name"),
         ({"policies": [{"name": "tova", "budget": 5}], "budgets": [64]}, "sizes stand in"),
+        ({"policies": [{"name": "tova", "bytes": 5}], "budgets": [64]}, "policies has bytes=5: sizes stand in"),
         ({"policies": [{"name": "tova", "budgets": 5}]}, "expected a list of sizes"),
         ({**SIZES, "budgets": ["64"]}, "budgets="),
         ({**SIZES, "budgets": [0]}, "at least 1"),

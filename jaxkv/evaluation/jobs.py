@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -169,25 +169,30 @@ def _drafts(policy: Policy | None) -> bool:
     return policy is not None and policy.prefill is not None and policy.prefill.observe.drafts
 
 
-def cost(shares: Sequence[Share], own: Sequence[Job], tokenizer: Any) -> str:
-    """How many prefills, of how many tokens, for how many answers; who needs a prefill of its own, and why."""
+def cost(shares: Sequence[Share], own: Sequence[Job], others: Mapping[str, int], tokenizer: Any) -> str:
+    """How many prefills, of how many tokens, for how many answers; who needs a prefill of its own where others share
+    one, and why; and the tokens of what is measured beside answers, by its name."""
+    said = []
     answers, tokens = sum(len(share.cells) for share in shares), sum(len(share.ids) for share in shares)
-    prompts = len({(id(share.row[0]), share.row[1]) for share in shares})
-    times = len(shares) // max(prompts, 1)
-    once = "once each" if times < 2 else f"{times} times, for as many parts of the policies"
-    said = [f"{prompts} prompts run {once}, {tokens} tokens in all, for {answers} answers side by side"]
+    if shares:
+        prompts = len({(id(share.row[0]), share.row[1]) for share in shares})
+        times = len(shares) // prompts
+        once = "once each" if times < 2 else f"{times} times, for as many parts of the policies"
+        said.append(f"{prompts} prompts run {once}, {tokens} tokens in all, for {answers} answers side by side")
     prefills, tokens, why = 0, 0, {}
     for job in own:
         if job.cell.policy is None:
-            why.setdefault(job.cell.label, f"{job.cell.label} is not measured: {job.cell.reason}")
+            why.setdefault(f"not measured: {job.cell.reason}", {})[job.cell.label] = None
             continue
         sizes = [asking.size(tokenizer, example) for example, _ in job.rows]
         prefills, tokens = prefills + len(sizes), tokens + sum(sizes)
-        reason = one_prefill.apart(job.cell.policy, max(sizes)) or f"asked in the mode {job.mode!r}, or alone"
-        why[job.cell.label] = f"{job.cell.label} prefills for itself: {reason}"
+        if shares:
+            reason = one_prefill.apart(job.cell.policy, max(sizes)) or f"asked in the mode {job.mode!r}, or alone"
+            why.setdefault(f"a prefill of its own: {reason}", {})[job.cell.label] = None
     if prefills:
-        said.append(f"{prefills} more prefills of {tokens} tokens in all")
-    return "; ".join([*said, *why.values()])
+        said.append(f"{prefills} {'more ' * bool(shares)}prefills of {tokens} tokens in all")
+    said += [f"{count} tokens for {name}" for name, count in others.items() if count]
+    return "; ".join([*said, *(f"{', '.join(labels)}: {reason}" for reason, labels in why.items())])
 
 
 def about(job: Job, row: tuple[Example, int]) -> Record:

@@ -189,8 +189,9 @@ class Settings(Checked):
             if not sizes and (chosen.budget, chosen.ratio) != (None, None):
                 sizes = [(chosen.budget, chosen.ratio)]
             if not sizes:
+                own_size = "neither" if chosen.bytes is None else f"neither (its own bytes={chosen.bytes} do not count)"
                 raise BadValue(
-                    f"policy {name!r} needs budgets or ratios, and the run has neither: give budgets = [...]"
+                    f"policy {name!r} needs budgets or ratios, and the run has {own_size}: give budgets = [...]"
                 )
             for budget, ratio in sizes:
                 try:
@@ -289,10 +290,11 @@ def _read(entry: Any) -> Any:
     if isinstance(options.get("prefill"), dict):  # a whole policy
         whole = {name: options.pop(name) for name in list(options) if name in OF_A_POLICY}
         return {**options, "name": whole["name"], "table": table_of(made_of(whole))}
-    for name in ("budget", "ratio", "chosen"):
+    for name in ("budget", "ratio", "bytes", "chosen"):
         if name in options:
             raise BadValue(
-                f"policies has {name}={shown(options[name])}: sizes stand in budgets = [...] or ratios = [...]"
+                f"policies has {name}={shown(options[name])}: sizes stand in budgets = [...] or ratios = [...] (jaxkv "
+                "info says what they take)"
             )
     for name in SIZES:
         if not isinstance(options.get(name, ()), list | tuple):

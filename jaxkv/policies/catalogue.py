@@ -142,8 +142,10 @@ def _phase(which: str, value: Any) -> Any:
 def _with(policy: Policy, option: str, value: Any) -> Policy:
     """The policy with one option set, in every part that has a field of that name."""
     phase, _, field = option.partition("_")
-    if phase not in ("prefill", "decode") or not field:
+    if phase not in PHASES or not field:
         phase, field = None, option
+    elif getattr(policy, phase) is None:
+        raise BadValue(f"{option}= of policy {policy.name!r}, which has no {phase} phase: add {phase}=")
     changed, known = _set(policy, field, value, phase)
     if changed == policy and field not in known:
         raise unknown(f"option of policy {policy.name!r}", field, known)

@@ -135,7 +135,15 @@ class Policy(Checked):
         if self.block < 1:
             raise BadValue(f"block={self.block}: expected at least 1 token")
         if self.prefill is None and self.decode is not None:
-            raise BadValue(f"policy {self.name!r} evicts at decode but not at prefill: its cache would not be bounded")
+            raise BadValue(
+                f"policy {self.name!r} evicts at decode but not at prefill: its cache would not be bounded; add a "
+                "prefill phase, such as that of another policy: prefill='snapkv'"
+            )
+        if self.prefill is not None and self.prefill.every > 1 and (self.decode is None or self.decode.every == 1):
+            raise BadValue(
+                f"every={self.prefill.every} of policy {self.name!r} at prefill: a cache is cut after so many tokens "
+                "while decoding; give decode_every=, and a decode phase where there is none"
+            )
         if self.decode is not None and (self.decode.observe.extra or self.decode.observe.replays):
             raise BadValue("pseudo queries stand in for decode queries: use observe kind 'current-query' at decode")
         if self.decode is not None and QUERIES in self.decode.score.needs:
@@ -484,6 +492,9 @@ def part(name: str, table: Any) -> Any:
 
 def made(name: str, value: Any) -> Any:
     """A part of a policy of this name, given itself or as its table."""
+    if isinstance(value, str):
+        table = {"keys": {"kind": "int", "bits": 4}} if name == "store" else {"kind": value}
+        raise BadValue(f"{name}={value!r}: expected the part itself, or its table, such as {name}={table}")
     if not isinstance(value, dict):
         return value
     return _built(PLAIN[name], value, name) if name in PLAIN else part(name, value)

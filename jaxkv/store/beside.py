@@ -27,6 +27,7 @@ def joined(codes: Partial, others: Sequence[Beside], group: str) -> Partial:
         return whole
 
     def mass(part: Partial) -> Float[Array, "B Hk S"]:
+        assert part.mass is not None, "whoever reads tokens beside the codes gives their mass"
         share = portion(part.lse, whole.lse).reshape(*part.mass.shape[:3], 1)
         return GROUP[group](part.mass * share, axis=2)
 

@@ -20,6 +20,8 @@ import uvicorn
 from letters import Letters
 
 import jaxkv
+from jaxkv import cli
+from jaxkv.errors import BadValue
 from jaxkv.serving import Engine
 from jaxkv.serving.http import Limits, Server
 
@@ -410,6 +412,21 @@ def test_the_stop_finishes_what_runs(params, client):
         pieces += list(stream)
         assert pieces[-1].choices[0].finish_reason == "length"
         until(lambda: engine.closed)
+
+
+@pytest.mark.parametrize(
+    "words, block", [([], 256), (["--block", "64"], 64), (["--policy", "epicache", "--budget", "64"], 512)], ids=str
+)
+def test_a_policy_keeps_its_own_block(tiny, monkeypatch, words, block):
+    found = []
+
+    def engine(_, policy, **__):
+        found.append(policy.block)
+        raise BadValue("enough")
+
+    monkeypatch.setattr(jaxkv, "load", lambda *_, **__: tiny("llama3"))
+    monkeypatch.setattr("jaxkv.serving.Engine", engine)
+    assert cli.main(["serve", *words]) == 2 and found == [block]
 
 
 @contextlib.contextmanager
