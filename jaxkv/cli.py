@@ -6,16 +6,19 @@ import gc
 import itertools
 import json
 import os
+import re
 import sys
 import threading
 import tomllib
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional, subcommand
 
-from jaxkv.errors import BadValue, JaxkvError
+from jaxkv.errors import BadValue, JaxkvError, unknown
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_POLICY = "laq-h2o-int4"  # what docs/choosing.md recommends where all must stay in the budget
@@ -359,6 +362,11 @@ def main(args: list[str] | None = None) -> int:
     _quieten()
     # imports and tracing make many objects that stay: looking for garbage among them is half a second of a first answer
     gc.set_threshold(100_000, 50, 50)
+    try:
+        _check_names(sys.argv[1:] if args is None else args)
+    except JaxkvError as error:
+        print(f"jaxkv: {error}", file=sys.stderr)
+        return 2
     command = tyro.cli(Command, prog="jaxkv", args=args, config=(OmitArgPrefixes,))
     try:
         if isinstance(command, RUNS):
@@ -381,6 +389,29 @@ def main(args: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"jaxkv: stopped; nothing was kept of {type(command).__name__.lower()}, start it again", file=sys.stderr)
         return 130
+
+
+def _check_names(args: list[str]) -> None:
+    """Raises `UnknownName` for an option that the command has not: in front of a prompt the parser says only that the
+    prompt is missing."""
+    of = {str(each.__metadata__[0].name): each.__origin__ for each in typing.get_args(Command)}
+    if not args or args[0] not in of:
+        return
+    known = {"help", *_options_of(of[args[0]])}
+    for arg in args[1:]:
+        name = re.fullmatch(r"--([a-z][a-z0-9_-]*)(=.*)?", arg, re.DOTALL)
+        if name is not None and name[1].replace("_", "-") not in known:
+            raise unknown(f"option of jaxkv {args[0]}", f"--{name[1]}", {f"--{each}" for each in known})
+
+
+def _options_of(cls: Any) -> Iterator[str]:
+    """The names of a command's options, those of its parts too."""
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(field.default) and not isinstance(field.default, type):
+            yield from _options_of(type(field.default))
+        else:
+            name = field.name.replace("_", "-")
+            yield from (name, f"no-{name}") if isinstance(field.default, bool) else (name,)
 
 
 def _quieten() -> None:

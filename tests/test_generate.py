@@ -477,6 +477,8 @@ def test_the_command_line(monkeypatch, capsys, lettered):
         ("d2o", "not while decoding\n"),
     ):
         assert cli.main(["policies", name]) == 0 and says in capsys.readouterr().out
+    assert cli.main(["generate", "--budgt", "40", "x"]) == 2
+    assert "unknown option of jaxkv generate '--budgt'; did you mean '--budget'" in capsys.readouterr().err
     assert cli.main(["generate", "x", "--policy", "snapvk"]) == 2
     assert "did you mean 'snapkv'" in capsys.readouterr().err
 
