@@ -682,7 +682,9 @@ def _info(command: Info) -> int:
         path = locate(command.model)
         config = config_of(path) if path.is_dir() else load(path).config
     policy = _policy_of(command, config)
-    budget = command.budget or (policy and policy.budgets(command.tokens, 1)[0]) or DEFAULT_BUDGET
+    budget = command.budget or DEFAULT_BUDGET
+    if policy is not None and policy.evicts:
+        budget = policy.mean_budget(command.tokens)
     size = jnp.dtype(command.dtype).itemsize
     bytes_per_token = [2 * s.num_kv_heads * s.head_dim * size for s in config.specs]
 
@@ -705,7 +707,7 @@ def _info(command: Info) -> int:
         f"cache_bytes_at_budget_{budget}": held(min(budget, command.tokens)),
     }
     if policy is not None:
-        facts |= _cache_under(policy, command, config)
+        facts |= _cache_under(policy, budget, command, config)
     if command.kernels:
         facts |= _kernels_for(policy, budget, command, config)
     if command.json:
@@ -727,18 +729,18 @@ def _policy_of(command: Info, config: Any) -> Any:
     return fitted(cut.build(), config, command.dtype)
 
 
-def _cache_under(policy: Any, command: Info, config: Any) -> dict[str, int]:
+def _cache_under(policy: Any, budget: int, command: Info, config: Any) -> dict[str, int]:
     """Bytes of the cache that a policy holds while it decodes, or leaves of a prompt where it adds every new token: all
     of it, and of it keys and values."""
     from jaxkv.sizes import size_of, slots_at
+    from jaxkv.store.entries import in_pieces
 
-    if policy.evicts:
-        budget = policy.budgets(command.tokens, 1)[0]
-        slots = slots_at(policy, config, budget)
-        at = f"budget_{budget}" + "_behind_the_prompt" * (not policy.bounded)
-    else:
-        slots = [min(command.tokens, spec.window or command.tokens) for spec in config.specs]
-        at = f"{command.tokens}_tokens"
+    count, at = (budget, f"budget_{budget}") if policy.evicts else (command.tokens, f"{command.tokens}_tokens")
+    if policy.evicts and not policy.learns:
+        slots = slots_at(policy, config, count)
+    else:  # what was measured of the layers is not at hand: as if they had equally many
+        slots = [in_pieces(min(count, spec.window or count)) for spec in config.specs]
+    at += "_behind_the_prompt" * (policy.evicts and not policy.bounded)
     size = size_of(policy, config, command.dtype, slots)
     what = {"cache_bytes": size.all, "keys_and_values_bytes": size.keys_values}
     return {f"{key}_under_{policy.name}_at_{at}": command.batch * value for key, value in what.items()}
@@ -753,7 +755,7 @@ def _kernels_for(policy: Any, budget: int, command: Info, config: Any) -> dict[s
     codes, spec = None, config.specs[0]
     if policy is not None:
         store = policy.store
-        fitted = store.fitted(store.unfit(1, 1, spec.head_dim))
+        fitted = store.fitted(store.unfit(1, spec.num_kv_heads, spec.head_dim))
         how = reading(
             fitted, windows=store.windows, rotates=policy.rope != "text", capped=spec.softcap is not None,
             at_once=policy.weighs_at_decode and policy.allocate.pooled,

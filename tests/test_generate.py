@@ -483,6 +483,17 @@ def test_the_command_line(monkeypatch, capsys, lettered):
     assert "did you mean 'snapkv'" in capsys.readouterr().err
 
 
+@pytest.mark.long
+def test_info_sizes_every_policy_of_the_catalogue(capsys):
+    for name, policy in jaxkv.policies.catalogue().items():
+        size = ["--budget", "512"] if policy.evicts else []
+        words = ["info", "llama-3-8b", "--policy", name, *size, "--tokens", "1000", "--kernels", "--json"]
+        assert cli.main(words) == 0, name
+        facts = json.loads(capsys.readouterr().out)
+        (held,) = (value for key, value in facts.items() if key.startswith("keys_and_values_bytes_under"))
+        assert held > 0, name
+
+
 def test_chat_keeps_one_bounded_cache(monkeypatch, capsys, lettered):
     lines = iter(["hello there", "and again"])
     monkeypatch.setattr("sys.stdin", types.SimpleNamespace(isatty=lambda: False))

@@ -305,6 +305,14 @@ class Policy(Checked):
         """How many of a layer's last queries its scores look with."""
         return max((leaf.looks for phase in self.phases for leaf in phase.score.leaves()), default=0)
 
+    def mean_budget(self, tokens: int) -> int:
+        """Tokens per KV head for a text of `tokens` tokens, on average over the layers, where something is evicted."""
+        if self.budget is not None:
+            return self.budget
+        if self.ratio is None:
+            raise BadValue(f"policy {self.name!r} has neither budget nor ratio: give one of them, or bytes and a model")
+        return max(int(tokens * (1 - self.ratio)), min(self.floor, tokens), 1)
+
     def budgets(self, tokens: int, layers: int, learned: Learned = NOTHING) -> tuple[int, ...]:
         """Tokens per KV head of every layer for a text of `tokens` tokens; a ratio never goes below `floor`.
 
@@ -313,12 +321,7 @@ class Policy(Checked):
         """
         if not self.evicts:
             return (UNLIMITED,) * layers
-        if self.budget is None and self.ratio is None:
-            raise BadValue(f"policy {self.name!r} has neither budget nor ratio: give one of them, or bytes and a model")
-        budget = self.budget
-        if budget is None:
-            assert self.ratio is not None
-            budget = max(int(tokens * (1 - self.ratio)), min(self.floor, tokens), 1)
+        budget = self.mean_budget(tokens)
         window = self.prefill.observe.window if self.prefill else 0
         each = self.allocate.budgets(int(budget), layers, tokens, window, learned)
         least = self.floor if self.decode is not None else self.floor - 1  # a prompt may be cut to what is protected
