@@ -95,9 +95,10 @@ def read(some: list[Piece], runs: tuple[Run, ...], interpret: Any) -> tuple[Shap
 
     def kernel(*refs):
         (firsts, given, out), copied = _by_array(refs, some)
+        begin = pl.program_id(0) * rows
 
         def copies(row, head):
-            at = pl.program_id(0) * rows + row
+            at = begin + row
             for piece, first, x, to in zip(some, firsts, given, out, strict=True):
                 yield pltpu.make_async_copy(_piece(piece, x, at, head, first[at, head]), to.at[row, head], copied)
 
@@ -109,7 +110,7 @@ def read(some: list[Piece], runs: tuple[Run, ...], interpret: Any) -> tuple[Shap
             for copy in copies(row, head):
                 copy.wait()
 
-        there = lambda row, head: pl.program_id(0) * rows + row < batch  # noqa: E731
+        there = lambda row, head: begin + row < batch  # noqa: E731
         for act in (start, wait):
             _for_all(rows, heads, there, act)
 
@@ -128,13 +129,14 @@ def write(
 
     def kernel(*refs):
         (firsts, news, given, after, held), copied = _by_array(refs, some)
+        begin = pl.program_id(0) * rows
 
         def there(row, head):
-            at = pl.program_id(0) * rows + row
+            at = begin + row
             return (at < batch) & (firsts[0][jnp.minimum(at, batch - 1), head] >= 0)
 
         def each(row, head):
-            at = pl.program_id(0) * rows + row
+            at = begin + row
             for piece, first, *arrays in zip(some, firsts, news, given, after, held, strict=True):
                 yield piece, at, first[at, head], arrays
 

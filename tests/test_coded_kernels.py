@@ -608,9 +608,9 @@ def test_where_the_tokens_of_a_window_lie(case):
 
 def test_which_codes_are_read_as_they_lie():
     """Keys around a centre not where logits are capped: then what these have in common is no summand of them. None that
-    are still to be fitted; beside tokens in full precision where nothing is weighed."""
+    are still to be fitted; beside tokens in full precision where no pass must read all entries."""
     way = lambda codecs, **how: type(reading.reading(codecs, **how)) is reading.AsCodes  # noqa: E731
-    how = dict(windows=False, rotates=False, weighs=True)
+    how = dict(windows=False, rotates=False, at_once=True)
     plain, balanced = Codecs(Int(4), Int(4)), Codecs(IntBalanced(4), Int(4))
     fitted = balanced.fitted(balanced.unfit(1, 2, 64))
     ways = [way(codecs, **how, capped=capped) for codecs in (plain, fitted, balanced) for capped in (False, True)]
@@ -618,9 +618,9 @@ def test_which_codes_are_read_as_they_lie():
     beside = dict(windows=True, rotates=False, capped=False)
     shared = Codecs(IntByChannel(2, 8), Int(2), residual=8)
     for codecs in (plain, Codecs(Int(4), Plain()), shared):
-        assert [way(codecs, **beside, weighs=weighs) for weighs in (True, False)] == [False, True]
+        assert [way(codecs, **beside, at_once=at_once) for at_once in (True, False)] == [False, True]
     assert way(plain, **how, capped=False, divided=True)
-    assert not way(shared, **beside, weighs=False, divided=True), "blocks lie over devices"
+    assert not way(shared, **beside, at_once=False, divided=True), "blocks lie over devices"
 
 
 def test_what_runs_of_a_coded_cache(unchecked):
