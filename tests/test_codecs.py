@@ -18,6 +18,7 @@ from jaxkv.policies import Codecs, Fp8, Int, IntByChannel, Merge, Sparse
 from jaxkv.sizes import size_of
 from jaxkv.store import slots, window
 from jaxkv.store.entries import PIECE, Entries
+from jaxkv.store.gear import Gear
 from jaxkv.store.integers import hadamard_matrix, packed
 from jaxkv.store.window import WINDOW
 from pallas_kernels.arguments import Token
@@ -248,6 +249,21 @@ def test_blocks_are_encoded_when_the_window_is_full(seed, bits):
                     x[some] = [found[n] for n in range(len(some))]
         assert np.array_equal(np.asarray(store.positions), at)
         np.testing.assert_allclose(np.asarray(store.keys)[at >= 0], read[at >= 0], atol=2e-5)
+
+
+@pytest.mark.parametrize("codec", [IntByChannel(2, 4), Gear(tokens=4, rank=1, outliers=0.1)], ids=["channel", "gear"])
+def test_more_slots_change_no_code(codec):
+    """Nor what is read: not of a block that was not full, and whose tokens were encoded at different times."""
+    rng, codecs = np.random.default_rng(0), Codecs(codec, residual=8)
+    store = slots.empty(1, 2, 10, 8, jnp.float32, codecs=codecs, beside=codecs.beside(1, 2, 8, jnp.float32))
+    for step in range(10):
+        key = jnp.asarray(rng.standard_normal((1, 2, 8)), jnp.float32)
+        store = written(store, jnp.full((1, 2), step), Token(key, key, key, jnp.asarray([step])))
+    longer = store.resized(23)
+    assert longer.slots == 23 and np.asarray(longer.positions)[..., 10:].max() == -1
+    assert np.array_equal(longer.keys[:, :, :10], store.keys)
+    for before, after in zip(jax.tree.leaves(store.entries.keys), jax.tree.leaves(longer.entries.keys), strict=True):
+        assert np.array_equal(after[:, :, : before.shape[2]], before) and after.shape[2] > before.shape[2]
 
 
 @jax.jit

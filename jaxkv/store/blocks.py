@@ -95,6 +95,11 @@ class Blocks(Shared):
         blocks = [Run(x, number, 1) for x in jax.tree.leaves(code.blocks)]
         return slots + blocks, jax.tree.structure((code.slots, code.blocks))
 
+    def behind(self, code: BlockCode, more: int) -> BlockCode:
+        blocks = -(-(code.count + more) // self.tokens) - jax.tree.leaves(code.blocks)[0].shape[2]
+        slots, shared = (super(Blocks, self).behind(x, n) for x, n in ((code.slots, more), (code.blocks, blocks)))
+        return dataclasses.replace(code, slots=slots, blocks=shared)
+
     def decode(self, code: BlockCode) -> Float[Array, "B Hk C D"]:
         x = self.numbers(jax.tree.map(self._by_block, code.slots), code.blocks)
         return _in_a_row(x, code.count).astype(code.dtype)

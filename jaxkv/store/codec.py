@@ -56,6 +56,11 @@ class Codec(Checked):
         """The code of all slots of a store; position -1 marks an empty one, which may hold anything."""
         return self.encode(x)
 
+    def behind(self, code: Any, more: int) -> Any:
+        """What makes the code of `[B, Hk, C]` slots that of so many more, which are empty, where each array of it is
+        concatenated along its third dimension."""
+        return jax.tree.map(lambda x: jnp.zeros((*x.shape[:2], more, *x.shape[3:]), x.dtype), code)
+
     def as_codes(self, code: Any) -> Float[Array, "*slots D"] | Lying:
         """The code as the attention's operations read it, if `readable`: floats, or codes with their scales, of what
         `turn` makes of the numbers. They write the codes of a slot that shares nothing with others; the store writes

@@ -220,10 +220,10 @@ class Slots(Store):
         batch, heads, held = self.positions.shape
         if slots <= held:
             return self
-        shape, own = (batch, heads, slots - held), self.loose()
-        zeros = lambda code: jax.tree.map(lambda x: jnp.zeros((*shape, *x.shape[3:]), x.dtype), code)  # noqa: E731
-        more = blank(shape, zeros(own.keys), zeros(own.values), tuple(self.stats), self.entries.weight is not None)
-        return dataclasses.replace(self, entries=self.settling(appended(own, more)))
+        own, count = self.entries, slots - held
+        keys, values = self.codec("keys").behind(own.keys, count), self.codec("values").behind(own.values, count)
+        more = blank((batch, heads, count), keys, values, tuple(self.stats), own.weight is not None)
+        return dataclasses.replace(self, entries=appended(own, more))
 
     def sized(self, slots: int) -> "Slots":
         """The empty store with so many slots per KV head."""
