@@ -503,8 +503,7 @@ def _serve(command: Serve) -> int:
     from jaxkv.serving.serve import serve
 
     chosen, method = command.cut.build(), command.drafting.build()
-    block = command.block or (SERVED_BLOCK if chosen.block == type(chosen).block else chosen.block)
-    chosen = dataclasses.replace(chosen, block=block)
+    chosen = dataclasses.replace(chosen, block=command.block) if command.block else chosen.in_blocks(SERVED_BLOCK)
     params = _loaded(command, command.spread.build())
     engine = Engine(
         params, chosen, rows=command.rows, longest=command.longest, max_new_tokens=command.max_new_tokens,

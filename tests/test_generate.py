@@ -74,8 +74,7 @@ def test_text_that_goes_on_from_a_cache_begins_no_text(tiny):
 def test_a_conversation_goes_on_from_its_cache(lettered):
     messages = [{"role": "u", "content": "hi"}]
     out = jaxkv.generate(lettered, messages, policy=jaxkv.policy("h2o", budget=24), max_new_tokens=3, stop_tokens=())
-    more = [*messages, {"role": "a", "content": out.text}, {"role": "u", "content": "go on"}]
-    said = [{**each, "role": {"a": "assistant"}.get(each["role"], each["role"])} for each in more]
+    said = [*messages, {"role": "assistant", "content": out.text}, {"role": "u", "content": "go on"}]
     again = jaxkv.generate(lettered, said, cache=out.cache, max_new_tokens=2, stop_tokens=())
     text = lettered.tokenizer.decode(again.cache.texts()[0])
     assert text.startswith(f"<u>hi<a>{out.text}<u>go on<a>") and text.count("hi") == 1

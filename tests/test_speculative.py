@@ -99,9 +99,7 @@ def assert_same_cache(plain, fast):
             )
         for name, mine, theirs in (("keys", one.keys, other.keys), ("values", one.values, other.values)):
             near = np.isclose(np.asarray(mine)[live], np.asarray(theirs)[live], rtol=1e-7, atol=1e-3)
-            codec = getattr(
-                one.codecs, name
-            )  # rounding moves a number to the next code, in gear a block's low rank too
+            codec = getattr(one.codecs, name)  # rounding moves a number to the next code, in gear its block along
             least = 1.0 if codec.plain else 0.99 if codec.kind == "gear" else 0.998
             assert near.mean() >= least, f"{name}: {near.mean():.4%} alike"
 

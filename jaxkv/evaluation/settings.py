@@ -21,7 +21,6 @@ from jaxkv.policies.policy import from_dict as made_of
 from jaxkv.policies.policy import to_dict as table_of
 
 MODES = ("aware", "agnostic")
-USUAL = Policy.block
 SIZES = ("budgets", "ratios")
 OF_A_POLICY = tuple(field.name for field in dataclasses.fields(Policy))
 
@@ -177,8 +176,7 @@ class Settings(Checked):
             name, label = options.pop("name", ""), options.pop("label", "")
             own = {size: options.pop(size) for size in SIZES if size in options}
             chosen = made_of(options.pop("table")) if "table" in options else named(name)
-            if self.block is not None and chosen.block == USUAL:
-                chosen = dataclasses.replace(chosen, block=self.block)
+            chosen = chosen if self.block is None else chosen.in_blocks(self.block)
             label = label or " ".join([name, *(f"{key}={value}" for key, value in options.items())])
             if not chosen.evicts:
                 out.append(Cell(label, sized(chosen, **options), None, None))

@@ -305,6 +305,10 @@ class Policy(Checked):
         """How many of a layer's last queries its scores look with."""
         return max((leaf.looks for phase in self.phases for leaf in phase.score.leaves()), default=0)
 
+    def in_blocks(self, block: int) -> "Policy":
+        """The policy with prompts in blocks of so many tokens, unless it says its own."""
+        return dataclasses.replace(self, block=block) if self.block == Policy.block else self
+
     def mean_budget(self, tokens: int) -> int:
         """Tokens per KV head for a text of `tokens` tokens, on average over the layers, where something is evicted."""
         if self.budget is not None:

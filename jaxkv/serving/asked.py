@@ -173,8 +173,8 @@ def asked(
 ) -> Asked:
     """The request as arrays; `answers(prompt tokens, seen with them)` makes its answers. Raises `BadValue` for what
     the engine's rows cannot hold."""
-    goes_on = prefix is not None and isinstance(prompt, str)  # messages are rendered whole behind a prefix
-    pending = np.asarray([prefix.pending]) if prefix is not None and goes_on else None
+    goes_on = prefix if isinstance(prompt, str) else None  # messages are rendered whole behind a prefix
+    pending = None if goes_on is None else np.asarray([goes_on.pending])
     rows, single = rows_of(prompt, params.tokenizer, params.config.vocab_size, pending)
     if not single:
         raise BadValue(f"{len(rows)} prompts in one request: submit each by itself; an engine runs them side by side")

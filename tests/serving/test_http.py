@@ -418,13 +418,13 @@ def test_the_stop_finishes_what_runs(params, client):
     "words, block", [([], 256), (["--block", "64"], 64), (["--policy", "epicache", "--budget", "64"], 512)], ids=str
 )
 def test_a_policy_keeps_its_own_block(tiny, monkeypatch, words, block):
-    found = []
+    found, params = [], tiny("llama3")
 
     def engine(_, policy, **__):
         found.append(policy.block)
         raise BadValue("enough")
 
-    monkeypatch.setattr(jaxkv, "load", lambda *_, **__: tiny("llama3"))
+    monkeypatch.setattr(jaxkv, "load", lambda *_, **__: params)
     monkeypatch.setattr("jaxkv.serving.Engine", engine)
     assert cli.main(["serve", *words]) == 2 and found == [block]
 
