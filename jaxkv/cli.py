@@ -504,16 +504,17 @@ def _serve(command: Serve) -> int:
 
     chosen, method = command.cut.build(), command.drafting.build()
     chosen = dataclasses.replace(chosen, block=command.block) if command.block else chosen.in_blocks(SERVED_BLOCK)
+    prefixes = [(name, Path(file)) for name, _, file in (each.partition("=") for each in command.prefix)]
+    for each, (name, file) in zip(command.prefix, prefixes, strict=True):
+        if not name or not file.is_file():
+            raise BadValue(f"prefix {each!r}: expected name=file, of a text file that is there")
     params = _loaded(command, command.spread.build())
     engine = Engine(
         params, chosen, rows=command.rows, longest=command.longest, max_new_tokens=command.max_new_tokens,
         queue=command.queue, speculative=method, scan_layers=True,
     )  # fmt: skip
-    for each in command.prefix:
-        name, _, file = each.partition("=")
-        if not Path(file).is_file():
-            raise BadValue(f"prefix {each!r}: expected name=file, of a text file that is there")
-        engine.store(name, jaxkv.prefill(params, Path(file).read_text(encoding="utf-8"), policy=chosen))
+    for name, file in prefixes:
+        engine.store(name, jaxkv.prefill(params, file.read_text(encoding="utf-8"), policy=chosen))
     if engine.leads:
         _note(f"{command.model} under {_size(chosen)}, {command.rows} rows: http://{command.host}:{command.port}")
     limits = Limits(body=command.body, seconds=command.seconds, max_tokens=min(256, command.max_new_tokens))

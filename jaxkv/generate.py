@@ -311,10 +311,8 @@ def _pseudo_tokens(
     """The tokens that look from behind the prompt, as `behind` gives them (N = 0 for observers that are in it)."""
     if not observe.drafts:
         return behind(params, rows, observe, blocks)
-    draft = catalogue()["full"]
-    if cache is None:
-        draft = first_pass(policy)
-    else:  # its token to run next already stands in front of the rows
+    draft = first_pass(policy, goes_on=cache is not None)
+    if cache is not None:  # its token to run next already stands in front of the rows
         cache = dataclasses.replace(cache, pending=jnp.full_like(cache.pending, -1))
     return generate(
         params, rows, policy=draft, max_new_tokens=observe.extra, cache=cache, stop_tokens=(),
@@ -344,10 +342,15 @@ def behind(params: Params, rows: list[np.ndarray], observe: Observer, blocks: Pr
     return out
 
 
-def first_pass(policy: Policy) -> Policy:
+def first_pass(policy: Policy, goes_on: bool = False) -> Policy:
     """The policy under which a lookahead policy drafts: SnapKV in the same bytes, that is, at the same budget, in the
-    same codecs, and with the same rule for what leaves. Its window is smaller than the budget."""
+    same codecs, and with the same rule for what leaves. Its window is smaller than the budget.
+
+    Where the prompt goes on from a cache, which is bounded already, all that is new is kept.
+    """
     assert policy.prefill is not None
+    if goes_on:
+        return dataclasses.replace(catalogue()["full"], block=policy.block)
     window, evicted = policy.prefill.observe.draft_window, policy.prefill.evicted
     window = window if policy.budget is None else max(min(window, policy.budget - 1), 1)
     draft = by_name("snapkv", budget=policy.budget, ratio=policy.ratio, window=window, evicted=evicted)

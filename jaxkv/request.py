@@ -133,7 +133,7 @@ def checked_policy(params: Params, policy: Policy | None, cache: KVCache | None)
         raise BadCheckpoint(f"the cache was made by model {cache.model}, but these params are {params.fingerprint}")
     if policy is None:
         return cache.policy
-    if policy != cache.policy and policy != full:
+    if policy != cache.policy and dataclasses.replace(policy, block=full.block) != full:
         raise BadCheckpoint(
             f"the cache was made under {cache.policy.name!r} (budget {cache.policy.budget}, ratio "
             f"{cache.policy.ratio}), not under {policy.name!r} as given: leave policy= out, or give policy('full') "

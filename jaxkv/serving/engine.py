@@ -8,6 +8,8 @@ request's length, so a free row is all that a request waits for.
 
 import contextlib
 import dataclasses
+import functools
+import operator
 import threading
 import time
 from collections import deque
@@ -114,10 +116,14 @@ class Engine:
         self.shapes = shapes_of(params, self.policy, self._learned, longest, max_new_tokens, sizes)
         static = Static(
             params, self.policy, self.shapes, self._learned, rows, steps, implementation, scan_layers,
-            prefixes=not FirstPass.comes_before(self.policy), drafts=drafts,
+            prefixes=True, drafts=drafts,
         )  # fmt: skip
         self._programs = Programs(static)
-        self._first_pass = None if static.prefixes else FirstPass(static, longest, sizes)
+        self._first_pass: FirstPass | None = None  # of prompts that begin a text
+        self._pass_behind: FirstPass | None = None  # of those behind a prefix
+        if FirstPass.comes_before(self.policy):
+            self._first_pass = FirstPass(static, longest, sizes)
+            self._pass_behind = FirstPass(static, longest, sizes, goes_on=True)
         self._rows: Rows | None = None
         self._tally: Tally | None = None if drafts is None else Tally(drafts.cost)
         self._gate: Gate | None = None if drafts is None else drafts.gate()
@@ -144,7 +150,8 @@ class Engine:
         """Compile everything that requests will need; the seconds that each program took."""
         self._make()
         self._rest(lambda: True)
-        return {**self._programs.seconds, **({} if self._first_pass is None else self._first_pass.seconds)}
+        passes = (each.seconds for each in (self._first_pass, self._pass_behind) if each is not None)
+        return functools.reduce(operator.or_, passes, dict(self._programs.seconds))
 
     def _make(self) -> None:
         """Compile what short prompts need; on a mesh, whose hosts run the same programs, everything."""
@@ -167,8 +174,9 @@ class Engine:
                 self._first_pass.make(self._short, heard)
             self._wake()
             self._programs.add_better(heard)
-            if self._first_pass is not None:
-                self._first_pass.add_better(heard)
+            for each in (self._first_pass, self._pass_behind):
+                if each is not None:
+                    each.add_better(heard)
 
     def _compile_meanwhile(self) -> None:
         try:
@@ -182,8 +190,13 @@ class Engine:
 
     def _ready(self, work: Asked) -> bool:
         """Whether its programs are there."""
-        first = work.first is None or (self._first_pass is not None and self._first_pass.ready(work.first))
+        before = self._pass_of(work)
+        first = work.first is None or (before is not None and before.ready(work.first))
         return first and self._programs.ready(work)
+
+    def _pass_of(self, work: Asked) -> FirstPass | None:
+        """The first pass of such prompts."""
+        return self._first_pass if work.prefix is None else self._pass_behind
 
     def submit(self, prompt: Any, **settings: Any) -> Answer:
         """Ask for one answer; its tokens are those of `jaxkv.generate(params, prompt, policy=..., **settings)`.
@@ -221,15 +234,12 @@ class Engine:
             raise BadCheckpoint(f"the cache was made under {cache.policy.name!r}, not as this engine's policy says")
         if cache.batch != 1:
             raise BadValue(f"a cache of {cache.batch} rows as prefix {name!r}: expected one row")
-        if self._first_pass is not None:
-            raise BadValue(
-                f"prefix {name!r} under policy {self.policy.name!r}, whose prompts go on in a first pass that forgets "
-                "nothing: expected a policy that reads a prompt once, such as 'dapq-longflow'"
-            )
         if self._tally is not None:
             check(self.policy, cache)
         prefix = Prefix.of(cache)
         self._programs.add(prefix)
+        if self._pass_behind is not None:
+            self._pass_behind.add(dataclasses.replace(self._short(), prefix=prefix))
         self._prefixes[name] = prefix
 
     def forget(self, name: str) -> None:
@@ -383,7 +393,7 @@ class Engine:
         if not work.waiting:
             self._reading = None
             return
-        programs, part = (self._programs, work) if work.first is None else (self._first_pass, work.first)
+        programs, part = (self._programs, work) if work.first is None else (self._pass_of(work), work.first)
         assert programs is not None  # a first pass has programs
         passed = reading.passed = programs.block(part, reading.passed, reading.blocks)
         reading.blocks += 1
@@ -589,7 +599,8 @@ class Engine:
             self.params, self.policy, self._learned, self.shapes, self._sizes, prompt, request, answers,
             budget=budget, named=prefix, prefix=stored, told=logprobs,
         )  # fmt: skip
-        return work if self._first_pass is None else self._first_pass.before(work)
+        before = self._pass_of(work)
+        return work if before is None else before.before(work)
 
 
 class _Read(NamedTuple):

@@ -4,6 +4,7 @@ What that row says looks at the prompt from behind it, when the prompt is read a
 """
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,18 +20,23 @@ from jaxkv.serving.rows import Rows
 
 
 class FirstPass:
-    """Programs as an engine's own, for one row and as many steps as tokens look ahead. All of them score the prompt,
-    also one that it keeps whole: so they are half as many."""
+    """Programs as an engine's own, for one row and as many steps as tokens look ahead.
 
-    def __init__(self, whole: Static, longest: int, sizes: int):
+    All of them score the prompt, also one that it keeps whole: so they are half as many. Those of prompts that go on
+    from a stored prefix (`goes_on`) score nothing: they keep the prefix and all that follows it.
+    """
+
+    def __init__(self, whole: Static, longest: int, sizes: int, *, goes_on: bool = False):
         assert whole.policy.prefill is not None
-        self.count, self._sizes = whole.policy.prefill.observe.extra, sizes
-        policy = first_pass(whole.policy)
+        self.count, self._sizes, self._goes_on = whole.policy.prefill.observe.extra, sizes, goes_on
+        policy = first_pass(whole.policy, goes_on)
         learned = whole.params.learned_for(policy.learns, policy.name)
+        if goes_on:  # slots for the prefix beside the prompt
+            longest = min(longest + max(whole.shapes.slots), whole.params.config.max_position - self.count)
         shapes = shapes_of(whole.params, policy, learned, longest, self.count, sizes)
-        shapes = dataclasses.replace(
-            shapes, whole=(), scored=whole.shapes.scored, later_looks=shapes.later_looks and (True,)
-        )
+        if not goes_on:
+            later = shapes.later_looks and (True,)
+            shapes = dataclasses.replace(shapes, whole=(), scored=whole.shapes.scored, later_looks=later)
         self._static = dataclasses.replace(
             whole,
             policy=policy,
@@ -38,11 +44,12 @@ class FirstPass:
             learned=learned,
             rows=1,
             steps=self.count,
-            prefixes=False,
+            prefixes=goes_on,
             drafts=None,
         )
         self._programs = Programs(self._static)
         self._row: Rows | None = None
+        self._adding = threading.Lock()
 
     @staticmethod
     def comes_before(policy: Policy) -> bool:
@@ -54,6 +61,17 @@ class FirstPass:
         if self._row is None and wanted():
             self._row = self._programs.make(self._asked(short()))
         self._programs.add_missing(wanted)
+
+    def add(self, short: Asked) -> None:
+        """Compile what prompts behind the prefix of `short` wait for, as far as it is not there."""
+        first = self._asked(short)
+        assert first.prefix is not None
+        with self._adding:
+            if self._row is not None:
+                self._programs.add(first.prefix)
+            else:
+                self._row = self._programs.make(first)
+                self._programs.add_missing(lambda: True)
 
     def add_better(self, wanted: Callable[[], bool]) -> None:
         """As `Programs.add_better`."""
@@ -88,11 +106,15 @@ class FirstPass:
 
     def _asked(self, work: Asked) -> Asked:
         static, policy = self._static, work.request.policy
-        if work.budget is not None:
-            own = first_pass(dataclasses.replace(policy, budget=work.budget))
+        prefix, budget = work.prefix, None if self._goes_on else work.budget
+        if prefix is not None:
+            kept = tuple(layer.keeping(static.policy.stats) for layer in prefix.layers)
+            prefix = dataclasses.replace(prefix, layers=kept)
+        if budget is not None:
+            own = first_pass(dataclasses.replace(policy, budget=budget))
             if dataclasses.replace(own, budget=static.policy.budget) != static.policy:
                 raise BadValue(
-                    f"budget={work.budget} of a request under policy {policy.name!r}: its first pass would look with "
+                    f"budget={budget} of a request under policy {policy.name!r}: its first pass would look with "
                     "another window than this engine's programs; expected a larger one"
                 )
         greedy = dataclasses.replace(
@@ -102,5 +124,5 @@ class FirstPass:
         nobody: Any = lambda *_: ()  # noqa: E731
         return asked(
             static.params, static.policy, static.learned, static.shapes, self._sizes, work.prompt, greedy, nobody,
-            budget=work.budget, named=None, prefix=None, told=False,
+            budget=budget, named=work.named, prefix=prefix, told=False,
         )  # fmt: skip

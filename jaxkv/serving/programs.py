@@ -112,7 +112,8 @@ class Programs:
     def _make_blocks(self, short: Asked) -> Passed:
         """Compile the blocks that short prompts need, and note the others; what the short prompt leaves."""
         static, mesh = self._static, self._static.params.layout.mesh
-        soon, missing, better = _parted(self._firsts(self._empty, prefix=False), short.look)
+        layers = self._empty if short.prefix is None else short.prefix.layers
+        soon, missing, better = _parted(self._firsts(layers, prefix=short.prefix is not None), short.look)
         self._compile({**soon, **missing, **better} if mesh is not None else soon)
         passed = self._run(short, None, 0)
         self._after = dict.fromkeys((False, True), jax.tree.structure(passed.layers))

@@ -237,8 +237,39 @@ def test_a_policy_that_looks_ahead_reads_a_prompt_twice(params):
     assert small.tokens == alone(params, dataclasses.replace(policy, budget=36), prompt, **asked)
     with pytest.raises(BadValue, match="first pass would look with another window"):
         engine.submit(ids(90), budget=policy.prefill.observe.draft_window)
-    with pytest.raises(BadValue, match=r"prefix 'a' .* reads a prompt once"):
-        engine.store("a", jaxkv.prefill(params, ids(20), policy=policy))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name",
+    [
+        "laq-h2o-int4",
+        pytest.param("laq-h2o", marks=pytest.mark.slow),
+        pytest.param("laq-heads", marks=pytest.mark.slow),
+        pytest.param("tiered-laq", marks=pytest.mark.slow),
+    ],
+)
+def test_a_policy_that_looks_ahead_goes_on_from_a_prefix(params, name):
+    """The first pass behind a prefix forgets nothing, and a prefix that holds less than the budget is no other case."""
+    policy = sized(name)
+    engine = Engine(params, policy, rows=2, longest=140, max_new_tokens=12, steps=4)
+    engine.warm()
+    texts = {"manual": ids(77, 5), "few": ids(9, 2)}
+    caches = {prefix: jaxkv.prefill(params, text, policy=policy) for prefix, text in texts.items()}
+    caches["talk"] = jaxkv.generate(params, ids(5), cache=caches["manual"], max_new_tokens=4, stop_tokens=()).cache
+    for prefix, cache in caches.items():
+        engine.store(prefix, cache)
+    asked = {"max_new_tokens": 8, "stop_tokens": ()}
+    engine.submit(ids(3), prefix="manual", **asked)  # small operations on the host are compiled
+    finish(engine)
+    work = [(3, "manual"), (40, "talk"), (90, "few"), (4, "few"), (120, None), (100, "manual")]
+    with compilations() as seen:
+        answers = [engine.submit(ids(length, length), prefix=prefix, **asked) for length, prefix in work]
+        finish(engine)
+    assert seen == [] and idle(engine)
+    for answer, (length, prefix) in zip(answers, work, strict=True):
+        cache = {} if prefix is None else {"cache": caches[prefix]}
+        assert answer.tokens == alone(params, policy, ids(length, length), **cache, **asked), (length, prefix)
 
 
 def test_what_an_engine_does_not_take(params):
