@@ -14,6 +14,7 @@ from jaxkv.checks import shown
 from jaxkv.errors import BadCheckpoint, BadValue, JaxkvError, first_line
 from jaxkv.folders import appearing_folder
 from jaxkv.policies.policy import from_dict, to_dict
+from jaxkv.request import check_model
 from jaxkv.sharding.hosts import together
 from jaxkv.sharding.layout import ONE_DEVICE, Layout
 from jaxkv.store import KVCache
@@ -56,6 +57,8 @@ def restore(path: str | os.PathLike, params: Any = None) -> KVCache:
     Every file is held against its digest before it is read. Raises `BadCheckpoint` for a path that holds no cache, a
     corrupt one, one of another model, or one whose policy has a part that is not registered.
     """
+    if params is not None:
+        check_model(params)
     path = Path(path).absolute()
     if not path.is_dir():
         raise BadCheckpoint(f"{path}: no saved cache there; expected a folder that jaxkv.save wrote")

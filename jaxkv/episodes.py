@@ -1,7 +1,7 @@
 """Long conversations in several bounded caches: one per topic, and the question picks one (EpiCache)."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ class Episodes:
     mean: np.ndarray
     members: np.ndarray
     nearby: tuple[np.ndarray, ...]
+    messages: tuple[Mapping[str, Any], ...] = ()  # the history, where it was messages
 
     @property
     def nbytes(self) -> int:
@@ -44,14 +45,26 @@ class Episodes:
         return self.cache.nbytes
 
     def nearest(self, question: Prompt) -> int:
-        """The topic whose direction is nearest to the question's, by cosine."""
-        pending = np.full(1, -1) if isinstance(question, str) else None  # messages are compared whole
+        """The topic whose direction is nearest to the question's, by cosine; of messages what follows the last answer
+        is the question. Raises `BadValue` for several questions."""
+        if _are_messages(question):
+            last = max((n for n, message in enumerate(question) if message["role"] == "assistant"), default=-1)
+            question = "\n".join(_said(question[last + 1 :])) or _said(question)[-1]
+        pending = np.full(1, -1) if isinstance(question, str) else None
         rows, _ = rows_of(question, self.params.tokenizer, self.params.config.vocab_size, pending)
-        return int(np.argmax(self.centres @ _directions(_means(self.params, rows[:1]), self.mean)[0]))
+        if len(rows) != 1:
+            raise BadValue(f"{len(rows)} questions: expected one, for each of them has a topic of its own")
+        return int(np.argmax(self.centres @ _directions(_means(self.params, rows), self.mean)[0]))
 
     def ask(self, question: Prompt, **options: Any) -> Generation:
-        """`jaxkv.generate` on the cache of the nearest topic, under its own policy unless `policy=` says "full"."""
-        return generate(self.params, question, cache=one_row(self.cache, self.nearest(question)), **options)
+        """`jaxkv.generate` on the cache of the nearest topic, under its own policy unless `policy=` says "full".
+
+        Messages without an answer are what is asked next, where the history was messages.
+        """
+        topic = self.nearest(question)
+        if self.messages and _are_messages(question) and all(each["role"] != "assistant" for each in question):
+            question = [*self.messages, *question]
+        return generate(self.params, question, cache=one_row(self.cache, topic), **options)
 
 
 def episodes(
@@ -96,19 +109,29 @@ def episodes(
     front = [] if params.tokenizer is None else [_encoded(params, instruction)]
     pseudo = right_padded([np.concatenate([*front, *(segments[at] for at in near)]) for near in nearby])
     cache = prefill(params, [rows[0]] * count, policy=policy, pseudo=pseudo)
-    return Episodes(params, cache, centres, mean, members, nearby)
+    messages = tuple(history) if _are_messages(history) else ()
+    return Episodes(params, cache, centres, mean, members, nearby, messages)
 
 
 def _segments(params: Params, history: Prompt, ids: np.ndarray, size: int, utterances: int) -> list[np.ndarray]:
     """The history in pieces, each the ids of some utterances, or `size` ids where it has no utterances."""
     if isinstance(history, str):
         said = [line for line in history.splitlines() if line.strip()]
-    elif isinstance(history[0], Mapping):
-        said = [f"{message['role']}: {message['content']}" for message in history]
+    elif _are_messages(history):
+        said = _said(history)
     else:
         return [ids[at : at + size] for at in range(0, len(ids) - size + 1, size)]
     together = ["\n".join(said[at : at + utterances]) + "\n\n" for at in range(0, len(said), utterances)]
     return [_encoded(params, text) for text in together]
+
+
+def _are_messages(prompt: Prompt) -> bool:
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _said(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Who said what, a line for each message."""
+    return [f"{message['role']}: {message['content']}" for message in messages]
 
 
 def _encoded(params: Params, text: str) -> np.ndarray:

@@ -133,10 +133,14 @@ def stream(
         sampler=Sampler(temperature, top_k, top_p, min_p, repetition_penalty), stop_tokens=stop_tokens, stop=stop,
         speculative=speculative,
     )  # fmt: skip
-    decoding = _begin(params, prompt, cache, request, Execution(implementation, scan_layers, sizes, progress))
-    if len(decoding.tokens) != 1:
-        raise BadValue(f"{len(decoding.tokens)} prompts to stream: expected one; use generate for a batch")
-    return Stream(decoding)
+    if prompt is not None:
+        rows = len(rows_of(prompt, params.tokenizer, params.config.vocab_size, _pending(cache))[0])
+    else:
+        assert cache is not None  # checked with the request
+        rows = cache.batch
+    if rows != 1:
+        raise BadValue(f"{rows} prompts to stream: expected one; use generate for a batch")
+    return Stream(_begin(params, prompt, cache, request, Execution(implementation, scan_layers, sizes, progress)))
 
 
 def prefill(

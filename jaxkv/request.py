@@ -79,6 +79,9 @@ def checked_request(
         raise BadValue("stop holds an empty string, which every text contains: leave it out")
     if stop and params.tokenizer is None:
         raise BadValue("stop strings need a tokenizer, and these params have none: use stop_tokens=")
+    special = {text: params.tokenizer.convert_tokens_to_ids(text) for text in stop if _is_special(params, text)}
+    stop_tokens = (*stop_tokens, *(token for token in special.values() if token not in stop_tokens))
+    stop = tuple(text for text in stop if text not in special)  # no text holds the name of a special token
     chosen = checked_policy(params, policy, cache)
     check_speculative(params, speculative)
     if prompt is None and cache is None:
@@ -88,6 +91,11 @@ def checked_request(
     if cache is not None:
         _check_text(cache, sampler, speculative)
     return Request(chosen, int(max_new_tokens), sampler, int(samples), int(seed), stop_tokens, stop, speculative)
+
+
+def _is_special(params: Params, text: str) -> bool:
+    """Whether the text is the name of a special token, such as "<|im_end|>"."""
+    return text in getattr(params.tokenizer, "all_special_tokens", ())
 
 
 def check_speculative(params: Params, speculative: Any) -> None:

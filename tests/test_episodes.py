@@ -99,6 +99,23 @@ def test_windows_of_utterances(tiny, monkeypatch):
 
 
 @pytest.mark.long
+def test_messages_ask_by_what_follows_the_last_answer(tiny):
+    """As the whole conversation, or as the question alone: the topic is the question's, and so is the answer."""
+    params = dataclasses.replace(tiny(FAMILY), tokenizer=Words())
+    said = [" ".join(map(str, words)) for topic in TOPICS for words in (topic[:3], topic[3:])]
+    chat = [{"role": ("user", "assistant")[turn % 2], "content": words} for turn, words in enumerate(said)]
+    memory = jaxkv.episodes(params, chat, policy=policy(), count=3, utterances=2, instruction="")
+    assert len(set(memory.members)) == 3
+    for number, words in enumerate(TOPICS):
+        asked = [{"role": "user", "content": " ".join(map(str, words[1:4]))}]
+        assert memory.nearest(asked) == memory.nearest([*chat, *asked]) == memory.members[number]
+        outs = [memory.ask(question, max_new_tokens=3, stop_tokens=()) for question in (asked, [*chat, *asked])]
+        assert outs[0].tokens.tolist() == outs[1].tokens.tolist() and outs[0].prompt_tokens == outs[1].prompt_tokens
+    with pytest.raises(BadValue, match="2 questions"):
+        memory.ask([TOPICS[0], TOPICS[1]])
+
+
+@pytest.mark.long
 def test_the_question_picks_its_topic(tiny, memory, history):
     """The answer is that of a cache which only its topic's segments have looked at."""
     params = tiny(FAMILY)

@@ -354,7 +354,7 @@ def test_a_stopped_run_goes_on(finished, lettered, tmp_path, monkeypatch):
     (again,) = computed
     assert (again["key"], again["answer"]) == (wanted[-1]["key"], wanted[-1]["answer"])
     assert [record["key"] for record in other.records()] == [record["key"] for record in wanted]
-    with pytest.raises(BadValue, match="other settings"):
+    with pytest.raises(BadValue, match=r"other settings \(seed: 0 there, 1 now\)"):
         runner.evaluate(lettered, settings.from_dict({**RUN, "seed": 1}), tmp_path, model="tiny")
     with pytest.raises(BadValue, match="other model"):
         runner.evaluate(lettered, settings.from_dict(RUN), tmp_path, model="large")

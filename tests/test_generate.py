@@ -174,6 +174,22 @@ def test_stop_strings_leave_nothing_behind_them(lettered, name):
         assert np.array_equal(mine[mine >= 0], theirs[theirs >= 0])
 
 
+def test_the_name_of_a_special_token_stops_at_the_token(lettered):
+    """No decoded text holds it."""
+
+    class Marked(Letters):
+        all_special_tokens = ("<end>",)
+
+        def convert_tokens_to_ids(self, text):
+            return {"<end>": int(end)}[text]
+
+    free = jaxkv.generate(lettered, "hello", max_new_tokens=12, stop_tokens=()).tokens[0]
+    end = free[6]
+    params = dataclasses.replace(lettered, tokenizer=Marked())
+    out = jaxkv.generate(params, "hello", max_new_tokens=12, stop_tokens=(), stop=["<end>", "never said"])
+    assert out.tokens[0, : out.lengths[0]].tolist() == free[: free.tolist().index(end) + 1].tolist()
+
+
 @pytest.mark.long
 def test_a_row_that_showed_its_stop_string_waits_for_the_others(lettered):
     """The other row goes on over several chunks."""

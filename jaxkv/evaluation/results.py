@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv.checks import shown
 from jaxkv.errors import BadValue, first_line
 from jaxkv.folders import appearing, writing
 
@@ -41,10 +42,16 @@ class Store:
         about = self.folder / "run.json"
         if about.exists():
             there = self.about()
-            for name, mine in (("settings", settings), ("model", model)):
-                if there.get(name) != mine:
+            mine = json.loads(json.dumps({"settings": settings, "model": model}))
+            for what, now in mine.items():
+                then = there.get(what)
+                if then != now:
+                    parts = [each if isinstance(each, dict) else {what: each} for each in (then, now)]
+                    name = next(name for name in {**parts[0], **parts[1]} if parts[0].get(name) != parts[1].get(name))
+                    was, is_now = (shown(part.get(name)) for part in parts)
                     raise BadValue(
-                        f"{self.folder} holds a run with other {name}: give another folder (--out), or remove this one"
+                        f"{self.folder} holds a run with other {what} ({name}: {was} there, {is_now} now): give "
+                        "another folder (--out), or remove this one"
                     )
         else:
             written(about, json.dumps({"settings": settings, "model": model, "machine": machine()}, indent=1) + "\n")

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from jaxkv.checks import shown
 from jaxkv.errors import BadValue
 from jaxkv.models import ModelConfig
 from jaxkv.models.linear import settled
@@ -66,6 +67,8 @@ class Layout:
         """The layout of a model on a mesh whose axes are among data, fsdp, model, context. Raises `BadValue`."""
         if mesh is None:
             return cls()
+        if not isinstance(mesh, Mesh):
+            raise BadValue(f"mesh={shown(mesh)}: expected a mesh of jaxkv.mesh, such as jaxkv.mesh(data=2)")
         strange = [name for name in mesh.axis_names if name not in AXES]
         if strange:
             raise BadValue(

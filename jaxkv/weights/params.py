@@ -30,6 +30,10 @@ class Params:
     layout: Layout = dataclasses.field(default=ONE_DEVICE, metadata={"static": True})
     learned: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # name -> [L, ...], by `jaxkv calibrate`
 
+    def __repr__(self) -> str:
+        config = self.config
+        return f"Params({config.family}, {config.num_layers} layers, hidden size {config.hidden_size}, {self.dtype})"
+
     @property
     def dtype(self) -> Any:
         """The dtype of what is computed, and so of the cache: that of the matrices, or of what they are codes for."""
