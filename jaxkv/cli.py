@@ -113,8 +113,12 @@ class Spread:
     def build(self) -> Any:
         """The mesh, or None for one device; joins the hosts first."""
         if self.mesh is None:
-            if self.coordinator is not None:
-                raise BadValue("--coordinator without --mesh: say how the hosts' devices share the work, as data=2")
+            hosts = {
+                "coordinator": self.coordinator, "num-processes": self.num_processes, "process-id": self.process_id,
+            }  # fmt: skip
+            for name, value in hosts.items():
+                if value is not None:
+                    raise BadValue(f"--{name} without --mesh: say how the hosts' devices share the work, as data=2")
             return None
         import jaxkv
         from jaxkv.sharding import start
@@ -500,10 +504,14 @@ def _serve(command: Serve) -> int:
     import jaxkv
     from jaxkv.serving import Engine
     from jaxkv.serving.http import Limits
-    from jaxkv.serving.serve import serve
+    from jaxkv.serving.serve import check, serve
 
+    token = os.environ.get("JAXKV_TOKEN") if command.token is None else command.token
+    check(port=command.port, token=token, grace=command.grace)
+    limits = Limits(body=command.body, seconds=command.seconds)
     chosen, method = command.cut.build(), command.drafting.build()
-    chosen = dataclasses.replace(chosen, block=command.block) if command.block else chosen.in_blocks(SERVED_BLOCK)
+    own = command.block is not None
+    chosen = dataclasses.replace(chosen, block=command.block) if own else chosen.in_blocks(SERVED_BLOCK)
     prefixes = [(name, Path(file)) for name, _, file in (each.partition("=") for each in command.prefix)]
     for each, (name, file) in zip(command.prefix, prefixes, strict=True):
         if not name or not file.is_file():
@@ -517,10 +525,9 @@ def _serve(command: Serve) -> int:
         engine.store(name, jaxkv.prefill(params, file.read_text(encoding="utf-8"), policy=chosen))
     if engine.leads:
         _note(f"{command.model} under {_size(chosen)}, {command.rows} rows: http://{command.host}:{command.port}")
-    limits = Limits(body=command.body, seconds=command.seconds, max_tokens=min(256, command.max_new_tokens))
     serve(
-        engine, command.name or command.model, host=command.host, port=command.port, limits=limits,
-        token=command.token or os.environ.get("JAXKV_TOKEN") or None, grace=command.grace,
+        engine, command.name or command.model, host=command.host, port=command.port, token=token, grace=command.grace,
+        limits=dataclasses.replace(limits, max_tokens=min(limits.max_tokens, command.max_new_tokens)),
     )  # fmt: skip
     return 0
 

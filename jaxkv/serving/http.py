@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import hmac
 import json
+import math
 import threading
 from collections.abc import AsyncIterator, Callable
 from importlib.resources import files
@@ -21,7 +22,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from jaxkv.errors import Busy, JaxkvError
+from jaxkv.errors import BadValue, Busy, JaxkvError
 from jaxkv.serving.answer import FAILED, Answer
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.metrics import Metrics
@@ -40,6 +41,11 @@ class Limits:
     body_seconds: float = 30.0
     seconds: float = 600.0
     max_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if not 0 < value < math.inf:
+                raise BadValue(f"{name}={value:g}: expected more than 0, and a finite number")
 
 
 DEFAULT = Limits()

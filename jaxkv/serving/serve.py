@@ -1,6 +1,7 @@
 """`jaxkv serve`: the engine and its HTTP server as one process, until it is told to stop; other hosts follow it."""
 
 import contextlib
+import math
 import signal
 from collections.abc import Iterator
 
@@ -25,12 +26,9 @@ def serve(
     """Answer requests until SIGINT or SIGTERM; then take no more, finish what runs within `grace` seconds, and end.
 
     On many hosts process 0 does so, and the others run what it says until it ends: these signals do not end them.
-    Raises `BadValue` for a token that is empty, and for a port beyond 65535; `HostFailure` where process 0 fails.
+    Raises `BadValue` as `check` does; `HostFailure` where process 0 fails.
     """
-    if token is not None and not token.strip():
-        raise BadValue("the bearer token is empty: give one, or none at all")
-    if not 0 <= port <= 65535:
-        raise BadValue(f"port={port}: expected 0 (any that is free) to 65535")
+    check(port=port, token=token, grace=grace)
     if not engine.leads:
         with _unmoved():
             engine.follow()
@@ -48,6 +46,19 @@ def serve(
         Stopped(config).run()
     finally:
         engine.stop(finish=False)  # the other hosts too, where the server did not even begin
+
+
+def check(*, port: int, token: str | None, grace: float) -> None:
+    """Raises `BadValue` for a port beyond 65535, a token that is empty, and a grace below 0 seconds."""
+    if not 0 <= port <= 65535:
+        raise BadValue(f"port={port}: expected 0 (any that is free) to 65535")
+    if token is not None and not token.strip():
+        raise BadValue(
+            f"token={token!r} (--token, or $JAXKV_TOKEN): expected a text that is not empty, or none at all, and then "
+            "whoever reaches the server may ask"
+        )
+    if not 0 <= grace < math.inf:
+        raise BadValue(f"grace={grace:g}: expected 0 seconds or more, and a finite number")
 
 
 @contextlib.contextmanager

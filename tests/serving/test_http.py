@@ -429,6 +429,32 @@ def test_a_policy_keeps_its_own_block(tiny, monkeypatch, words, block):
     assert cli.main(["serve", *words]) == 2 and found == [block]
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--token", ""], "token=''"),
+        (["--token", " "], "token=' '"),
+        (["--port", "70000"], "port=70000"),
+        (["--grace", "-1"], "grace=-1"),
+        (["--body", "0"], "body=0"),
+        (["--seconds", "-5"], "seconds=-5"),
+        (["--block", "0"], "block=0"),
+        (["--num-processes", "2"], "--num-processes without --mesh"),
+        (["--process-id", "0"], "--process-id without --mesh"),
+    ],
+    ids=str,
+)
+def test_the_command_refuses_before_it_loads_a_model(monkeypatch, capsys, words, says):
+    monkeypatch.setattr(jaxkv, "load", lambda *_, **__: pytest.fail("it has loaded a model"))
+    assert cli.main(["serve", *words]) == 2 and says in capsys.readouterr().err
+
+
+def test_an_empty_token_of_the_environment_is_no_open_server(monkeypatch, capsys):
+    monkeypatch.setenv("JAXKV_TOKEN", "")
+    monkeypatch.setattr(jaxkv, "load", lambda *_, **__: pytest.fail("it has loaded a model"))
+    assert cli.main(["serve"]) == 2 and "token='' (--token, or $JAXKV_TOKEN)" in capsys.readouterr().err
+
+
 @contextlib.contextmanager
 def commands(*each):
     """`jaxkv serve` in processes of their own, with these arguments."""
