@@ -219,6 +219,8 @@ class Serve:
     """Texts to branch from, as name=file, under a policy that reads a prompt once (h2o, not laq-h2o-int4)."""
     host: str = "127.0.0.1"
     """0.0.0.0 answers other machines as well: give a token then."""
+    host_names: tuple[str, ...] = ()
+    """Names to answer to besides the loopback's, such as a proxy's; with another --host any, unless some are given."""
     port: int = 8000
     token: str | None = None
     """Who asks must send it as bearer token; by default what $JAXKV_TOKEN says, if anything."""
@@ -526,7 +528,8 @@ def _serve(command: Serve) -> int:
     if engine.leads:
         _note(f"{command.model} under {_size(chosen)}, {command.rows} rows: http://{command.host}:{command.port}")
     serve(
-        engine, command.name or command.model, host=command.host, port=command.port, token=token, grace=command.grace,
+        engine, command.name or command.model, host=command.host, host_names=command.host_names, port=command.port,
+        token=token, grace=command.grace,
         limits=dataclasses.replace(limits, max_tokens=min(limits.max_tokens, command.max_new_tokens)),
     )  # fmt: skip
     return 0

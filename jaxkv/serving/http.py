@@ -14,14 +14,15 @@ from typing import Any
 import anyio
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxkv.checks import shown
 from jaxkv.errors import BadValue, Busy, JaxkvError
 from jaxkv.serving.answer import FAILED, Answer
 from jaxkv.serving.engine import Engine
@@ -58,10 +59,10 @@ class Server:
         self.engine, self.model, self._limits, self._token = engine, model, limits, token
         self._metrics, self._ready, self._failed = Metrics(engine), False, None
 
-    def app(self, hosts: tuple[str, ...] = ("*",), grace: float | None = None) -> Starlette:
+    def app(self, hosts: tuple[str, ...] | None = None, grace: float | None = None) -> Starlette:
         """The ASGI application: it starts the engine, and stops it when what runs has ended (or after `grace` s).
 
-        `hosts`: the names under which it answers; the loopback's alone keep other sites' pages out.
+        `hosts`: the names under which it answers (None: any); the loopback's alone keep other sites' pages out.
         """
 
         @contextlib.asynccontextmanager
@@ -80,7 +81,7 @@ class Server:
                 Route("/v1/completions", self._answering(Completion), methods=["POST"]),
                 Route("/v1/chat/completions", self._answering(Chat), methods=["POST"]),
             ],
-            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)],
+            middleware=[] if hosts is None else [Middleware(Named, hosts=hosts)],
             exception_handlers={Wrong: _wrong, HTTPException: _http_error},
             lifespan=lifespan,
         )
@@ -203,6 +204,34 @@ class Server:
                 self._metrics.ended(answer)
 
         return heard
+
+
+class Named:
+    """Answers requests to the names of `hosts` alone, whatever their port."""
+
+    def __init__(self, app: ASGIApp, hosts: tuple[str, ...]):
+        self._app, self._hosts = app, frozenset(host.lower() for host in hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the application, or answers 400."""
+        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else None
+        app = self._app if host is None or _name_of(host) in self._hosts else _error(_not_here(host))
+        await app(scope, receive, send)
+
+
+def _name_of(host: str) -> str:
+    """The name in a Host header, without its port."""
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    return name.lower()
+
+
+def _not_here(host: str) -> Wrong:
+    return Wrong(
+        400,
+        f"host {shown(host)}: this server does not answer to that name; ask it by one of its own, or start it with "
+        "--host-names and this one, as behind a proxy that passes it on",
+        code="unknown_host",
+    )
 
 
 class Answering(Response):

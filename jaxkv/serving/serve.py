@@ -17,6 +17,7 @@ def serve(
     model: str,
     *,
     host: str = "127.0.0.1",
+    host_names: tuple[str, ...] = (),
     port: int = 8000,
     token: str | None = None,
     limits: Limits = DEFAULT,
@@ -25,6 +26,7 @@ def serve(
 ) -> None:
     """Answer requests until SIGINT or SIGTERM; then take no more, finish what runs within `grace` seconds, and end.
 
+    On the loopback it answers to the loopback's names and `host_names`; elsewhere to any, unless there are such names.
     On many hosts process 0 does so, and the others run what it says until it ends: these signals do not end them.
     Raises `BadValue` as `check` does; `HostFailure` where process 0 fails.
     """
@@ -33,7 +35,7 @@ def serve(
         with _unmoved():
             engine.follow()
         return
-    names = ("localhost", "127.0.0.1", "[") if host in LOOPBACK else ("*",)  # "[": what is before the colon of [::1]
+    names = (*LOOPBACK, *host_names) if host in LOOPBACK or host_names else None
     app = Server(engine, model, limits=limits, token=token).app(names, grace)
     load = engine.load
     config = uvicorn.Config(

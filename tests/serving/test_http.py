@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import openai
@@ -23,7 +24,8 @@ import jaxkv
 from jaxkv import cli
 from jaxkv.errors import BadValue
 from jaxkv.serving import Engine
-from jaxkv.serving.http import Limits, Server
+from jaxkv.serving.http import LOOPBACK, Limits, Server, _name_of
+from jaxkv.serving.serve import serve
 
 FAMILY = "llama3"
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -228,7 +230,9 @@ def test_other_errors(running, client):
     assert got(address, "/nothing")[0] == 404 and got(address, "/v1/completions")[0] == 405
     assert json.loads(got(address, "/nothing")[1])["error"]["message"]
     assert post(address, "/v1/completions", {"prompt": "a"}, {"content-type": "text/plain"})[0] == 415
-    assert post(address, "/v1/completions", {"prompt": "a"}, {"host": "evil.example"})[0] == 400
+    status, body = post(address, "/v1/completions", {"prompt": "a"}, {"host": "evil.example"})
+    error = json.loads(body)["error"]
+    assert status == 400 and "'evil.example'" in error["message"] and "--host-names" in error["message"]
     assert post(address, "/v1/completions", b"{}", {"content-length": 10**12})[0] == 413
     assert post(address, "/v1/completions", b"{", {"content-length": 500})[0] == 408  # the rest never comes
     assert raw(address, b"nonsense\r\n\r\n")[0] == 400
@@ -412,6 +416,36 @@ def test_the_stop_finishes_what_runs(params, client):
         pieces += list(stream)
         assert pieces[-1].choices[0].finish_reason == "length"
         until(lambda: engine.closed)
+
+
+@pytest.mark.parametrize(
+    ("host", "name"), [("LocalHost:80", "localhost"), ("[::1]:8000", "::1"), ("[::1]", "::1"), ("a.b", "a.b"), ("", "")]
+)
+def test_the_name_in_a_host_header(host, name):
+    assert _name_of(host) == name
+
+
+@pytest.mark.parametrize(
+    ("host", "more", "names"),
+    [
+        ("127.0.0.1", (), LOOPBACK),
+        ("::1", ("proxy.example",), (*LOOPBACK, "proxy.example")),
+        ("0.0.0.0", (), None),
+        ("0.0.0.0", ("proxy.example",), (*LOOPBACK, "proxy.example")),
+    ],
+)
+def test_the_names_that_a_server_answers_to(monkeypatch, host, more, names):
+    found = []
+
+    class Noted(Server):
+        def app(self, hosts=None, grace=None):
+            found.append(hosts)
+            raise BadValue("enough")
+
+    monkeypatch.setattr("jaxkv.serving.serve.Server", Noted)
+    with pytest.raises(BadValue, match="enough"):
+        serve(SimpleNamespace(leads=True), "tiny", host=host, host_names=more)
+    assert found == [names]
 
 
 @pytest.mark.parametrize(
