@@ -58,7 +58,7 @@ class Answer:
         self.prompt_tokens, self.before, self.kept = prompt_tokens, seen, 0.0
         self.times = Times(time.perf_counter())
         self.cancelled, self.tells = False, tells
-        self.group: object = self  # the same for samples of one prompt
+        self.group: Answer = self  # the first sample of the same prompt
         self._most, self._stop_tokens, self._stop = most, frozenset(stop_tokens), stop
         self._wake, self._changed, self._watchers = wake, threading.Condition(), []
         self._shown, self._reading = Growing(stop.tokenizer), threading.Lock()
@@ -140,11 +140,11 @@ class Answer:
             stopped = self._stop.within(self._searched.text(self.tokens + tokens))
             count = self._stop.count(self.tokens, np.asarray(tokens, int)) if stopped else count
         with self._changed:
-            self.kept = kept
             if count and self.times.first is None:
                 self.times = dataclasses.replace(self.times, first=time.perf_counter())
             self.chances.extend(chances[:count])
             self.tokens.extend(tokens[:count])
+            self.kept = min(kept, float(self.seen))  # the cache may hold what came behind a stop string
             if stopped or (self.tokens and self.tokens[-1] in self._stop_tokens):
                 self._end(STOP)
             elif len(self.tokens) >= self._most:

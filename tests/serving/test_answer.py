@@ -1,0 +1,26 @@
+"""An answer by itself, without an engine."""
+
+import pytest
+from letters import Letters
+
+from jaxkv.serving.answer import Answer
+from jaxkv.stop_strings import StopStrings
+
+
+def made(*, stop=(), most=20):
+    """An answer to five tokens."""
+    return Answer(5, 5, most, (), StopStrings(stop, Letters()), False, lambda: None)
+
+
+def ids(text):
+    return Letters()(text)["input_ids"]
+
+
+@pytest.mark.parametrize(("stop", "kept"), [((), 9.0), (("bc",), 7.0)])
+def test_no_more_is_kept_than_was_seen(stop, kept):
+    """The cache has run what came behind a stop string; the answer has not."""
+    answer = made(stop=stop)
+    answer.take(ids("a"), [], 5.0)
+    assert answer.kept == answer.seen == 5
+    answer.take(ids("bcde"), [], 9.0)
+    assert answer.kept == answer.seen == kept and answer.ended == bool(stop)
