@@ -472,7 +472,7 @@ class Engine:
             self._load = dataclasses.replace(
                 load,
                 ended={**load.ended, finish: load.ended.get(finish, 0) + 1},
-                prompt_tokens=load.prompt_tokens + answer.prompt_tokens,
+                prompt_tokens=load.prompt_tokens + (answer.prompt_tokens if answer.group is answer else 0),
                 new_tokens=load.new_tokens + len(answer.tokens),
                 evicted=load.evicted + (answer.seen - answer.kept if answer.tokens else 0),
             )

@@ -129,7 +129,7 @@ def test_samples_share_their_prompt(engine, params):
     finish(engine)
     assert [answer.tokens for answer in answers] == out.tokens.tolist()
     assert len({tuple(answer.tokens) for answer in answers}) > 1
-    assert engine.load.prompt_tokens - before == 3 * 45
+    assert engine.load.prompt_tokens - before == 45  # it was run once
     with pytest.raises(BadValue, match="as many as the engine has rows"):
         engine.submit_all(prompt, samples=5)
 
