@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from jaxkv.errors import JaxkvError
+from jaxkv.errors import BadValue, JaxkvError
 from jaxkv.stop_strings import Growing, StopStrings
 
 STOP, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "failed"
+IDLE = "nobody runs its engine; call the engine's start(), or its turn() until the answer has ended"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Answer:
         stop: StopStrings,
         tells: bool,
         wake: Callable[[], None],
+        runs: Callable[[], bool],
     ):
         self.tokens: list[int] = []
         self.chances: list[Chance] = []
@@ -60,15 +62,17 @@ class Answer:
         self.cancelled, self.tells = False, tells
         self.group: Answer = self  # the first sample of the same prompt
         self._most, self._stop_tokens, self._stop = most, frozenset(stop_tokens), stop
-        self._wake, self._changed, self._watchers = wake, threading.Condition(), []
+        self._wake, self._runs = wake, runs
+        self._changed, self._watchers = threading.Condition(), []
         self._shown, self._reading = Growing(stop.tokenizer), threading.Lock()
         self._searched = Growing(stop.tokenizer)  # by the engine, for stop strings
 
     # ---- for whoever asked
 
     def __iter__(self) -> Iterator[str]:
-        """Pieces of text as they come. Raises what made the request fail."""
+        """Pieces of text as they come. Raises what made the request fail, `BadValue` where nobody runs the engine."""
         shown = ""
+        self._check_runs()
         while True:
             with self._changed:
                 count = len(self.tokens)
@@ -84,10 +88,14 @@ class Answer:
                 self._changed.wait_for(lambda count=count: self.ended or len(self.tokens) > count)
 
     def wait(self, timeout: float | None = None) -> "Answer":
-        """Waits until it has ended. Raises what made it fail, and `TimeoutError` after so many seconds."""
+        """Waits until it has ended. Raises what made it fail, `TimeoutError` after so many seconds, and without these
+        `BadValue` where nobody runs the engine."""
+        if timeout is None:
+            self._check_runs()
         with self._changed:
             if not self._changed.wait_for(lambda: self.ended, timeout):
-                raise TimeoutError(f"no answer within {timeout} s: it goes on; wait longer, or cancel() it")
+                goes_on = "it goes on; wait longer, or cancel() it" if self._runs() else IDLE
+                raise TimeoutError(f"no answer within {timeout} s: {goes_on}")
         self._raise()
         return self
 
@@ -120,6 +128,10 @@ class Answer:
     def seen(self) -> int:
         """Tokens that the cache has seen: prefix, prompt, and all new ones but the last, which has not been run."""
         return self.before + max(len(self.tokens) - 1, 0)
+
+    def _check_runs(self) -> None:
+        if not self.ended and not self._runs():
+            raise BadValue(f"an answer would never come: {IDLE}")
 
     def _raise(self) -> None:
         if self.error is not None:

@@ -181,7 +181,10 @@ def asked(
     if budget is not None:
         policy = _with_budget(policy, budget)
     if len(request.stop_tokens) > STOPS:
-        raise BadValue(f"{len(request.stop_tokens)} stop tokens: expected at most {STOPS}")
+        raise BadValue(
+            f"stop_tokens={shown(request.stop_tokens)}: expected at most {STOPS}, the model's own among them, and "
+            f"these are {len(request.stop_tokens)}"
+        )
     fresh = rows[0]
     before = np.zeros(0, np.int32)
     seen, filled = 0, np.zeros(params.config.num_layers, np.int64)
@@ -233,6 +236,11 @@ def _with_budget(policy: Policy, budget: int) -> Policy:
         raise BadValue(
             f"budget={shown(budget)} of a request under policy {policy.name!r}: expected none; only rows of a policy "
             "with a budget, and with text positions, have room to share out"
+        )
+    if budget > policy.budget:
+        raise BadValue(
+            f"budget={budget} of a request: expected at most {policy.budget}, which this engine's rows have under "
+            f"policy {policy.name!r}; ask for less, or leave it out"
         )
     return dataclasses.replace(policy, budget=budget)  # which checks it
 

@@ -9,6 +9,7 @@ request's length, so a free row is all that a request waits for.
 import contextlib
 import dataclasses
 import functools
+import inspect
 import operator
 import threading
 import time
@@ -142,6 +143,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._compiling: threading.Thread | None = None
         self._closed, self.failure = False, None
+        self._runs = False  # whether anybody has begun to run it
         self._load = Load(0, rows, 0, {}, 0, 0, 0.0)
 
     # ---- for whoever asks
@@ -210,6 +212,9 @@ class Engine:
 
     def submit_all(self, prompt: Any, *, samples: int = 1, **settings: Any) -> tuple[Answer, ...]:
         """As `submit`, with several answers to one prompt, which is run once."""
+        known = inspect.signature(self._asked).parameters.keys() - {"prompt"}
+        for name in settings.keys() - known:
+            raise unknown("argument of submit", name, known)
         self._check_leads()
         self._check_open()
         work = self._asked(prompt, samples=samples, **settings)
@@ -277,6 +282,7 @@ class Engine:
         """Compile what short prompts need, and run requests in a thread of the engine's own until `stop`. The other
         programs are compiled in another thread meanwhile, and prompts that need these wait."""
         self._check_leads()
+        self._runs = True
         self._make()
         if self._thread is None and not (self._turns is not None and self._turns.ended):
             self._thread = threading.Thread(target=self._run, name="jaxkv-engine", daemon=True)
@@ -335,6 +341,7 @@ class Engine:
         The next chunk is started before the last one's tokens are read, unless a prompt waits for a row to be free.
         """
         self._check_leads()
+        self._runs = True
         self._make()
         if self._compiling is None:  # nobody else does
             self._rest(lambda: True)
@@ -576,7 +583,7 @@ class Engine:
         if prefix is not None:
             stored = self._prefixes.get(prefix) if fits(prefix, str) else None
             if stored is None:
-                raise unknown("prefix", shown(prefix), self._prefixes)
+                raise unknown("prefix", prefix if isinstance(prefix, str) else shown(prefix), self._prefixes)
         request = checked_request(
             self.params, prompt, None, policy=self.policy, max_new_tokens=max_new_tokens, samples=samples, seed=seed,
             sampler=Sampler(temperature, top_k, top_p, min_p, repetition_penalty), stop_tokens=stop_tokens, stop=stop,
@@ -588,7 +595,14 @@ class Engine:
 
         def answers(prompt_tokens: int, seen: int) -> tuple[Answer, ...]:
             one = lambda: Answer(  # noqa: E731
-                prompt_tokens, seen, max_new_tokens, request.stop_tokens, ends, logprobs, self._wake
+                prompt_tokens,
+                seen,
+                max_new_tokens,
+                request.stop_tokens,
+                ends,
+                logprobs,
+                self._wake,
+                lambda: self._runs,
             )
             every = tuple(one() for _ in range(samples))
             for answer in every:

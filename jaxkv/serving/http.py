@@ -6,6 +6,7 @@ import dataclasses
 import hmac
 import json
 import math
+import re
 import threading
 from collections.abc import AsyncIterator, Callable
 from importlib.resources import files
@@ -31,6 +32,9 @@ from jaxkv.serving.wire import Chat, Completion, Reader, Wanted, Written, Wrong,
 
 PAGE_RULES = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 RENAMED = {"max_new_tokens": "max_tokens", "samples": "n", "stop_tokens": "stop_token_ids"}
+GIVEN = re.compile(
+    rf"\b({'|'.join(RENAMED)})=(?! )"
+)  # with a value, or last: "longest=, max_new_tokens= or" is an engine's
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -353,8 +357,6 @@ async def _http_error(_: Request, error: Any) -> Response:
 
 def _refused(error: JaxkvError, wanted: Wanted) -> Wrong:
     """What the engine does not take, by the API's names."""
-    message = str(error)
-    for ours, theirs in RENAMED.items():
-        message = message.replace(f"{ours}=", f"{theirs}=")
-    name = message.partition("=")[0]
+    message = GIVEN.sub(lambda found: f"{RENAMED[found[1]]}=", str(error))
+    name = re.split(r"\W", message.removeprefix("unknown "), maxsplit=1)[0]
     return Wrong(400, message, param=name if name in type(wanted).model_fields else None)

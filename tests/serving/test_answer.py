@@ -9,7 +9,7 @@ from jaxkv.stop_strings import StopStrings
 
 def made(*, stop=(), most=20):
     """An answer to five tokens."""
-    return Answer(5, 5, most, (), StopStrings(stop, Letters()), False, lambda: None)
+    return Answer(5, 5, most, (), StopStrings(stop, Letters()), False, lambda: None, lambda: True)
 
 
 def ids(text):

@@ -158,7 +158,7 @@ def test_a_request_may_have_a_smaller_budget(engine, params, length):
     finish(engine)
     assert answer.tokens == alone(params, policy, prompt, **asked) and answer.kept <= 24
     assert whole.tokens == alone(params, engine.policy, prompt, **asked)
-    with pytest.raises(BadValue, match="need 48 slots"):
+    with pytest.raises(BadValue, match="budget=41 of a request: expected at most 40"):
         engine.submit(prompt, budget=41, **asked)
     with pytest.raises(BadValue, match="budget"):
         engine.submit(prompt, budget=1, **asked)
@@ -200,7 +200,9 @@ def test_requests_branch_from_a_stored_prefix(engine, params):
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"top_p": 1.5}, "top_p=1.5"),
-        ({"stop_tokens": tuple(range(17))}, "17 stop tokens"),
+        ({"stop_tokens": tuple(range(17))}, "stop_tokens=.*expected at most 16.*are 17"),
+        ({"max_tokens": 2}, "unknown argument of submit 'max_tokens'; did you mean 'max_new_tokens'"),
+        ({"prefix": "nope"}, "unknown prefix 'nope'; known: none"),
         ({"logprobs": 5}, "logprobs=5"),
         ({"max_new_tokens": 10_000}, "exceed the model's context"),
         ({"stop": [""]}, "empty string"),
@@ -301,6 +303,12 @@ def test_a_thread_runs_it_and_the_stop_finishes_what_runs(params, known):
         engine.submit(ids(3))
     other = Engine(params, engine.policy, rows=2, longest=140, max_new_tokens=16)
     waits = other.submit(ids(5))
+    with pytest.raises(TimeoutError, match=r"nobody runs its engine; call the engine's start\(\)"):
+        waits.wait(0.01)
+    for never in (waits.wait, lambda: list(waits)):
+        with pytest.raises(BadValue, match="nobody runs"):
+            never()
+    other._runs = True
     with pytest.raises(TimeoutError, match="it goes on"):
         waits.wait(0.01)
 

@@ -22,10 +22,11 @@ from letters import Letters
 
 import jaxkv
 from jaxkv import cli
-from jaxkv.errors import BadValue
+from jaxkv.errors import BadValue, unknown
 from jaxkv.serving import Engine
-from jaxkv.serving.http import LOOPBACK, Limits, Server, _name_of
+from jaxkv.serving.http import LOOPBACK, Limits, Server, _name_of, _refused
 from jaxkv.serving.serve import serve
+from jaxkv.serving.wire import Completion, parsed
 
 FAMILY = "llama3"
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -187,7 +188,7 @@ WRONG = [
     ({"prompt": "a", "top_p": 2}, 400, "top_p"),
     ({"prompt": "a", "n": 3}, 400, "n=3"),
     ({"prompt": "a", "n": True}, 400, "n"),
-    ({"prompt": "a", "budget": 41}, 400, "slots"),
+    ({"prompt": "a", "budget": 41}, 400, "budget=41"),
     ({"prompt": "a", "policy": "snapkv"}, 400, "policy"),
     ({"prompt": "a", "prefix": "none"}, 400, "prefix"),
     ({"prompt": "a", "logprobs": 21}, 400, "logprobs"),
@@ -223,6 +224,23 @@ def test_hostile_requests_leave_a_running_stream_alone(running, params, client):
             assert found == status and names in error["message"] and error["type"], (str(body)[:60], found, answer)
             assert text.result(60) == expected.text
     until(lambda: engine.load.taken == 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "says", "param"),
+    [
+        (unknown("prefix", "nope", ["manual"]), "unknown prefix 'nope'; known: manual", "prefix"),
+        (BadValue("budget=41 of a request: expected less"), "budget=41 of a request: expected less", "budget"),
+        (BadValue("stop_tokens=(1, 2): expected fewer"), "stop_token_ids=(1, 2): expected fewer", "stop_token_ids"),
+        (BadValue("stop strings need more: use stop_tokens="), "stop strings need more: use stop_token_ids=", "stop"),
+        (BadValue("samples=3: expected 2"), "n=3: expected 2", "n"),
+        (BadValue("9 tokens: or a larger max_new_tokens= here"), "9 tokens: or a larger max_new_tokens= here", None),
+    ],
+    ids=str,
+)
+def test_what_the_engine_refuses_is_said_by_the_names_of_the_api(error, says, param):
+    wrong = _refused(error, parsed(Completion, b'{"prompt": "a"}'))
+    assert (wrong.message, wrong.param) == (says, param)
 
 
 def test_other_errors(running, client):
@@ -370,7 +388,7 @@ def test_the_page_in_a_browser(running, params, tmp_path):
         browser.type("#text", "And")
         browser.click("#send")
         until(lambda: browser.run("return document.querySelectorAll('.wrong').length") == 1)
-        assert "slots in a layer" in browser.text(".wrong")
+        assert "budget=99" in browser.text(".wrong")
         assert browser.run("return messages.length") == 2  # what failed is no part of the conversation
         browser.type("#budget", "30")
         browser.type("#most", "64")
