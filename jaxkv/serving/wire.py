@@ -9,7 +9,8 @@ import time
 import uuid
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError, from_json
 
 from jaxkv.errors import BadValue
 from jaxkv.serving.answer import STOP, Answer, Chance
@@ -17,27 +18,49 @@ from jaxkv.serving.engine import Engine
 from jaxkv.serving.programs import TOP
 
 Text = Annotated[str, Field(min_length=1)]
+type Several[T] = Annotated[list[T], FailFast()]  # whose first error is enough
 
 
 class Strict(BaseModel):
-    """Fields of the declared types alone, and no others."""
+    """Fields of the declared types alone, and no others but null, by which clients say that they leave a field out."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None or name in cls.model_fields}
 
 
 class Part(Strict):
     """A part of a message's content."""
 
-    type: Literal["text"]
+    type: str
     text: str
+
+    @field_validator("type")
+    @classmethod
+    def _is_text(cls, kind: str) -> str:
+        if kind != "text":
+            raise PydanticCustomError("no_text", "this server takes parts of type 'text' only")
+        return kind
 
 
 class Message(Strict):
     """A message of a conversation."""
 
     role: str
-    content: str | list[Part]
+    content: str | Several[Part]
     name: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _is_there(cls, content: Any) -> Any:
+        if content is None:
+            raise PydanticCustomError("no_text", "expected text, for this server has no tools: leave the message out")
+        return content
 
     def plain(self) -> dict[str, str]:
         """As chat templates take it."""
@@ -49,6 +72,7 @@ class StreamOptions(Strict):
     """What a stream tells besides its pieces."""
 
     include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None
 
 
 class TextFormat(Strict):
@@ -58,25 +82,30 @@ class TextFormat(Strict):
 
 
 class Wanted(Strict):
-    """What both kinds of requests may say."""
+    """What both kinds of requests may say; of what this server has not, that it shall not be done."""
 
     object: ClassVar[str]
+    telling: ClassVar[str]  # the field that says how many likeliest tokens to tell
     model: str | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     seed: int | None = None
-    stop: Text | list[Text] | None = None
+    stop: Text | Several[Text] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    presence_penalty: Literal[0] | Annotated[float, Field(ge=0, le=0)] | None = None
-    frequency_penalty: Literal[0] | Annotated[float, Field(ge=0, le=0)] | None = None
+    metadata: dict[str, Any] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Several[int] | None = None
     ignore_eos: bool = False
     policy: str | None = None
     budget: int | None = None
@@ -97,14 +126,17 @@ class Wanted(Strict):
         return self.max_tokens
 
     def settings(self, engine: Engine, default: int) -> dict[str, Any]:
-        """The arguments of `Engine.submit_all`. Raises `BadValue` for another policy than the engine's."""
+        """The arguments of `Engine.submit_all`. Raises `BadValue` for another policy than the engine's, and for what
+        would say nothing."""
         if self.policy is not None and self.policy != engine.policy.name:
             raise BadValue(
                 f"policy={self.policy!r}: this server's rows run {engine.policy.name!r}, which its programs are "
                 "compiled for; leave policy out, or ask a server that was started with it"
             )
         if self.tells is not None and not 0 <= self.tells <= TOP:
-            raise BadValue(f"logprobs={self.tells}: expected at most {TOP} likeliest tokens beside each")
+            raise BadValue(f"{self.telling}={self.tells}: expected 0 to {TOP} likeliest tokens beside each")
+        if self.stream_options is not None and not self.stream:
+            raise BadValue("stream_options without stream: expected stream=true beside it, or leave it out")
         stop = self.stop_token_ids
         if stop is not None or self.ignore_eos:
             stop = [*(() if self.ignore_eos else engine.params.config.stop_tokens), *(stop or ())]
@@ -127,7 +159,8 @@ class Completion(Wanted):
     """A body of /v1/completions."""
 
     object: ClassVar[str] = "text_completion"
-    prompt: Text | list[int] | list[Text] | list[list[int]]
+    telling: ClassVar[str] = "logprobs"
+    prompt: Text | Several[int] | Several[Text] | Several[Several[int]]
     logprobs: int | None = None
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
@@ -147,7 +180,8 @@ class Chat(Wanted):
     """A body of /v1/chat/completions."""
 
     object: ClassVar[str] = "chat.completion"
-    messages: Annotated[list[Message], Field(min_length=1)]
+    telling: ClassVar[str] = "top_logprobs"
+    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -167,17 +201,37 @@ class Chat(Wanted):
         """The newer field's, or the older one's."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    def settings(self, engine: Engine, default: int) -> dict[str, Any]:
+        """As those of all requests."""
+        if self.top_logprobs and not self.logprobs:
+            raise BadValue(f"top_logprobs={self.top_logprobs}: expected logprobs=true beside it, or leave it out")
+        return super().settings(engine, default)
+
 
 def parsed(kind: type[Wanted], body: bytes) -> Any:
     """The request that a body is. Raises `Wrong` for one that is none."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(each) for each in first["loc"])
+        every = error.errors(include_url=False, include_context=False, include_input=False)
+        given = None if every[0]["type"] == "json_invalid" else from_json(body)
+        placed = [(_place(each["loc"], each["type"] == "missing", given), each) for each in every]
+        # where a field may be this or that: of the type that what was given came nearest to
+        place, chosen = max(placed, key=lambda each: (len(each[0]), not each[1]["type"].endswith("_type"), each[0]))
+        where = ".".join(map(str, place))
         what = "not a field of this API, or one that this server does not support"
-        message = what if first["type"] == "extra_forbidden" else first["msg"]
+        message = what if chosen["type"] == "extra_forbidden" else chosen["msg"]
         raise Wrong(400, f"{where}: {message}" if where else f"the body: {message}", param=where or None) from None
+
+
+def _place(names: tuple[Any, ...], missing: bool, given: Any) -> tuple[Any, ...]:
+    """Where in the body an error is, of what is there or of what is `missing`: the names without those of types."""
+    place = []
+    for name in names[: len(names) - missing]:
+        if (isinstance(given, list) and isinstance(name, int)) or (isinstance(given, dict) and name in given):
+            place.append(name)
+            given = given[name]
+    return (*place, *names[len(names) - missing :])
 
 
 @dataclasses.dataclass
