@@ -5,8 +5,10 @@ A field that is not understood is refused by name, never passed over. Ours are `
 """
 
 import dataclasses
+import re
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
@@ -16,6 +18,7 @@ from jaxkv.errors import BadValue
 from jaxkv.serving.answer import STOP, Answer, Chance
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.programs import TOP
+from jaxkv.stop_strings import Growing
 
 Text = Annotated[str, Field(min_length=1)]
 type Several[T] = Annotated[list[T], FailFast()]  # whose first error is enough
@@ -254,11 +257,12 @@ class Wrong(Exception):
 
 @dataclasses.dataclass
 class Piece:
-    """The part of an answer that has not been sent yet: text, and the tokens that were told."""
+    """The part of an answer that has not been sent yet: text, and the tokens that were told behind those `before`."""
 
     text: str
     chances: list[Chance]
     finish: str | None
+    before: int
 
 
 class Reader:
@@ -266,17 +270,25 @@ class Reader:
 
     def __init__(self, answer: Answer, tokenizer: Any, stop_tokens: frozenset[int]):
         self.answer, self._tokenizer, self._stop_tokens = answer, tokenizer, stop_tokens
-        self._shown, self._told, self.told_text = 0, 0, 0
+        self._shown, self._told, self._growing = 0, 0, Growing(tokenizer)
 
     def piece(self) -> Piece:
         """What has come since the last one."""
         finish, count = self.answer.finish, len(self.answer.chances)
         text = self.answer.text() if self._tokenizer is not None else ""
         new, self._shown = text[self._shown :], max(self._shown, len(text))
-        chances, self._told = self.answer.chances[self._told : count], count
+        before, self._told = self._told, count
+        chances = self.answer.chances[before:count]
         if finish == STOP and chances and chances[-1].token in self._stop_tokens:
             chances = chances[:-1]  # the token that ends a text is no part of it
-        return Piece(new, chances, finish)
+        return Piece(new, chances, finish, before)
+
+    def offsets(self, piece: Piece) -> list[int]:
+        """Where in the text the tokens of the last piece begin; all those of a character where that one begins."""
+        tokens = [chance.token for chance in self.answer.chances[: piece.before + len(piece.chances)]]
+        texts = [self._growing.text(tokens[:count]) for count in range(piece.before, len(tokens))]
+        offsets = [len(text.rstrip(BROKEN)) for text in texts]
+        return offsets if piece.finish is None else [min(at, self._shown) for at in offsets]  # before a stop string
 
 
 class Written:
@@ -336,22 +348,52 @@ class Written:
                 ],
                 "refusal": None,
             }
-        words = [self._word(chance.token) for chance in piece.chances]
-        offsets = [reader.told_text + sum(map(len, words[:at])) for at in range(len(words))]
-        reader.told_text += sum(map(len, words))
         return {
-            "tokens": words,
+            "tokens": [self._word(chance.token) for chance in piece.chances],
             "token_logprobs": [chance.logprob for chance in piece.chances],
-            "top_logprobs": [{self._word(token): value for token, value in c.best[:count]} for c in piece.chances],
-            "text_offset": offsets,
+            "top_logprobs": [self._by_word(chance.best[:count]) for chance in piece.chances],
+            "text_offset": reader.offsets(piece),
         }
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        word = self._word(token)
-        return {"token": word, "logprob": logprob, "bytes": list(word.encode())}
+        return {"token": self._word(token), "logprob": logprob, "bytes": list(spelled(self._tokenizer, token))}
+
+    def _by_word(self, best: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """The best first, and of tokens that look alike the best alone."""
+        found: dict[str, float] = {}
+        for token, value in best:
+            found.setdefault(self._word(token), value)
+        return found
 
     def _word(self, token: int) -> str:
-        return str(token) if self._tokenizer is None else self._tokenizer.decode([token])
+        return word_of(self._tokenizer, token)
+
+
+def word_of(tokenizer: Any, token: int) -> str:
+    """The text of one token; without a tokenizer its number."""
+    return str(token) if tokenizer is None else tokenizer.decode([token], clean_up_tokenization_spaces=False)
+
+
+def spelled(tokenizer: Any, token: int) -> bytes:
+    """The bytes of one token, also where they are a part of a character only."""
+    word = word_of(tokenizer, token)
+    if BROKEN not in word:
+        return word.encode()
+    letters = str(tokenizer.convert_ids_to_tokens(token))
+    if fallback := re.fullmatch("<0x([0-9A-F]{2})>", letters):  # SentencePiece's
+        return bytes.fromhex(fallback[1])
+    return bytes(LETTERS[letter] for letter in letters) if LETTERS.keys() >= set(letters) else word.encode()
+
+
+def _letters() -> dict[str, int]:
+    """The letters by which byte-level BPE writes bytes: those that can be seen by themselves, others behind them."""
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(256 + at): byte for at, byte in enumerate(rest)}
+
+
+LETTERS = _letters()
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # what is decoded of a part of a character
 
 
 def usage(readers: list[Reader]) -> dict[str, Any]:

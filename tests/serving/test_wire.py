@@ -4,9 +4,12 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from letters import Letters
 
 from jaxkv.errors import BadValue
-from jaxkv.serving.wire import Chat, Completion, Wrong, parsed
+from jaxkv.serving.answer import Answer, Chance
+from jaxkv.serving.wire import Chat, Completion, Reader, Written, Wrong, parsed, spelled, word_of
+from jaxkv.stop_strings import StopStrings
 
 
 def body(**given):
@@ -105,3 +108,53 @@ def test_what_would_be_passed_over_is_refused(kind, given, says):
     text = {"prompt": "a"} if kind is Completion else {"messages": [{"role": "user", "content": "a"}]}
     with pytest.raises(BadValue, match=says):
         parsed(kind, body(**text, **given)).settings(ENGINE, 16)
+
+
+def told(tokenizer, ids, *, best=(), stop=(), step=3):
+    """The log-probabilities of a completion with these tokens as it is streamed, and its text."""
+    answer = Answer(1, 1, len(ids), (), StopStrings(stop, tokenizer), True, lambda: None, lambda: True)
+    reader = Reader(answer, tokenizer, frozenset())
+    written = Written(parsed(Completion, body(prompt="a", logprobs=5)), "tiny", tokenizer)
+    pieces = []
+    for at in range(0, len(ids), step):
+        chances = [Chance(token, -0.1, tuple(best)) for token in ids[at : at + step]]
+        answer.take(ids[at : at + step], chances, 0.0)
+        (choice,) = written.event(0, reader, reader.piece())["choices"]
+        pieces.append(choice)
+    return [piece["logprobs"] for piece in pieces], "".join(piece["text"] for piece in pieces)
+
+
+@pytest.mark.parametrize("step", [1, 3, 100])
+def test_parts_of_characters_have_their_bytes_and_their_place(smollm2, step):
+    tokenizer, text = smollm2.tokenizer, "é 🚂🚃 a ü 東京."
+    ids = tokenizer(text)["input_ids"]
+    parts = [spelled(tokenizer, token) for token in ids]
+    assert b"".join(parts) == text.encode() and any(word_of(tokenizer, token) == "\ufffd" for token in ids)
+    logprobs, sent = told(tokenizer, ids, step=step)
+    offsets = [at for each in logprobs for at in each["text_offset"]]
+    begins = [len(b"".join(parts[:count]).decode(errors="ignore")) for count in range(len(ids))]
+    assert sent == text and offsets == begins
+
+
+def test_of_tokens_that_look_alike_the_likeliest_is_told(smollm2):
+    alike = [token for token in range(1000) if word_of(smollm2.tokenizer, token) == "\ufffd"][:2]
+    best = [(alike[0], -1.0), (65, -2.0), (alike[1], -3.0)]
+    ((logprobs,), _) = told(smollm2.tokenizer, [65], best=best)
+    assert logprobs["top_logprobs"] == [{"\ufffd": -1.0, word_of(smollm2.tokenizer, 65): -2.0}]
+
+
+def test_no_token_begins_behind_the_text():
+    ((logprobs,), sent) = told(Letters(), Letters()("abcdefgh")["input_ids"], stop=("cdef",), step=100)
+    assert sent == "ab" and logprobs["text_offset"] == [0, 1, 2, 2, 2, 2]
+
+
+def test_bytes_of_other_tokenizers():
+    class Pieces(Letters):
+        def convert_ids_to_tokens(self, token):
+            return {1: "<0xF0>", 2: "\ufffd"}[token]
+
+        def decode(self, tokens, **_):
+            return "\ufffd"
+
+    assert spelled(Pieces(), 1) == b"\xf0" and spelled(Pieces(), 2) == "\ufffd".encode()
+    assert spelled(None, 7) == b"7"
