@@ -216,7 +216,7 @@ class Serve:
     queue: int = 256
     """Requests that may wait."""
     prefix: tuple[str, ...] = ()
-    """Texts to branch from, as name=file, under a policy that reads a prompt once (h2o, not laq-h2o-int4)."""
+    """Texts to branch from, as name=file."""
     host: str = "127.0.0.1"
     """0.0.0.0 answers other machines as well: give a token then."""
     host_names: tuple[str, ...] = ()

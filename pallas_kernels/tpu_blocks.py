@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 LANES = 128  # a vector register holds 8 sublanes of 128 lanes
 SUBLANES = 8
@@ -23,6 +23,15 @@ def cores() -> int:
         return pltpu.get_tpu_info().num_cores
     except ValueError:
         return 2
+
+
+def multiplies_bytes() -> bool:
+    """Whether the matrix unit of the chip that is compiled for takes integers of 8 bits; also where neither the default
+    device nor the abstract one is a TPU."""
+    try:
+        return pltpu.get_tpu_info().int8_ops_per_second > 0
+    except ValueError:
+        return True
 
 
 def round_up(size: int, multiple: int) -> int:
@@ -110,6 +119,29 @@ def around(slot, tile: int, columns: bool) -> tuple:
     """Indices of the tile that holds a slot."""
     some = pl.ds(pl.multiple_of(lax.div(slot, tile) * tile, tile), tile)
     return (slice(None), some) if columns else (some, slice(None))
+
+
+def lines(ref, at: list[tuple], interpret: bool) -> list[jax.Array]:
+    """Rows `[S]` of an array in on-chip memory, each in all rows of a register `[8, S]`, as a load gives them; the
+    interpreter has no such load. The last index of each may be a number of the grid's."""
+    if interpret:
+        shape = SUBLANES, ref.shape[-1]
+        return [jnp.broadcast_to(ref[(*lead, pl.ds(row, 1))], shape) for *lead, row in at]
+    return [ref[(*lead, pl.ds(row, SUBLANES, stride=0))] for *lead, row in at]
+
+
+def in_rows(lines: list[Shaped[Array, "8 S"]], each: int) -> Shaped[Array, "N S"]:
+    """Each of the `lines` in so many rows, one line's behind the other's."""
+    tiles, rows = [], len(lines) * each
+    for start in range(0, rows, SUBLANES):
+        shape = min(SUBLANES, rows - start), lines[0].shape[1]
+        row = start + lax.broadcasted_iota(jnp.int32, shape, 0)
+        first, last = start // each, (start + shape[0] - 1) // each
+        tile = lines[first][: shape[0]]
+        for line in range(first + 1, last + 1):
+            tile = jnp.where(row >= line * each, lines[line][: shape[0]], tile)
+        tiles.append(tile)
+    return tiles[0] if len(tiles) == 1 else jnp.concatenate(tiles, axis=0)
 
 
 def zero_empty(block: jax.Array, filled: jax.Array, columns: bool) -> jax.Array:

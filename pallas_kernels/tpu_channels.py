@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import tpu_blocks as blocks_of
 from pallas_kernels.codes import ByChannel
-from pallas_kernels.tpu_codes import FROM, Form, product
+from pallas_kernels.tpu_codes import FROM, Form, apart, for_groups, packed, product
 
 PACKED = 16  # rows of scales that lie as one piece
 
@@ -79,22 +79,30 @@ def vmem_bytes(form: Form, heads: int, slots: int) -> int:
     return heads * each * dim * (2 * 2 * 2 + 2 * 4)
 
 
-def halved(x: jax.Array, dtype: Any) -> list[jax.Array]:
-    """Numbers of this dtype whose sum is x, or in bfloat16 as near as 16 bits come to it."""
+def halved(x: jax.Array, dtype: Any, count: int = 2) -> list[jax.Array]:
+    """Numbers that this dtype has, in float32, whose sum is x: of bfloat16 so many, each the nearest to what is
+    left."""
     if jnp.dtype(dtype) == jnp.float32:
         return [x]
-    high = x.astype(dtype)
-    return [high, (x - high.astype(jnp.float32)).astype(dtype)]
+    parts = []
+    for _ in range(count):
+        bits = lax.bitcast_convert_type(x, jnp.int32)
+        parts.append(lax.bitcast_convert_type((bits + 0x8000) & -0x10000, jnp.float32))
+        x = x - parts[-1]
+    return parts
 
 
 class ByBlock:
     """Reads a kernel's block of `Form.numbers`, `[H, W, S]` or `[H, S, W]`, with scales and lows of each `form.tokens`
-    slots: as `tpu_codes.Scales` does with those of each slot."""
+    slots: as `tpu_codes.Scales` does with those of each slot.
 
-    def __init__(self, form: Form, inputs: list, scratch: tuple[Any, Any], blocks: int):
+    A register's rows are the query heads of a set, for as many blocks of slots as they leave room for.
+    """
+
+    def __init__(self, form: Form, inputs: list, scratch: tuple[Any, Any], blocks: int, together: int, interpret: bool):
         """Takes `operands` from the inputs. `scratch` is for scales and lows of a kernel's block, `[H, F, D]` each;
-        `blocks` of slots are there in all."""
-        self.form, self.blocks = form, blocks
+        `blocks` of slots are there in all. The rows of so many sets come `together`."""
+        self.form, self.blocks, self.together, self.interpret = form, blocks, together, interpret
         self.given, self.order = (inputs.pop(0), inputs.pop(0)), inputs.pop(0)
         self.scale, self.low = scratch
         self.first: Any = 0  # where those of the kernel's block begin
@@ -111,75 +119,91 @@ class ByBlock:
                 x = blocks_of.halves(given[0, head])
                 x = x.T if form.across else x
                 x = jnp.where(first + lax.broadcasted_iota(jnp.int32, x.shape, 0) < self.blocks, x, 0.0)
-                parts = halved(x, order.dtype)
+                parts = [part.astype(order.dtype) for part in halved(x, order.dtype)]
                 numbers[head] = functools.reduce(jnp.add, [blocks_of.product(part, order, 0) for part in parts])
 
-    def tiles(self, slots: int) -> Iterator[tuple[slice, list[tuple[int, jax.Array]]]]:
-        """The slots of a block some at a time, and for each of their blocks its number and which of them are its."""
-        form = self.form
-        width = max(blocks_of.LANES, form.tokens)
+    def tiles(self, slots: int) -> Iterator[tuple[slice, list[int]]]:
+        """The slots of a block some at a time, and their blocks."""
+        width = max(blocks_of.LANES, self.form.tokens)
         for start in range(0, slots, width):
-            own = lax.div(lax.broadcasted_iota(jnp.int32, (1, 1, width), 2), form.tokens)
-            blocks = [(start // form.tokens + n, own == n) for n in range(width // form.tokens)]
-            yield slice(start, start + width), blocks
+            first = start // self.form.tokens
+            yield slice(start, start + width), list(range(first, first + width // self.form.tokens))
 
-    def by_blocks(self, rows: list[jax.Array], numbers: jax.Array, some: slice, over_slots: bool) -> jax.Array:
-        """Rows of some blocks of slots by the numbers of their slots, what the numbers begin with taken off."""
-        form = self.form
-        numbers = numbers[:, :, some] if form.columns else numbers[:, some]
-        parts = halved(jnp.concatenate(rows, axis=1), numbers.dtype)
-        many = parts[0].shape[1]
-        contract = 1 if form.columns != over_slots else 2
-        found = product(jnp.concatenate(parts, axis=1), numbers, contract)
-        found = functools.reduce(jnp.add, [found[:, n * many : (n + 1) * many] for n in range(len(parts))])
-        if not form.by_bits:
-            return found
-        whole = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts])
-        return found - FROM * jnp.sum(whole, axis=2, keepdims=True)
+    def ranges(self, ref: Any, blocks: list[int], rows: int) -> Float[Array, "H N D"]:
+        """Scales or lows of some blocks of slots, each in so many rows."""
+        each = []
+        for head in range(ref.shape[0]):
+            lines = blocks_of.lines(ref, [(head, self.first + block) for block in blocks], self.interpret)
+            each.append(blocks_of.in_rows(lines, rows)[None])
+        return each[0] if len(each) == 1 else jnp.concatenate(each, axis=0)
 
-    def of(self, ref: Any, block: int) -> Float[Array, "H 1 D"]:
-        """Scales or lows of a block of slots."""
-        return ref[:, pl.ds(self.first + block, 1)]
-
-    def scales(self, block: int) -> Float[Array, "H 1 W"]:
-        """A block's scales of all numbers of a slot."""
-        x = self.of(self.scale, block)
+    def wide(self, x: Float[Array, "H N D"]) -> Float[Array, "H N W"]:
+        """For all numbers of a slot."""
         return x if self.form.halves == 1 else jnp.concatenate([x, x], axis=2)
 
-    def logits(self, query: jax.Array, numbers: jax.Array, asked: Any) -> Float[Array, "H M S"]:
-        """q . k of every query head and slot."""
-        dim, slots = self.form.dim, numbers.shape[2 if self.form.columns else 1]
-        members, query = query.shape[1], in_tiles(query.astype(jnp.float32))
-        tiles = []
-        for some, blocks in self.tiles(slots):
-            rows = [query * self.scales(block) for block, _ in blocks]
-            level = [jnp.sum(query[..., :dim] * self.of(self.low, block), axis=2, keepdims=True) for block, _ in blocks]
-            found = self.by_blocks(rows, numbers, some, False)
-            size = query.shape[1]
-            chosen: Any = 0.0
-            for n, (_, own) in enumerate(blocks):
-                chosen = jnp.where(own, found[:, n * size : (n + 1) * size] + level[n], chosen)
-            tiles.append(chosen)
-        return jnp.concatenate(tiles, axis=2)[:, :members]
+    def product(
+        self, rows: Float[Array, "H N _"], numbers: jax.Array, tile: slice, over_slots: bool
+    ) -> tuple[Float[Array, "H N _"], Float[Array, "H N _"]]:
+        """The product of rows with the numbers of some slots, and the rows as they were multiplied: weights of codes of
+        up to 4 bits are rounded to 16, as those of plain values are."""
+        form = self.form
+        numbers = numbers[:, :, tile] if form.columns else numbers[:, tile]
+        parts = halved(rows, form.dtype, 1 if over_slots and form.bits != 8 else 2)
+        whole = jnp.concatenate([part.astype(form.dtype) for part in parts], axis=1)
+        found, size = product(whole, numbers, 1 if form.columns != over_slots else 2), rows.shape[1]
+        found = functools.reduce(jnp.add, [found[:, n * size : (n + 1) * size] for n in range(len(parts))])
+        return found, functools.reduce(jnp.add, parts)
 
-    def read(self, weights: jax.Array, numbers: jax.Array, filled: Any) -> tuple[Float[Array, "H M W"], None]:
-        """The values by their weights. What stands for a block without weight, and may be NaN, counts as 0."""
-        members, slots, weights = *weights.shape[1:], in_tiles(weights)
+    def logits(self, query: jax.Array, numbers: jax.Array, asked: Any) -> Float[Array, "K N S"]:
+        """q . k of every query head and slot."""
+        form, slots, members = self.form, numbers.shape[2 if self.form.columns else 1], query.shape[1] // self.together
+        query, tiles = in_tiles(apart(query.astype(jnp.float32), self.together)), []
+        size = query.shape[1]
+        for tile, blocks in self.tiles(slots):
+            asks = for_groups(query, len(blocks))
+            found, rows = self.product(asks * self.wide(self.ranges(self.scale, blocks, size)), numbers, tile, False)
+            level = asks[..., : form.dim] * self.ranges(self.low, blocks, size)
+            if form.by_bits and form.halves == 1:
+                level = jnp.sum(level - FROM * rows, axis=2, keepdims=True)
+            else:
+                level = jnp.sum(level, axis=2, keepdims=True)
+                level = level - FROM * jnp.sum(rows, axis=2, keepdims=True) if form.by_bits else level
+            found = found + level
+            block = lax.div(lax.broadcasted_iota(jnp.int32, (1, 1, tile.stop - tile.start), 2), form.tokens)
+            each = max(blocks_of.SUBLANES // size, 1)  # blocks in a register's rows
+            own = found[:, : each * size]
+            for n in range(each, len(blocks), each):
+                own = jnp.where(block >= n, found[:, n * size : (n + each) * size], own)
+            chosen = own[:, :size]
+            for n in range(1, min(each, len(blocks))):
+                chosen = jnp.where(lax.rem(block, each) == n, own[:, n * size : (n + 1) * size], chosen)
+            tiles.append(chosen)
+        return packed(jnp.concatenate(tiles, axis=2)[:, :members], self.together)
+
+    def read(self, weights: jax.Array, numbers: jax.Array) -> tuple[Float[Array, "K N W"], None]:
+        """The values by their weights."""
+        form, slots, members = self.form, weights.shape[2], weights.shape[1] // self.together
+        weights = in_tiles(apart(weights, self.together))
         size, total = weights.shape[1], jnp.zeros((), jnp.float32)
-        for some, blocks in self.tiles(slots):
-            rows = [jnp.where(own, weights[:, :, some], 0.0) for _, own in blocks]
-            found = self.by_blocks(rows, numbers, some, True)
-            for n, ((block, _), row) in enumerate(zip(blocks, rows, strict=True)):
-                whole = jnp.sum(row, axis=2, keepdims=True)
-                low = self.of(self.low, block) * whole
-                if self.form.halves == 2:
-                    low = jnp.concatenate([low, jnp.zeros_like(low)], axis=2)
-                one = found[:, n * size : (n + 1) * size] * self.scales(block) + low
-                total = total + jnp.where(whole > 0, one, 0.0)
-        return total[:, :members], None
+        for tile, blocks in self.tiles(slots):
+            shape = 1, len(blocks) * size, tile.stop - tile.start
+            own = lax.div(lax.broadcasted_iota(jnp.int32, shape, 2), form.tokens)
+            own = own == lax.div(lax.broadcasted_iota(jnp.int32, shape, 1), size)
+            some = jnp.where(own, for_groups(weights[:, :, tile], len(blocks)), 0.0)
+            found, rows = self.product(some, numbers, tile, True)
+            whole = jnp.sum(rows, axis=2, keepdims=True)
+            found = found - FROM * whole if form.by_bits else found
+            low = self.ranges(self.low, blocks, size) * whole
+            if form.halves == 2:
+                low = jnp.concatenate([low, jnp.zeros_like(low)], axis=2)
+            total = total + found * self.wide(self.ranges(self.scale, blocks, size)) + low
+        blocks = range(0, total.shape[1], size)
+        return packed(functools.reduce(jnp.add, [total[:, n : n + members] for n in blocks]), self.together), None
 
 
 def in_tiles(x: Float[Array, "H M N"]) -> Float[Array, "H _ N"]:
-    """Rows with zeros behind them, up to whole registers."""
-    more = -x.shape[1] % blocks_of.SUBLANES
+    """Rows with zeros behind them, up to as many as divide a register's or fill some."""
+    rows = x.shape[1]
+    few = 1 << (rows - 1).bit_length()
+    more = (few if few < blocks_of.SUBLANES else blocks_of.round_up(rows, blocks_of.SUBLANES)) - rows
     return x if not more else jnp.concatenate([x, jnp.zeros((x.shape[0], more, x.shape[2]), x.dtype)], axis=1)

@@ -5,12 +5,16 @@ on. They are put behind each other, which moves nothing where a part fills whole
 them has its channels in that order (`spread`), as has what comes out (`gathered`). An entry is
 `scale * (number - added) + low`, which the kernel does to logits and weights.
 
-Where the slots lie along the lanes and the model computes in bfloat16, a number is made by its bits, two in a word at
+Where the model computes in bfloat16, a decode step multiplies the codes as the integers of 8 bits that they are, four
+in a word at a time: queries and weights become whole numbers of a few `DIGITS`, each row in a unit of its own.
+
+Elsewhere, and of scales by channel, a number is made by its bits where the slots lie along the lanes, two in a word at
 a time: 0x4300 or a code below 16 is 128 + code. Codes of 8 bits are two such numbers, the upper of 16 times the weight.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,14 +22,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels import tpu_blocks as blocks_of
 from pallas_kernels.codes import ByChannel, Codes, halves
 
 EXPONENT, FROM = 0x43004300, 128  # of two numbers of 16 bits: those from 128 on, in steps of 1
-TILE = 32  # rows of bytes that lie as one piece
+TILE = 16  # rows of bytes that become words of four: half of what lies as one piece
 NIBBLE = 16
+DIGITS, DIGIT = 2, 128  # of a query's numbers and of weights, where codes are multiplied as they are
+NEAREST, NEAREST_BITS = 1.5 * 2.0**23, 0x4B400000  # a number with this added has the nearest integer as its last bits
+SIGNS = -0x7F7F7F80  # of four bytes: a code of 8 bits with its highest bit turned is the integer code - 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +55,9 @@ class Form:
     across: bool = False
 
     @classmethod
-    def of(cls, x: jax.Array | Codes | ByChannel, columns: bool, dtype: str) -> "Form":
-        """That of keys or values. Raises `NotImplementedError` for codes that a block does not give apart, and for
-        blocks of slots that do not fill registers evenly."""
+    def of(cls, x: jax.Array | Codes | ByChannel, columns: bool, dtype: str, as_bytes: bool = False) -> "Form":
+        """That of keys or values; codes may be multiplied `as_bytes`. Raises `NotImplementedError` for codes that a
+        block does not give apart, and for blocks of slots that do not fill registers evenly."""
         dim = x.shape[-1]
         if not isinstance(x, Codes | ByChannel):
             return cls(dim, columns, str(x.dtype))
@@ -58,6 +65,9 @@ class Form:
         if integer and x.bits not in (8, 4, 2):
             raise NotImplementedError(f"codes of {x.bits} bits: 8, 4 or 2")
         by_bits = integer and columns and dtype == "bfloat16" and x.codes.shape[-1] % TILE == 0
+        even = x.codes.shape[-1] % (TILE if columns else blocks_of.LANES) == 0
+        if as_bytes and integer and isinstance(x, Codes) and dtype == "bfloat16" and even:
+            dtype, by_bits = "int8", False
         if isinstance(x, ByChannel):
             if blocks_of.LANES % x.tokens and x.tokens % blocks_of.LANES:
                 raise NotImplementedError(f"a scale for {x.tokens} slots: a divisor or a multiple of {blocks_of.LANES}")
@@ -73,6 +83,11 @@ class Form:
         if dim % form.parts or (dim // form.groups) % form.parts:
             raise NotImplementedError(f"{form.groups} groups of {dim} channels in {x.bits} bits")
         return form
+
+    @property
+    def as_bytes(self) -> bool:
+        """Whether the numbers are integers of 8 bits."""
+        return self.dtype == "int8"
 
     @property
     def each(self) -> int:
@@ -97,6 +112,8 @@ class Form:
     @property
     def from_bits(self) -> int:
         """What a code is more by the way its number is made."""
+        if self.as_bytes:
+            return -DIGIT if self.bits == 8 else 0
         return 0 if not self.by_bits else FROM * (1 + NIBBLE * (self.halves - 1))
 
     @property
@@ -110,12 +127,24 @@ class Form:
         return self.from_bits + (2**self.bits - 1) / 2 if self.bits else 0.0
 
     @property
+    def asks(self) -> bool:
+        """Whether the logits of keys take the sums of queries, and these are none of their digits."""
+        return bool((self.lowered or self.added) and not self.tokens and not self.as_bytes)
+
+    @property
     def shifts(self) -> bool:
         """Whether reading values by weights adds something to all channels: lows, or where the numbers begin."""
-        return (self.bits is not None and not self.tokens) or self.lowered
+        begins = bool(self.added) if self.as_bytes else self.bits is not None
+        return (begins and not self.tokens) or self.lowered
 
     def numbers(self, block: jax.Array) -> jax.Array:
         """Those of a block `[H, N, S]`, or `[H, S, N]`, with the channels part after part."""
+        if self.as_bytes:
+            words = pltpu.bitcast(block.reshape(-1, block.shape[-1]), jnp.int32)
+            mask = (2**self.each - 1) * 0x01010101
+            some = [(words >> shift) & mask for shift in range(0, 8, self.each)] if self.each < 8 else [words ^ SIGNS]
+            some = [pltpu.bitcast(x, jnp.int8).reshape(block.shape[0], -1, block.shape[-1]) for x in some]
+            return jnp.concatenate(some, axis=1 if self.columns else 2)
         if self.by_bits:
             words = pltpu.bitcast(block.reshape(-1, block.shape[-1]), jnp.int32)
             mask = (2**self.each - 1) * 0x00010001
@@ -210,11 +239,32 @@ class Lying:
 class Scales:
     """Scales and lows of a block of keys or values, each `[H, S]`, and what is multiplied with the codes themselves."""
 
-    def __init__(self, form: Form, inputs: list, one_set: bool = False):
-        """Takes those that there are from the inputs; `one_set`: a block has one set of slots, and all its groups."""
-        self.form, self.one_set = form, one_set
+    def __init__(
+        self,
+        form: Form,
+        inputs: list,
+        *,
+        one_set: bool = False,
+        scratch: tuple[Any, ...] = (),
+        together: int = 1,
+        interpret: bool = False,
+    ):
+        """Takes those that there are from the inputs; `one_set`: a block has one set of slots, and all its groups.
+        `scratch` is for the numbers of scales and lows, `[H, G, S]` each, `[H, S]` of one group, which `open` makes for
+        a block. What lies in empty slots becomes numbers like all others, and counts for nothing by its weight of 0.
+        The rows of so many sets come `together`."""
+        self.form, self.one_set, self.interpret = form, one_set, interpret
+        self.come = together  # of several groups each set's rows fill registers by themselves
+        self.together = together if form.groups == 1 else 1
         self.scale = inputs.pop(0) if form.scaled else None
         self.low = inputs.pop(0) if form.lowered else None
+        given = [x for x in (self.scale, self.low) if x is not None]
+        self.made = list(zip(given, scratch, strict=True)) if scratch else []
+
+    def open(self) -> None:
+        """Makes the numbers of a block's scales and lows."""
+        for ref, made in self.made:
+            made[...] = blocks_of.halves(ref[0], signed=ref is self.low)
 
     def of(self, ref: Any, group: int) -> jax.Array:
         """A group's; scales are never negative."""
@@ -224,40 +274,66 @@ class Scales:
 
     def logits(self, query: jax.Array, numbers: jax.Array, asked: Any) -> jax.Array:
         """q . k of every query head and slot of a block of `Form.numbers`, float32: queries by group, and `asked`."""
-        form = self.form
-        found = product(query, numbers, contract=1 if form.columns else 2)
+        form, contract = self.form, 1 if self.form.columns else 2
+        asked = None if asked is None else asked[...]
+        if self.come != self.together:
+            query = apart(query, self.come, form.groups)
+            asked = None if asked is None else apart(asked, self.come, form.groups)
+        if form.as_bytes:
+            found, total = by_digits(query.astype(jnp.float32), numbers, contract, self.together)
+            asked = total() if form.added or form.lowered else None
+        else:
+            found = of_own(product(repeated(query, self.together), numbers, contract), self.together)
         members = found.shape[1] // form.groups
         if form.added:
-            found = found - form.added * asked[...]
+            found = found - form.added * asked
         if self.scale is not None:
             found = found * self.of_rows(self.scale, members)
         if self.low is not None:
-            found = found + self.of_rows(self.low, members) * asked[...]
-        return functools.reduce(
+            found = found + self.of_rows(self.low, members) * asked
+        found = functools.reduce(
             jnp.add, [found[:, group * members : (group + 1) * members] for group in range(form.groups)]
         )
+        return found if self.come == self.together else packed(found, self.come)
 
-    def read(self, weights: jax.Array, numbers: jax.Array, filled: jax.Array) -> tuple[jax.Array, Any]:
+    def read(self, weights: jax.Array, numbers: jax.Array, filled: jax.Array | None = None) -> tuple[jax.Array, Any]:
         """The values by their weights `[H, M, S]`, for each group, and what is added to all channels of the group, if
         anything is: from the lows, and from where the `Form.numbers` begin. The rounding of a weight counts from the
         middle of the numbers, as if they were around 0.
         """
-        form = self.form
+        form, contract = self.form, 2 if self.form.columns else 1
+        weights = weights if self.come == self.together else apart(weights, self.come)
         rows, low = for_groups(weights, form.groups), None
         one = rows
         if self.scale is not None:
             one = rows * self.of_rows(self.scale, weights.shape[1], filled)
         if self.low is not None:
-            low = rows * self.of_rows(self.low, weights.shape[1], filled)
-        rounded = one.astype(numbers.dtype)
-        if form.bits is not None:
-            back = (form.middle - form.added) * one - form.middle * rounded.astype(jnp.float32)
-            low = back if low is None else low + back
-        found = product(rounded, numbers, contract=2 if form.columns else 1)
-        return found, None if low is None else jnp.sum(low, axis=2, keepdims=True)
+            low = jnp.sum(rows * self.of_rows(self.low, weights.shape[1], filled), axis=2, keepdims=True)
+        if form.as_bytes:
+            found, total = by_digits(one, numbers, contract, self.together)
+            begins = -form.added * total() if form.added else None
+        else:
+            rounded = one.astype(numbers.dtype)
+            found, begins = of_own(product(repeated(rounded, self.together), numbers, contract), self.together), None
+            if form.bits is not None:
+                back = (form.middle - form.added) * one - form.middle * rounded.astype(jnp.float32)
+                begins = jnp.sum(back, axis=2, keepdims=True)
+        low = begins if low is None else low if begins is None else low + begins
+        if self.come == self.together:
+            return found, low
+        return packed(found, self.come, form.groups), None if low is None else packed(low, self.come, form.groups)
 
     def of_rows(self, ref: Any, members: int, filled: jax.Array | None = None) -> jax.Array:
         """Scales or lows for the rows of every group, `[H, G M, S]`; 0 in slots that are not `filled`."""
+        made = next((made for given, made in self.made if given is ref), None)
+        if made is not None:
+            each = []
+            for first in range(0, made.shape[0], self.together):
+                heads = range(first, first + self.together)
+                at = [(head,) if made.ndim == 2 else (head, g) for g in range(self.form.groups) for head in heads]
+                lines = blocks_of.lines(made, at, self.interpret)
+                each.append(blocks_of.in_rows(lines, members // self.together)[None])
+            return each[0] if len(each) == 1 else jnp.concatenate(each, axis=0)
         every = []
         for group in range(self.form.groups):
             x = self.of(ref, group)
@@ -268,10 +344,95 @@ class Scales:
 
 def for_groups(x: jax.Array, groups: int) -> jax.Array:
     """What is known of every query head, for each group of channels."""
-    return x if groups == 1 else jnp.concatenate([x] * groups, axis=1)
+    if groups == 1:
+        return x
+    some = max(blocks_of.SUBLANES // x.shape[1], 1)
+    if groups % some or (some * x.shape[1]) % blocks_of.SUBLANES:
+        return jnp.concatenate([x] * groups, axis=1)
+    tile = x if some == 1 else jnp.concatenate([x] * some, axis=1)  # a whole register, made once
+    return jnp.concatenate([tile] * (groups // some), axis=1)
+
+
+def by_digits(
+    x: Float[Array, "K N _"], numbers: Array, contract: int, together: int = 1
+) -> tuple[Float[Array, "K N _"], Callable[[], Float[Array, "K N 1"]]]:
+    """The product of rows with integers of 8 bits, and the sum of each row if asked for, both of x as near as its
+    digits come to it: whole numbers times a unit of the row's, the 127th part of its largest, and of each digit's 128th
+    part. The rows of so many sets come `together`.
+
+    The sums are exact: 127 x 128 fits 2^17 times into 32 bits.
+    """
+    rows = x.shape[1]
+    few = 1 << (rows - 1).bit_length()
+    padded = few if few <= blocks_of.SUBLANES else blocks_of.round_up(rows, blocks_of.SUBLANES)
+    if padded > rows:
+        more = jnp.zeros((x.shape[0], padded - rows, x.shape[2]), x.dtype)
+        x = jnp.concatenate([x, more], axis=1)
+    most = jnp.max(jnp.abs(x), axis=2, keepdims=True)
+    unit = jnp.where(most > 0, most, 1.0) / (DIGIT - 1)
+    rest, digits, bits = x * (1 / unit), [], []
+    for _ in range(DIGITS):
+        nearest = rest + NEAREST
+        bits.append(lax.bitcast_convert_type(nearest, jnp.int32) - NEAREST_BITS)
+        digits.append(nearest - NEAREST)
+        rest = (rest - digits[-1]) * DIGIT
+    whole = jnp.concatenate(bits, axis=1).astype(jnp.int8)
+    found = of_own(product(repeated(whole, together), numbers, contract), together).astype(jnp.float32)
+
+    def joined(each: list[jax.Array]) -> jax.Array:
+        return (functools.reduce(lambda low, high: high + low / DIGIT, reversed(each)) * unit)[:, :rows]
+
+    sums = [found[:, n * padded : (n + 1) * padded] for n in range(DIGITS)]
+    return joined(sums), lambda: jnp.sum(joined(digits), axis=2, keepdims=True)
+
+
+def apart(x: Shaped[Array, "K N _"], together: int, groups: int = 1) -> Shaped[Array, "H M _"]:
+    """The rows of each set, for each group of channels, out of those of sets that come `together`."""
+    if together == 1:
+        return x
+    size = x.shape[1] // (groups * together)
+    each = []
+    for n in range(x.shape[0] * together):
+        first = [(group * together + n % together) * size for group in range(groups)]
+        rows = [x[n // together, None, start : start + size] for start in first]
+        each.append(rows[0] if groups == 1 else jnp.concatenate(rows, axis=1))
+    return jnp.concatenate(each, axis=0)
+
+
+def packed(x: Shaped[Array, "H M _"], together: int, groups: int = 1) -> Shaped[Array, "K N _"]:
+    """The inverse."""
+    if together == 1:
+        return x
+    size, each = x.shape[1] // groups, []
+    for n in range(0, x.shape[0], together):
+        starts = [(n + own, group * size) for group in range(groups) for own in range(together)]
+        each.append(jnp.concatenate([x[own, None, start : start + size] for own, start in starts], axis=1))
+    return jnp.concatenate(each, axis=0)
+
+
+def repeated(x: Shaped[Array, "K N W"], together: int) -> Shaped[Array, "H N W"]:
+    """Rows of some sets together, for each of these sets."""
+    if together == 1:
+        return x
+    return jnp.concatenate([x[n // together, None] for n in range(x.shape[0] * together)], axis=0)
+
+
+def of_own(x: Shaped[Array, "H N W"], together: int) -> Shaped[Array, "K N W"]:
+    """Of the rows of sets that come `together`, of which each set has an equal part of a register, the own set's."""
+    if together == 1:
+        return x
+    part = lax.broadcasted_iota(jnp.int32, x.shape[1:], 0) % blocks_of.SUBLANES
+    each = []
+    for first in range(0, x.shape[0], together):
+        rows = x[first]
+        for n in range(1, together):
+            rows = jnp.where(part >= n * (blocks_of.SUBLANES // together), x[first + n], rows)
+        each.append(rows[None])
+    return each[0] if len(each) == 1 else jnp.concatenate(each, axis=0)
 
 
 def product(a: jax.Array, b: jax.Array, contract: int) -> jax.Array:
-    """One matrix product per set of slots, [H, M, N], in float32: over the last axis of a and axis `contract` of b."""
-    axes = (((2,), (contract,)), ((0,), (0,)))
-    return lax.dot_general(a, b, axes, precision=blocks_of.exact(b.dtype), preferred_element_type=jnp.float32)
+    """One matrix product per set of slots, [H, M, N], in float32, of integers in int32: over the last axis of a and
+    axis `contract` of b."""
+    axes, sums = (((2,), (contract,)), ((0,), (0,))), jnp.int32 if b.dtype == jnp.int8 else jnp.float32
+    return lax.dot_general(a, b, axes, precision=blocks_of.exact(b.dtype), preferred_element_type=sums)

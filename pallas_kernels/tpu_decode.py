@@ -84,6 +84,17 @@ class _Plan(blocks_of.Walk):
     with_mass: bool
     keys: Form
     values: Form
+    together: int = 1  # sets whose query heads fill a register with each other
+
+    @property
+    def packs(self) -> int:
+        """Sets, those that are together as one."""
+        return self.sets // self.together
+
+    @property
+    def each(self) -> int:
+        """Query heads of a pack."""
+        return self.members * self.together
 
     @property
     def coded(self) -> bool:
@@ -110,6 +121,10 @@ class _Plan(blocks_of.Walk):
         group = self.members // self.kv_heads
         return slice(band[0] * group, (band[1] + 1) * group) if self.pooled else slice(None)
 
+    def rows_of_set(self, number: int) -> slice:
+        """The rows of one of the sets that are together."""
+        return slice(number * self.members, (number + 1) * self.members)
+
     # The row that a step attends to, the one that it looks back at, and whether there is one: indices by part and row.
 
     def last(self, part):
@@ -125,6 +140,12 @@ class _Plan(blocks_of.Walk):
         """The row that is looked back at, or the nearest, and whether it is one."""
         own = part * self.rows + row - 1
         return jnp.clip(own, part * self.rows, self.last(part)), (row > 0) & (own <= self.last(part))
+
+
+def _together(forms: tuple[Form, ...], pooled: bool, sets: int, members: int) -> int:
+    """How many sets' query heads go through their codes together: as many as fill a register, if they fill one."""
+    many = blocks_of.SUBLANES // members if blocks_of.SUBLANES % members == 0 else 1
+    return many if any(form.coded for form in forms) and not pooled and sets % many == 0 else 1
 
 
 def bands(kv_heads: int, group: int) -> list[tuple[int, int]]:
@@ -165,12 +186,15 @@ def step(
         raise NotImplementedError(f"keys of {dim} numbers: a multiple of {blocks_of.SUBLANES}")
     lies = tuple(x.codes if isinstance(x, Lying) else x for x in (keys, values))
     columns = tuple(blocks_of.slots_along_lanes(slots, x.shape[-1]) for x in lies)
-    forms = tuple(Form.of(x, along, str(query.dtype)) for x, along in zip((keys, values), columns, strict=True))
+    as_bytes = blocks_of.multiplies_bytes()
+    forms = tuple(
+        Form.of(x, along, str(query.dtype), as_bytes) for x, along in zip((keys, values), columns, strict=True)
+    )
     row_bytes = sets * max(
         blocks_of.round_up(x.shape[-1], blocks_of.SUBLANES if along else blocks_of.LANES) * x.dtype.itemsize
         for x, along in zip(lies, columns, strict=True)
     )
-    wide = sets * sum(form.width for form in forms) * query.dtype.itemsize  # bytes of a slot's numbers
+    wide = sets * sum(form.width * jnp.dtype(form.dtype).itemsize for form in forms)  # bytes of a slot's numbers
     wide = wide if any(form.coded for form in forms) else 0
     least = dim * query.dtype.itemsize if offsets is not None else 0  # larger blocks of a pool's codes meet more heads
     most = BLOCK_BYTES // max(row_bytes, wide // 8, least)
@@ -182,11 +206,17 @@ def step(
     plan = _Plan(
         slots, block, blocks, batch, min(blocks_of.cores(), batch), sets, heads // sets, kv_heads,
         offsets is not None, scale, window, softcap, judge.group, judge.rule, weight, bias, logit_bias is not None,
-        with_mass, *forms,
+        with_mass, *forms, together=_together(forms, offsets is not None, sets, heads // sets),
     )  # fmt: skip
     more = [] if logit_bias is None else [logit_bias]
     vmem = _vmem_bytes(plan, row_bytes, len(factors) + len(more)) + 2 * block * wide
     vmem += sum(tpu_channels.vmem_bytes(form, sets, block) for form in shared)
+    heads_rows = {1: blocks_of.round_up(sets, blocks_of.SUBLANES)}  # of scales, and of lows
+    vmem += sum(
+        8 * block * heads_rows.get(form.groups, sets * blocks_of.round_up(form.groups, blocks_of.SUBLANES))
+        for form in forms
+        if form.scaled
+    )
     if vmem > blocks_of.VMEM_BYTES:
         raise NotImplementedError(f"{slots} slots of {heads} query heads need {vmem} bytes of on-chip memory")
     if batch * blocks_of.round_up(blocks, blocks_of.LANES) > MOST_STEPS:
@@ -221,7 +251,7 @@ def step(
         row, at = there(p, r, j, *scalars[-2:])
         return row, 0, at
 
-    some = (sets, plan.members)
+    some = (plan.packs, plan.each)
     queries = forms[0].spread(query.reshape(batch, *some, dim))  # [B, H, G M, W]
     first: list[jax.Array] = []  # what the softmax begins with, and what a low of keys multiplies
     if plan.coded:
@@ -231,11 +261,13 @@ def step(
         if logit_bias is not None:
             alone = alone + logit_bias[_in_slots(slot, sets)][..., None]
         here = (slot < slots)[..., None]  # else it is another device's
-        given = jnp.where(here, value.astype(jnp.float32), 0.0).reshape(batch, sets, -1, dim)
+        given = jnp.where(here, value.astype(jnp.float32), 0.0).reshape(batch, plan.packs, -1, dim)
         given = forms[1].spread(given, apart=False, whole=True)
-        asked = jnp.sum(forms[0].spread(wide_query.reshape(batch, *some, dim), whole=True), axis=-1, keepdims=True)
         alone = jnp.where(here, alone, MASKED).reshape(batch, *some, 1)
-        first = [alone, _by_query_head(given, forms[1].groups, plan.members), asked]
+        first = [alone, _by_query_head(given, forms[1].groups, plan.each)]
+        if forms[0].asks:
+            asked = forms[0].spread(wide_query.reshape(batch, *some, dim), whole=True)
+            first.append(jnp.sum(asked, axis=-1, keepdims=True))
     written = [not form.tokens for form in forms]  # those in whose slots the token's are put
     new = [_entry(x, along) for x, along, own in zip(token.entry, columns, written, strict=True) if own]
     lies = tuple(jnp.swapaxes(x, -1, -2) if along else x for x, along in zip(lies, columns, strict=True))
@@ -273,7 +305,7 @@ def step(
         each = pl.BlockSpec((1, *some, block), lambda *at: (*block_before(*at)[:2], 0, block_before(*at)[2]))
         masses = [(jax.ShapeDtypeStruct((batch, *some, slots), jnp.float32), each)]
     into = [n for n in range(2) if written[n]]
-    found = (sets, forms[1].groups * plan.members, forms[1].width)
+    found = (plan.packs, forms[1].groups * plan.each, forms[1].width)
     exact = query.dtype if forms[1].halves == 1 else jnp.float32  # or its two halves would be rounded apart
     outs = [
         (jax.ShapeDtypeStruct((batch, *found), exact), attended(*found)),
@@ -294,9 +326,13 @@ def step(
     for name, form, lie, tile in zip(("key", "value"), forms, lies, tiles, strict=True):
         if not form.tokens:
             scratch[f"{name}_tiles"] = pltpu.VMEM((kv_heads, *tile), lie.dtype)
+            each = (sets, block) if form.groups == 1 else (sets, form.groups, block)
+            scratch |= {f"{name}_{what}": pltpu.VMEM(each, jnp.float32) for what in _beside(form)}
         else:
             each = (sets, tpu_channels.fetched(form, block), dim)
             scratch |= {f"{name}_{what}": pltpu.VMEM(each, jnp.float32) for what in ("scales", "lows")}
+    if plan.together > 1:
+        scratch["seen"] = pltpu.VMEM((sets, block), jnp.int32)
     scratch["copied"] = pltpu.SemaphoreType.DMA
     for name, form in zip(("key_numbers", "value_numbers"), forms, strict=True):
         if plan.pooled and form.coded:  # made once for all heads that meet the block
@@ -329,7 +365,7 @@ def step(
         *((added, now) for added in more),
     )
     call = pl.pallas_call(
-        functools.partial(_kernel, plan, len(outs), tuple(scratch)),
+        functools.partial(_kernel, plan, len(outs), tuple(scratch), bool(interpret)),
         out_shape=[shape for shape, _ in outs],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -363,24 +399,27 @@ def step(
         x, before = (jnp.swapaxes(x, -1, -2) if columns[n] else x)[:, :, :slots], after[n]
         beside = {name: _by_slot(scale) for name, scale in coded[n].items()}
         after[n] = dataclasses.replace(before, codes=x, **beside) if isinstance(before, Codes) else x
-    output = forms[1].gathered(output).astype(query.dtype)
+    output = forms[1].gathered(output).astype(query.dtype).reshape(batch, sets, -1, dim)
     keys, values = after
     chosen = jnp.where(position[:, None] < 0, slot, jnp.minimum(aim[..., 0], slots - 1))
-    return Step(output, lse[..., 0], mass[0] if mass else None, keys, values, chosen)
+    lse = lse.reshape(batch, sets, -1)
+    mass = [x if x.ndim == 3 else x.reshape(batch, sets, -1, slots) for x in mass]
+    return Step(output, lse, mass[0] if mass else None, keys, values, chosen)
 
 
 def _vmem_bytes(plan: _Plan, row_bytes: int, factors: int) -> int:
     """On-chip memory: two blocks of K, V, positions, masses, factors and a bias each, and the logits of two rows."""
     rows = blocks_of.round_up(plan.sets, blocks_of.SUBLANES)
-    few = plan.members < blocks_of.SUBLANES
-    padded = 2 ** (plan.members - 1).bit_length() if few else blocks_of.round_up(plan.members, blocks_of.SUBLANES)
-    logits = plan.buffers * 4 * plan.width * plan.sets * padded if plan.with_mass else 0
-    masses = plan.sets * padded if plan.reduce == "each" else rows
+    few = plan.each < blocks_of.SUBLANES
+    padded = 2 ** (plan.each - 1).bit_length() if few else blocks_of.round_up(plan.each, blocks_of.SUBLANES)
+    logits = plan.buffers * 4 * plan.width * plan.packs * padded if plan.with_mass else 0
+    masses = plan.packs * padded if plan.reduce == "each" else rows
     return 4 * plan.block * row_bytes + logits + 8 * plan.block * (masses + rows * (2 + factors)) + 2**22
 
 
 def _kernel(
-    plan: _Plan, outs: int, names: tuple[str, ...], position_ref, slot_ref, limits_ref, recents_ref, *refs
+    plan: _Plan, outs: int, names: tuple[str, ...], interpret: bool, position_ref, slot_ref, limits_ref, recents_ref,
+    *refs,
 ) -> None:  # fmt: skip
     offsets, (walk_ref, _, *refs) = (refs[0], refs[1:]) if plan.pooled else (None, refs)
     scratch, refs = dict(zip(names, refs[-len(names) :], strict=True)), refs[: -len(names)]
@@ -388,16 +427,18 @@ def _kernel(
     query, *refs = refs
     new, (keys, values, places, places_before, *refs) = refs[: len(written)], refs[len(written) :]
     outputs, inputs = refs[-outs:], list(refs[:-outs])
-    first: list[Any] = [inputs.pop(0) for _ in range(3)] if plan.coded else [None] * 3
-    alone, given, asked = first
-    of_keys, of_values = (
-        Scales(form, inputs)
-        if not form.tokens
-        else tpu_channels.ByBlock(
-            form, inputs, (scratch[f"{name}_scales"], scratch[f"{name}_lows"]), -(-plan.slots // form.tokens)
-        )
-        for name, form in (("key", plan.keys), ("value", plan.values))
-    )
+    first: list[Any] = [inputs.pop(0) for _ in range(2)] if plan.coded else [None] * 2
+    alone, given = first
+    asked = inputs.pop(0) if plan.keys.asks else None
+
+    def side(name: str, form: Form) -> Scales | tpu_channels.ByBlock:
+        if not form.tokens:
+            made = tuple(scratch[f"{name}_{what}"] for what in _beside(form))
+            return Scales(form, inputs, scratch=made, together=plan.together, interpret=interpret)
+        both = scratch[f"{name}_scales"], scratch[f"{name}_lows"]
+        return tpu_channels.ByBlock(form, inputs, both, -(-plan.slots // form.tokens), plan.together, interpret)
+
+    of_keys, of_values = side("key", plan.keys), side("value", plan.values)
     weight = inputs.pop(0) if plan.weight is None else None
     bias = inputs.pop(0) if plan.bias is None else None
     added = inputs.pop(0) if plan.biased else None
@@ -537,9 +578,11 @@ def _kernel(
                 for one in range(plan.sets):
                     values[0, one] = blocks_of.zero_empty(values[0, one], filled[one : one + 1], plan.values.columns)
 
-        for side in (of_keys, of_values):
-            if isinstance(side, tpu_channels.ByBlock):
-                side.open(block, plan.block)
+        for lying in (of_keys, of_values):
+            if isinstance(lying, tpu_channels.ByBlock):
+                lying.open(block, plan.block)
+            else:
+                lying.open()
 
         sides = {"key_numbers": (plan.keys, keys), "value_numbers": (plan.values, values)}
         for name, (form, lying) in sides.items():
@@ -550,27 +593,44 @@ def _kernel(
             form, lying = sides[name]
             return scratch[name][...] if name in scratch else form.numbers(lying[0])
 
+        def of_rows(ref: Any, *lead: Any) -> jax.Array:
+            """What each slot of a set has, `[H, S]`, for its query heads."""
+            if plan.together == 1:
+                return ref[(*lead, ALL)][:, None]
+            each = []
+            for first in range(0, plan.sets, plan.together):
+                heads = [(*lead, first + n) for n in range(plan.together)]
+                each.append(blocks_of.in_rows(blocks_of.lines(ref, heads, interpret), plan.members)[None])
+            return jnp.concatenate(each, axis=0)
+
+        if plan.together == 1:
+            sees_all, owns_all = seen[:, None], own[:, None] if plan.coded else None
+        else:
+            scratch["seen"][...] = jnp.where(seen, 1, jnp.where(own, 2, 0))
+            rows_of_slots = of_rows(scratch["seen"])
+            sees_all, owns_all = rows_of_slots == 1, rows_of_slots == 2
+
         def through(band):
             rows = plan.rows_of(band)
             sums = None if asked is None else _rows(asked, rows, plan.keys.groups)
             some = of_keys.logits(_rows(query, rows, plan.keys.groups), numbers("key_numbers"), sums) * plan.scale
             mine: Any = owned(row, index, band, plan.members // plan.kv_heads) if plan.pooled else True
-            sees = seen[:, None] & mine
-            some = biased(soft_cap(some, plan.softcap), None if added is None else added[0][:, None])
+            sees = sees_all & mine
+            some = biased(soft_cap(some, plan.softcap), None if added is None else of_rows(added, 0))
             some = jnp.where(sees, some, MASKED)
             if plan.with_mass:
                 kept = some
                 if alone is not None:
-                    kept = jnp.where(own[:, None] & mine, alone[0, :, rows], some)
+                    kept = jnp.where(owns_all & mine, alone[0, :, rows], some)
                 scratch["logits"][buffer, :, rows, at] = kept
             higher = jnp.maximum(top[:, rows], jnp.max(some, axis=2, keepdims=True))
             shrink = jnp.exp(top[:, rows] - higher)
             weights = jnp.where(sees, jnp.exp(some - higher), 0.0)
             top[:, rows] = higher
             total[:, rows] = total[:, rows] * shrink + jnp.sum(weights, axis=2, keepdims=True)
-            new, more = of_values.read(weights, numbers("value_numbers"), place >= 0)
+            new, more = of_values.read(weights, numbers("value_numbers"))
             for group in range(plan.values.groups):
-                here, found = (_of_group(x, group, size) for x, size in ((rows, plan.members), (ALL, some.shape[1])))
+                here, found = (_of_group(x, group, size) for x, size in ((rows, plan.each), (ALL, some.shape[1])))
                 context[:, here] = context[:, here] * shrink + new[:, found]
                 if shift is not None and more is not None:
                     shift[:, here] = shift[:, here] * shrink + more[:, found]
@@ -609,7 +669,9 @@ def _kernel(
                 )
                 # of a pool, the other heads' are 0
                 if plan.reduce != "each":
-                    weights = (jnp.max if plan.reduce == "max" else jnp.sum)(weights, axis=1) / each
+                    reduce = jnp.max if plan.reduce == "max" else jnp.sum
+                    sets = [reduce(weights[:, plan.rows_of_set(n)], axis=1) / each for n in range(plan.together)]
+                    weights = sets[0] if len(sets) == 1 else _in_turns(sets)
                 mass[0][0] = join(mass[0][0], weights) if plan.pooled else weights
 
             each_band(before, of)
@@ -665,6 +727,11 @@ def _rows(ref: Any, rows: slice, groups: int) -> jax.Array:
     return every[0] if groups == 1 else jnp.concatenate(every, axis=1)
 
 
+def _beside(form: Form) -> list[str]:
+    """What a slot's codes have beside them."""
+    return [what for what, there in (("scales", form.scaled), ("lows", form.lowered)) if there]
+
+
 def _wide(dtype: Any) -> Any:
     """The dtype in which codes and numbers of a slot are chosen from."""
     return jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32
@@ -687,6 +754,11 @@ def _by_query_head(x: Float[Array, "B H _ W"], groups: int, members: int) -> Flo
     batch, sets, rows, width = x.shape
     x = x.reshape(batch, sets, rows, 1, width)
     return jnp.broadcast_to(x, (batch, sets, rows, groups * members // rows, width)).reshape(batch, sets, -1, width)
+
+
+def _in_turns(parts: list[Float[Array, "K S"]]) -> Float[Array, "H S"]:
+    """The first row of each part, then the second of each, and so on."""
+    return jnp.concatenate([part[n : n + 1] for n in range(parts[0].shape[0]) for part in parts], axis=0)
 
 
 def _by_group(x: Int16[Array, "B H S G"]) -> Int16[Array, "B H *G S"]:
