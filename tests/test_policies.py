@@ -1,6 +1,7 @@
 """The catalogue, its options, and what it refuses."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 import jaxkv
 from jaxkv.errors import BadValue, UnknownName
-from jaxkv.policies import Aggregate, Global, KeyNorm, NoQueries, Pyramid, Select, catalogue
+from jaxkv.policies import Aggregate, Allocate, Global, KeyNorm, NoQueries, Pyramid, Select, catalogue
 from jaxkv.policies.policy import from_dict, to_dict
 
 
@@ -192,3 +193,17 @@ def test_a_score_in_both_phases_counts_once():
     mass = jnp.array([[[0.25, 0.5]]])
     for phase in h2o.phases:
         assert h2o.observe(phase, stats, mass, jnp.array([2]))["attention"].tolist() == [[[0.75, 1.5]]]
+
+
+@pytest.mark.parametrize("given", [(32,), (31.5, 32.5, 32, 32)], ids=["too few", "no whole numbers"])
+def test_budgets_of_an_own_allocator_are_a_whole_number_for_each_layer(given):
+    @dataclasses.dataclass(frozen=True)
+    class Own(Allocate):
+        kind: ClassVar[str] = "own"
+
+        def budgets(self, budget, layers, tokens, window, learned):
+            return given
+
+    policy = dataclasses.replace(jaxkv.policy("h2o", budget=32), allocate=Own())
+    with pytest.raises(BadValue, match=r"allocate kind 'own' gives the budgets .* expected 4 whole numbers"):
+        policy.budgets(100, 4)

@@ -328,6 +328,11 @@ class Policy(Checked):
         budget = self.mean_budget(tokens)
         window = self.prefill.observe.window if self.prefill else 0
         each = self.allocate.budgets(int(budget), layers, tokens, window, learned)
+        if len(each) != layers or not all(isinstance(one, int | np.integer) for one in each):
+            raise BadValue(
+                f"allocate kind {self.allocate.kind!r} gives the budgets {shown(tuple(each))}: expected {layers} whole "
+                "numbers, one for each layer"
+            )
         least = self.floor if self.decode is not None else self.floor - 1  # a prompt may be cut to what is protected
         return each if min(each) >= min(least, budget) else (int(budget),) * layers
 
