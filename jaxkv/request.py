@@ -15,6 +15,7 @@ from jaxkv.sampling import Sampler
 from jaxkv.sizes import fitted
 from jaxkv.speculative.draft_model import DraftModel, SelfDraft
 from jaxkv.speculative.session import Speculative
+from jaxkv.stop_strings import decoded
 from jaxkv.store import KVCache
 from jaxkv.weights.params import Params
 
@@ -79,9 +80,9 @@ def checked_request(
         raise BadValue("stop holds an empty string, which every text contains: leave it out")
     if stop and params.tokenizer is None:
         raise BadValue("stop strings need a tokenizer, and these params have none: use stop_tokens=")
-    special = {text: params.tokenizer.convert_tokens_to_ids(text) for text in stop if _is_special(params, text)}
+    special = {text: token for text in stop if (token := _special(params.tokenizer, text)) is not None}
     stop_tokens = (*stop_tokens, *(token for token in special.values() if token not in stop_tokens))
-    stop = tuple(text for text in stop if text not in special)  # no text holds the name of a special token
+    stop = tuple(text for text in stop if text not in special)
     chosen = checked_policy(params, policy, cache)
     check_speculative(params, speculative)
     if prompt is None and cache is None:
@@ -93,9 +94,10 @@ def checked_request(
     return Request(chosen, int(max_new_tokens), sampler, int(samples), int(seed), stop_tokens, stop, speculative)
 
 
-def _is_special(params: Params, text: str) -> bool:
-    """Whether the text is the name of a special token, such as "<|im_end|>"."""
-    return text in getattr(params.tokenizer, "all_special_tokens", ())
+def _special(tokenizer: Any, text: str) -> int | None:
+    """The special token whose name the text is, such as "<|im_end|>", which no decoded text holds; None for others."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return int(ids[0]) if len(ids) == 1 and not decoded(tokenizer, [int(ids[0])]) else None
 
 
 def check_speculative(params: Params, speculative: Any) -> None:
