@@ -32,6 +32,7 @@ TILE = 16  # rows of bytes that become words of four: half of what lies as one p
 NIBBLE = 16
 DIGITS, DIGIT = 2, 128  # of a query's numbers and of weights, where codes are multiplied as they are
 NEAREST, NEAREST_BITS = 1.5 * 2.0**23, 0x4B400000  # a number with this added has the nearest integer as its last bits
+LEAST = 1e-30  # a row of smaller numbers counts as 0: what is divided by these would be infinite
 SIGNS = -0x7F7F7F80  # of four bytes: a code of 8 bits with its highest bit turned is the integer code - 128
 
 
@@ -369,7 +370,7 @@ def by_digits(
         more = jnp.zeros((x.shape[0], padded - rows, x.shape[2]), x.dtype)
         x = jnp.concatenate([x, more], axis=1)
     most = jnp.max(jnp.abs(x), axis=2, keepdims=True)
-    unit = jnp.where(most > 0, most, 1.0) / (DIGIT - 1)
+    unit = jnp.where(most > LEAST, most, 1.0) / (DIGIT - 1)
     rest, digits, bits = x * (1 / unit), [], []
     for _ in range(DIGITS):
         nearest = rest + NEAREST

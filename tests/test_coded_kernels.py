@@ -30,7 +30,7 @@ from pallas_kernels.decode_attend_score import api as decode_api
 from pallas_kernels.prefill_attend import api as attend_api
 from pallas_kernels.prefill_attend_mass import api as mass_api
 from pallas_kernels.ragged_decode import api as ragged_api
-from pallas_kernels.tpu_codes import Form
+from pallas_kernels.tpu_codes import Form, by_digits
 from tests.test_kernels import HOW, softmax_weights
 
 CODECS = {
@@ -170,6 +170,20 @@ KERNEL = HOW["mosaic_tpu"] | {"implementation": "mosaic_tpu"}
 def test_equal_heads_on_tpu(names, dtype, dim, slots):
     more = {"cap": 20.0, "group": 4} if dim == 128 else {"group": 1} if slots == 264 else {"counts": True}
     equal_heads(KERNEL, names, dtype, dim, slots, **more)
+
+
+def test_rows_in_digits_of_any_size():
+    """Each row to within half of its last digit for each number; rows of next to nothing, and of nothing, are 0."""
+    rng = np.random.default_rng(0)
+    sizes = np.array([0, 1e-45, 1e-38, 3e-37, 1e-31, 1e-20, 1.0, 1e30])
+    x = (rng.normal(size=(1, len(sizes), 64)) * sizes[:, None]).astype(np.float32)
+    numbers = rng.integers(-128, 128, (1, 64, 24)).astype(np.int8)
+    found, total = by_digits(jnp.asarray(x), jnp.asarray(numbers), 1)
+    last = np.abs(x).max(axis=2, keepdims=True).astype(np.float64) / 127 / 128
+    exact = x.astype(np.float64) @ numbers.astype(np.float64)
+    assert np.isfinite(found).all() and np.isfinite(total()).all()
+    assert (np.abs(found - exact) <= 0.51 * 128 * 64 * last + 1e-26).all()
+    assert (np.abs(total() - x.sum(axis=2, keepdims=True, dtype=np.float64)) <= 0.51 * 64 * last + 1e-26).all()
 
 
 @pytest.mark.long
