@@ -31,6 +31,9 @@ class Words:
     def __call__(self, text, add_special_tokens=True):
         return {"input_ids": [int(word) if word.isdigit() else 90 + len(word) for word in text.split()]}
 
+    def decode(self, tokens, **_):
+        return " ".join(map(str, tokens))
+
     def apply_chat_template(self, messages, tokenize=False, add_generation_prompt=True):
         return " ".join(message["content"] for message in messages)
 
@@ -110,7 +113,8 @@ def test_messages_ask_by_what_follows_the_last_answer(tiny):
         asked = [{"role": "user", "content": " ".join(map(str, words[1:4]))}]
         assert memory.nearest(asked) == memory.nearest([*chat, *asked]) == memory.members[number]
         outs = [memory.ask(question, max_new_tokens=3, stop_tokens=()) for question in (asked, [*chat, *asked])]
-        assert outs[0].tokens.tolist() == outs[1].tokens.tolist() and outs[0].prompt_tokens == outs[1].prompt_tokens
+        assert outs[0].tokens.tolist() == outs[1].tokens.tolist()
+        assert outs[0].stats.prompt_tokens == outs[1].stats.prompt_tokens
     with pytest.raises(BadValue, match="2 questions"):
         memory.ask([TOPICS[0], TOPICS[1]])
 
