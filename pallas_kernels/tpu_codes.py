@@ -245,16 +245,15 @@ class Scales:
         form: Form,
         inputs: list,
         *,
-        one_set: bool = False,
         scratch: tuple[Any, ...] = (),
         together: int = 1,
         interpret: bool = False,
     ):
-        """Takes those that there are from the inputs; `one_set`: a block has one set of slots, and all its groups.
-        `scratch` is for the numbers of scales and lows, `[H, G, S]` each, `[H, S]` of one group, which `open` makes for
-        a block. What lies in empty slots becomes numbers like all others, and counts for nothing by its weight of 0.
-        The rows of so many sets come `together`."""
-        self.form, self.one_set, self.interpret = form, one_set, interpret
+        """Takes those that there are from the inputs: numbers `[1, 1, G, S]` of one set; or as they lie, and then
+        `scratch` is for their numbers, `[H, G, S]` each, `[H, S]` of one group, which `open` makes for a block. What
+        lies in empty slots becomes numbers like all others, and counts for nothing by its weight of 0. The rows of so
+        many sets come `together`."""
+        self.form, self.interpret = form, interpret
         self.come = together  # of several groups each set's rows fill registers by themselves
         self.together = together if form.groups == 1 else 1
         self.scale = inputs.pop(0) if form.scaled else None
@@ -263,15 +262,9 @@ class Scales:
         self.made = list(zip(given, scratch, strict=True)) if scratch else []
 
     def open(self) -> None:
-        """Makes the numbers of a block's scales and lows."""
+        """Makes the numbers of a block's scales and lows; scales are never negative."""
         for ref, made in self.made:
             made[...] = blocks_of.halves(ref[0], signed=ref is self.low)
-
-    def of(self, ref: Any, group: int) -> jax.Array:
-        """A group's; scales are never negative."""
-        here = ref[0, 0, group : group + 1] if self.one_set else None
-        x = here if here is not None else ref[0] if self.form.groups == 1 else ref[0, :, group]
-        return blocks_of.halves(x, signed=ref is self.low) if x.dtype == jnp.int16 else x
 
     def logits(self, query: jax.Array, numbers: jax.Array, asked: Any) -> jax.Array:
         """q . k of every query head and slot of a block of `Form.numbers`, float32: queries by group, and `asked`."""
@@ -337,7 +330,7 @@ class Scales:
             return each[0] if len(each) == 1 else jnp.concatenate(each, axis=0)
         every = []
         for group in range(self.form.groups):
-            x = self.of(ref, group)
+            x = ref[0, 0, group : group + 1]
             x = (x if filled is None else jnp.where(filled, x, 0.0))[:, None]
             every.append(jnp.broadcast_to(x, (x.shape[0], members, x.shape[2])))
         return every[0] if len(every) == 1 else jnp.concatenate(every, axis=1)

@@ -61,7 +61,7 @@ def prefill_attend(
     def kernel(at_ref, place_ref, query_ref, key_ref, value_ref, *refs):
         refs = list(refs)
         asked_ref = refs.pop(0) if asked else None
-        key_scales, value_scales = (Scales(each.form, refs, one_set=True) for each in lies)
+        key_scales, value_scales = (Scales(each.form, refs) for each in lies)
         bias_ref = refs.pop(0) if bias is not None else None
         output, *lse, top, total, context, shift = refs
         i, j = pl.program_id(2), pl.program_id(3)

@@ -53,7 +53,7 @@ def prefill_attend_mass(
         """Logits [G*T, S] of a tile of queries over a block of keys, and who sees whom."""
         refs = list(refs)
         sums = refs.pop(0)[0, 0].reshape(1, -1, 1) if asked else None
-        scales = Scales(lies.form, refs, one_set=True)
+        scales = Scales(lies.form, refs)
         bias_ref = refs.pop(0) if bias is not None else None
         at = jnp.concatenate([blocks_of.queries_at(at_ref, i, length)] * group)
         seen = blocks_of.sees(at, blocks_of.keys_at(place_ref, j, slots), window)
