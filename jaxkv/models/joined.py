@@ -35,8 +35,11 @@ def _heads(kv_heads: int, group: int, dims: int) -> Iterable[Segment]:
 
 
 def strip(size: int) -> int:
-    """Columns of gate, and then of up, that lie together: at most 64, and 8 strips or more where `size` allows."""
-    return math.gcd(size // 8, 64) if size % 8 == 0 else 1
+    """Columns of gate, and then of up, that lie together: at most 128, and 8 strips or more where `size` allows.
+
+    128 are the lanes of a TPU's register: narrower strips are laid out anew when they are split.
+    """
+    return math.gcd(size // 8, 128) if size % 8 == 0 else 1
 
 
 def split_heads(

@@ -24,7 +24,7 @@ from jaxkv.sharding.layout import Layout, on_host
 from jaxkv.weights.params import Params
 from jaxkv.weights.source import INSIDE
 
-FORMAT = 2
+FORMAT = 3
 
 
 def save_weights(params: Params, path: str | os.PathLike) -> Path:
