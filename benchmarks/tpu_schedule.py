@@ -120,7 +120,7 @@ def compiled(case: Case) -> dict[str, Any]:
     return {
         "temporary": memory.temp_size_in_bytes,
         "copies": sum(count for name, count in made.items() if name not in MOVES_NOTHING),
-        "beside": beside(text, CALLS[case.kernel, case.work]),
+        **beside(text, CALLS[case.kernel, case.work]),
     }
 
 
@@ -229,11 +229,13 @@ def made_of(shape: tuple[int, ...], text: str) -> Counter[str]:
     return Counter(re.findall(rf"= \(?[a-z0-9]+\[(?:{either})\][^=]*? ([a-z-]+)\(", text))
 
 
-def beside(text: str, call: str) -> int:
-    """Operations beside the kernel in a program, or in the loop that has it."""
+def beside(text: str, call: str) -> dict[str, int]:
+    """Operations beside the kernel in a program, or in the loop that has it, and the cycles XLA expects of them."""
     body = next(part for part in text.split("\n}\n") if re.search(rf"%{call}[.\d]* = ", part))
-    kinds = re.findall(r"^ +(?:ROOT )?%\S+ = .*? ([a-z][a-z-]*)\(", body, re.M)
-    return sum(kind not in MOVES_NOTHING | {"constant", "iota"} for kind in kinds)
+    lines = re.findall(r"^ +(?:ROOT )?%\S+ = .*? ([a-z][a-z-]*)\((.*)$", body, re.M)
+    some = [rest for kind, rest in lines if kind not in MOVES_NOTHING | {"constant", "iota"}]
+    expected = (re.search(r'estimated_cycles":"(\d+)', rest) for rest in some)
+    return {"beside": len(some), "expected": sum(int(found[1]) for found in expected if found)}
 
 
 # ---- the schedule
@@ -270,10 +272,10 @@ def parts_of(lines: Iterable[str]) -> list[Part]:
 def regions(schedule: str) -> dict[str, int]:
     """Bundles of a kernel's loop over the blocks, by what they do:
 
-    "attends" has the matrix products; "clears" is the work before them on values of blocks with empty slots; "weighs"
-    and "looks back" are what comes behind them (mass; scores and choice; in a decode kernel of the row before); "ends"
-    what only the last block of a row runs; "writes" what only a new token's block runs; "steps" the loop itself and its
-    copies.
+    "attends" has the matrix products, "prepares" what else runs for them; "clears" is the work before them on values of
+    blocks with empty slots; "weighs", "chooses" and "looks back" are what comes behind them (mass; scores and choice;
+    the rest; in a decode kernel of the row before); "ends" what only the last block of a row runs; "writes" what only a
+    new token's block runs; "steps" the loop itself and its copies.
     """
     parts = parts_of(schedule.splitlines())
     first = next(number for number, part in enumerate(parts) if part.label == "LB")
@@ -288,18 +290,19 @@ def regions(schedule: str) -> dict[str, int]:
             kind = "clears"
         elif number < products[0] and part.has("dma", "vunpack", "vsel") and stores and part.bundles < 80:
             kind = "writes"
-        elif part.has("vlog2", "vrcp") and number > products[-1]:
+        elif number > products[-1] and (part.has("vlog2", "vrcp") or (part.has("vmin") and part.has("vcvt"))):
             kind = "ends"
         elif number > products[-1] and vectors > part.bundles // 2 and not part.has("dma"):
-            kind = "weighs" if part.has("vexp2", "vpow2") else "looks back"
+            compares = part.has("vcmp") and part.has("vsel")
+            kind = "weighs" if part.has("vexp2", "vpow2") else "chooses" if compares else "looks back"
         else:
             kind = "steps"
         kinds.append(kind)
     if "writes" in kinds:  # all between the first and the last of them stands under one condition
         first, last = kinds.index("writes"), len(kinds) - kinds[::-1].index("writes")
         kinds[first:last] = ["writes"] * (last - first)
-        if kinds[last] == "steps" and sum(body[last].operations.values()) > body[last].bundles:
-            kinds[last] = "attends"  # who is seen
+        for number in range(last, products[-1]):
+            kinds[number] = "prepares" if kinds[number] == "steps" else kinds[number]
     found: Counter[str] = Counter()
     for kind, part in zip(kinds, body, strict=True):
         found[kind] += part.bundles
@@ -350,7 +353,7 @@ def bound(case: Case, steps: int, found: dict[str, int]) -> dict[str, Any]:
 
         products = 1 if case.work == "weighs" else 2
         cycles = 2 * products * ROWS * KEYS * case.dim / chip.flops_per_cycle
-        back = found.get("weighs", 0) + found.get("looks back", 0)
+        back = sum(found.get(kind, 0) for kind in ("weighs", "chooses", "looks back"))
         return {
             "block": found["attends"],
             "attends": found["attends"],
@@ -371,13 +374,17 @@ def bound(case: Case, steps: int, found: dict[str, int]) -> dict[str, Any]:
     cycles = (needed + 4 * entries) / chip.bytes_per_cycle
     some = len(bands(kv_heads, group)) if case.kernel == "ragged" else 1
     met = (1 + (some - 1) / blocks) / some  # of the heads' bands a block meets one, and one more at every border
-    attends, back = met * found["attends"], met * found.get("weighs", 0) + found.get("looks back", 0)
+    attends, back = met * found["attends"] + found.get("prepares", 0), found.get("looks back", 0)
+    back += met * (found.get("weighs", 0) + found.get("chooses", 0))
     if case.codes and case.kernel == "ragged":
         attends += found.get("clears", 0)  # numbers of the codes, made once for all heads that meet a block
     run = attends + back + found["steps"]
     rows = batch / chip.cores
-    last = max(cycles, run + found.get("ends", 0) + found["writes"])  # a row's block with the new token, say the last
-    tail = blocks * (back + found["steps"])  # of the row behind which there is none
+    new = found.get("ends", 0) + found["writes"]  # a row's block with the new token, say the last
+    if case.kernel == "ragged":  # each head's own is in a segment of its own
+        run, new = run + found["writes"] / blocks, found.get("ends", 0)
+    last = max(cycles, run + new)
+    tail = blocks * (back + found["steps"]) + found.get("ends", 0)  # of the row behind which there is none
     whole = rows * ((blocks - 1) * max(cycles, run) + last) + tail
     return {
         "block": round(run),
@@ -391,7 +398,7 @@ def bound(case: Case, steps: int, found: dict[str, int]) -> dict[str, Any]:
 
 HEADER = (
     "kernel", "attends", "looks back", "clears", "loop", "a block", "bound in cycles", "over the bound %",
-    "bytes moved / needed", "operations beside", "copies", "temporary MiB",
+    "bytes moved / needed", "operations beside", "XLA expects of them", "copies", "temporary MiB",
 )  # fmt: skip
 
 
@@ -401,8 +408,8 @@ def row_of(found: dict[str, Any]) -> tuple[str, ...]:
     return (
         found["name"], str(found["attends"]), str(found["back"]), str(by.get("clears", 0)), str(by["steps"]),
         str(found["block"]), str(found["bound"]), f"{100 * found['over']:.1f}",
-        f"{found['moved']:.3f}" if "moved" in found else "-", str(found["beside"]), str(found["copies"]),
-        f"{found['temporary'] / 2**20:.1f}",
+        f"{found['moved']:.3f}" if "moved" in found else "-", str(found["beside"]), str(found["expected"]),
+        str(found["copies"]), f"{found['temporary'] / 2**20:.1f}",
     )  # fmt: skip
 
 
@@ -416,9 +423,11 @@ def worse(found: dict[str, Any], before: dict[str, Any]) -> list[str]:
     """In what a case is worse than it was."""
     said = [
         f"{found['name']}, {name}: {found['regions'].get(name, 0)} bundles, not {before['regions'].get(name, 0)}"
-        for name in ("attends", "weighs", "looks back", "clears", "steps")
+        for name in ("attends", "weighs", "chooses", "looks back", "clears", "steps")
         if found["regions"].get(name, 0) > SLACK * before["regions"].get(name, 0) + 8
     ]
+    if found["expected"] > SLACK * before["expected"] + 8:
+        said.append(f"{found['name']}: {found['expected']} cycles of operations beside, not {before['expected']}")
     if found["copies"] > before["copies"] or found["temporary"] > SLACK * before["temporary"] + 2**20:
         said.append(f"{found['name']}: {found['copies']} copies, {found['temporary']} bytes of temporary memory")
     return said

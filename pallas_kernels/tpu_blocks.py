@@ -1,6 +1,8 @@
 """What the TPU kernels share: sizes of blocks, and values of empty slots set to zero inside a block."""
 
-import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,53 +70,6 @@ def in_memory(x: jax.Array) -> jax.Array:
     return pltpu.with_memory_space_constraint(x, pltpu.HBM)
 
 
-@dataclasses.dataclass(frozen=True)
-class Walk:
-    """How a kernel walks over the slots of a cache: `blocks` blocks of `block`, each [S, D], or [D, S] (`columns`)."""
-
-    slots: int
-    block: int
-    blocks: int
-
-    @property
-    def width(self) -> int:
-        """Slots of whole blocks."""
-        return self.block * self.blocks
-
-    def whole(self, x: jax.Array, columns: bool) -> jax.Array:
-        """A cache filled up to whole blocks with NaN, or with ones in all bits, as the interpreter does, which gives an
-        aliased one back so."""
-        axis = x.ndim - (1 if columns else 2)
-        grow = [(0, (self.width - self.slots) * (at == axis)) for at in range(x.ndim)]
-        return jnp.pad(x, grow, constant_values=255 if x.dtype == jnp.uint8 else jnp.nan)
-
-    def order(
-        self, positions: Int[Array, "B H S"], position: Int[Array, "B"], window: int | None
-    ) -> tuple[Int[Array, "B N"], Int[Array, "B"]]:
-        """For every block of every row, twice the number of the block that is there then, plus 1 where the block has
-        empty slots; and the row whose blocks are there.
-
-        A block in which the row holds nothing that it could see is not fetched: the one before stays, or the first that
-        is due is there already. While a row that has finished goes by, the last block of the row before it stays.
-        """
-        batch, sets, _ = positions.shape
-        place = jnp.pad(positions, ((0, 0), (0, 0), (0, self.width - self.slots)), constant_values=-1)
-        place = place.reshape(batch, sets, self.blocks, self.block)
-        seen = place >= 0
-        if window is not None:
-            seen = seen & (place > (position[:, None, None, None] - window))
-        due, hollow = jnp.any(seen, axis=(1, 3)), jnp.any(place < 0, axis=(1, 3))
-        number = jnp.arange(self.blocks, dtype=jnp.int32)
-        upto = jnp.max(jnp.where(due[:, None] & (number <= number[:, None]), number, -1), axis=-1)
-        first = jnp.min(jnp.where(due, number, self.blocks - 1), axis=-1, keepdims=True)
-        walk = 2 * jnp.where(upto < 0, first, upto) + hollow.astype(jnp.int32)
-        row = jnp.arange(batch, dtype=jnp.int32)
-        runs = position >= 0
-        before = jnp.max(jnp.where(runs & (row <= row[:, None]), row, -1), axis=-1)
-        after = jnp.min(jnp.where(runs, row, batch - 1))
-        return walk, jnp.where(before < 0, after, before)
-
-
 def around(slot, tile: int, columns: bool) -> tuple:
     """Indices of the tile that holds a slot."""
     some = pl.ds(pl.multiple_of(lax.div(slot, tile) * tile, tile), tile)
@@ -144,9 +99,51 @@ def in_rows(lines: list[Shaped[Array, "8 S"]], each: int) -> Shaped[Array, "N S"
     return tiles[0] if len(tiles) == 1 else jnp.concatenate(tiles, axis=0)
 
 
+def for_sets(ref, sets: list[list[tuple]], each: int, interpret: bool) -> Shaped[Array, "K N S"]:
+    """Of each set the rows at these places, in so many rows each."""
+    found = [in_rows(lines(ref, at, interpret), each)[None] for at in sets]
+    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=0)
+
+
+def in_registers(x: Shaped[Array, "*n S"], behind: int = 0) -> Shaped[Array, "*n R 128"]:
+    """What slots have, 128 of them in a row, with this number behind the last: eight rows fill a register."""
+    grow = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % LANES)]
+    x = jnp.pad(x, grow, constant_values=behind)
+    return x.reshape(*x.shape[:-1], -1, LANES)
+
+
+def along_lanes(ref, lead: tuple, interpret: bool) -> Shaped[Array, "8 S"]:
+    """What lies `in_registers`, one row behind the other, in all rows of a register."""
+    return jnp.concatenate(lines(ref, [(*lead, row) for row in range(ref.shape[-2])], interpret), axis=1)
+
+
+def as_rows(act: Callable, parts: list) -> Any:
+    """Eight registers `[8, 128]`, or tuples of them, each joined by `act` over its rows, as the rows of one."""
+    row = lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 0)
+    for step in (1, 2, 4):
+        own = (row & step) == 0
+
+        def pair(a: Any, b: Any, own: jax.Array = own, step: int = step) -> Any:
+            here = jax.tree.map(lambda x, y: jnp.where(own, x, y), a, b)
+            return act(here, jax.tree.map(lambda x, y: pltpu.roll(jnp.where(own, y, x), step, 0), a, b))
+
+        parts = [pair(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def over_rows(act: Callable, x: Float[Array, "N S"]) -> Float[Array, "R 128"]:
+    """All rows joined by `act`, of which 0 changes nothing, and what comes out `in_registers`."""
+    more = -x.shape[0] % SUBLANES
+    x = x if not more else jnp.concatenate([x, jnp.zeros((more, x.shape[1]), x.dtype)], axis=0)
+    x = functools.reduce(act, [x[row : row + SUBLANES] for row in range(0, x.shape[0], SUBLANES)])
+    parts = [x[:, start : start + LANES] for start in range(0, x.shape[1], LANES)]
+    found = [as_rows(act, parts[first : first + SUBLANES]) for first in range(0, len(parts), SUBLANES)]
+    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=0)
+
+
 def zero_empty(block: jax.Array, filled: jax.Array, columns: bool) -> jax.Array:
     """The values `[S, D]` (`columns`: `[D, S]`) of a block, 0 in slots where `filled [1, S]` (float32) is 0, whatever
-    lies there.
+    lies there; all rows of `filled` may be there.
     """
     if not columns:
         width = round_up(block.shape[1], LANES)

@@ -131,11 +131,8 @@ class ByBlock:
 
     def ranges(self, ref: Any, blocks: list[int], rows: int) -> Float[Array, "H N D"]:
         """Scales or lows of some blocks of slots, each in so many rows."""
-        each = []
-        for head in range(ref.shape[0]):
-            lines = blocks_of.lines(ref, [(head, self.first + block) for block in blocks], self.interpret)
-            each.append(blocks_of.in_rows(lines, rows)[None])
-        return each[0] if len(each) == 1 else jnp.concatenate(each, axis=0)
+        at = [[(head, self.first + block) for block in blocks] for head in range(ref.shape[0])]
+        return blocks_of.for_sets(ref, at, rows, self.interpret)
 
     def wide(self, x: Float[Array, "H N D"]) -> Float[Array, "H N W"]:
         """For all numbers of a slot."""

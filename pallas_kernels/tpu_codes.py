@@ -247,13 +247,14 @@ class Scales:
         *,
         scratch: tuple[Any, ...] = (),
         together: int = 1,
+        pooled: bool = False,
         interpret: bool = False,
     ):
         """Takes those that there are from the inputs: numbers `[1, 1, G, S]` of one set; or as they lie, and then
-        `scratch` is for their numbers, `[H, G, S]` each, `[H, S]` of one group, which `open` makes for a block. What
-        lies in empty slots becomes numbers like all others, and counts for nothing by its weight of 0. The rows of so
-        many sets come `together`."""
-        self.form, self.interpret = form, interpret
+        `scratch` is for their numbers, `[H, G, S]` each, `[H, S]` of one group, which `open` makes for a block. Of a
+        pool both lie `in_registers`: `[G, R, 128]`, or `[R, 128]`. What lies in empty slots becomes numbers like all
+        others, and counts for nothing by its weight of 0. The rows of so many sets come `together`."""
+        self.form, self.interpret, self.pooled = form, interpret, pooled
         self.come = together  # of several groups each set's rows fill registers by themselves
         self.together = together if form.groups == 1 else 1
         self.scale = inputs.pop(0) if form.scaled else None
@@ -320,14 +321,17 @@ class Scales:
     def of_rows(self, ref: Any, members: int, filled: jax.Array | None = None) -> jax.Array:
         """Scales or lows for the rows of every group, `[H, G M, S]`; 0 in slots that are not `filled`."""
         made = next((made for given, made in self.made if given is ref), None)
+        if made is not None and self.pooled:
+            groups = [()] if made.ndim == 2 else [(group,) for group in range(self.form.groups)]
+            lines = [blocks_of.along_lanes(made, group, self.interpret) for group in groups]
+            return blocks_of.in_rows(lines, members)[None]
         if made is not None:
-            each = []
-            for first in range(0, made.shape[0], self.together):
-                heads = range(first, first + self.together)
-                at = [(head,) if made.ndim == 2 else (head, g) for g in range(self.form.groups) for head in heads]
-                lines = blocks_of.lines(made, at, self.interpret)
-                each.append(blocks_of.in_rows(lines, members // self.together)[None])
-            return each[0] if len(each) == 1 else jnp.concatenate(each, axis=0)
+            sets = [range(first, first + self.together) for first in range(0, made.shape[0], self.together)]
+            groups = range(self.form.groups)
+            at = [
+                [(head,) if made.ndim == 2 else (head, group) for group in groups for head in heads] for heads in sets
+            ]
+            return blocks_of.for_sets(made, at, members // self.together, self.interpret)
         every = []
         for group in range(self.form.groups):
             x = ref[0, 0, group : group + 1]

@@ -1,10 +1,10 @@
 """A decode step on TPU: one walk over K and V per row, for KV heads with as many slots each and for segments of a pool.
 
-The grid is (parts, rows of a part and one more, blocks of slots), the blocks innermost, so the compiler streams each
-block of K and V through on-chip memory exactly once; blocks in which the row holds nothing are not fetched, nor any of
-a row that has finished. Logits alone stay on the chip, and what is known when a row's last block has been seen (mass,
-scores, victim) is computed under the blocks of the row after it, so that memory does not wait: step (row, block)
-attends to that block and looks back at the same block of the row before. The parts are one for each core of the chip.
+The blocks of slots are innermost in the grid (`tpu_walk`), so the compiler streams each block of K and V through
+on-chip memory exactly once; blocks in which the row holds nothing are not fetched, nor any of a row that has finished.
+Logits alone stay on the chip, and what is known when a row's last block has been seen (mass, scores, victim) is
+computed under the blocks of the row after it, so that memory does not wait: step (row, block) attends to that block and
+looks back at the same block of the row before.
 
 The new key and value go into their slot inside the block that holds it, and from there the one tile around it goes back
 to the cache, which is aliased from input to output and otherwise untouched. Heads of a pool whose new tokens meet in
@@ -19,8 +19,9 @@ weights. The token itself, which counts as exact as it comes, is what the softma
 empty. Where channels of several slots share a scale (`tpu_channels`) codes are only read.
 
 A pool is one set of slots, in which each query head sees its own segment. Heads go through a block a few at a time, as
-many as fill the sublanes of a register, and those whose segments do not meet the block are left out. H are the sets of
-slots: Hk, or 1 for a pool; M the query heads of a set.
+many as fill the sublanes of a register, and those whose segments do not meet the block are left out. What slots have
+comes with 128 of them in a row, which fills registers where `[1, S]` would use one row of eight, and which XLA need not
+lay out anew. H are the sets of slots: Hk, or 1 for a pool; M the query heads of a set.
 """
 
 import dataclasses
@@ -44,11 +45,13 @@ from pallas_kernels.decode_attend_score.victim import HEADS
 from pallas_kernels.masking import MASKED, biased, soft_cap
 from pallas_kernels.read_runs.reference import Run
 from pallas_kernels.tpu_codes import Form, Scales, for_groups
+from pallas_kernels.tpu_walk import Walk
 
 BLOCK_BYTES = 2**20  # of K, and of V, at a time: long enough to hide the start of a copy
 MOST_STEPS = 2**17  # of the grid: which block is there in each lies in scalar memory, 4 bytes each
 LAST = jnp.iinfo(jnp.int32).max
 RUNS = 4  # of comparisons side by side
+EMPTY, NOBODY = -(2**31), -1  # in place of a slot's head: it is empty, or nobody sees it
 ALL = slice(None)
 
 
@@ -64,11 +67,9 @@ class Step(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan(blocks_of.Walk):
+class _Plan(Walk):
     """The numbers that the kernel is compiled for."""
 
-    batch: int
-    parts: int
     sets: int
     members: int
     kv_heads: int
@@ -102,9 +103,22 @@ class _Plan(blocks_of.Walk):
         return self.keys.coded or self.values.coded
 
     @property
-    def rows(self) -> int:
-        """Rows of a part; the last part may have fewer."""
-        return -(-self.batch // self.parts)
+    def of_slots(self) -> tuple[int, int]:
+        """The shape of what a block's slots have: a row for each set, or 128 slots of a pool in each."""
+        return (self.block // blocks_of.LANES, blocks_of.LANES) if self.pooled else (self.sets, self.block)
+
+    def beside(self, groups: int) -> tuple[int, ...]:
+        """The shape of a block's scales, or lows, where slots have so many each."""
+        if groups == 1:
+            return self.of_slots
+        return (groups, *self.of_slots) if self.pooled else (self.sets, groups, self.block)
+
+    def held_rows(self, groups: int) -> int:
+        """Numbers that the chip holds for a slot's scales: rows lie eight at a time where there are several sets."""
+        if self.pooled:
+            return groups
+        rows, each = (self.sets, 1) if groups == 1 else (groups, self.sets)
+        return each * blocks_of.round_up(rows, blocks_of.SUBLANES)
 
     @property
     def buffers(self) -> int:
@@ -124,22 +138,6 @@ class _Plan(blocks_of.Walk):
     def rows_of_set(self, number: int) -> slice:
         """The rows of one of the sets that are together."""
         return slice(number * self.members, (number + 1) * self.members)
-
-    # The row that a step attends to, the one that it looks back at, and whether there is one: indices by part and row.
-
-    def last(self, part):
-        """The last row of a part."""
-        return jnp.minimum((part + 1) * self.rows, self.batch) - 1
-
-    def here(self, part, row):
-        """The row that is attended to, or the part's last behind it, and whether it is one."""
-        own = part * self.rows + row
-        return jnp.minimum(own, self.last(part)), own <= self.last(part)
-
-    def before(self, part, row):
-        """The row that is looked back at, or the nearest, and whether it is one."""
-        own = part * self.rows + row - 1
-        return jnp.clip(own, part * self.rows, self.last(part)), (row > 0) & (own <= self.last(part))
 
 
 def _together(forms: tuple[Form, ...], pooled: bool, sets: int, members: int) -> int:
@@ -199,7 +197,10 @@ def step(
     least = dim * query.dtype.itemsize if offsets is not None else 0  # larger blocks of a pool's codes meet more heads
     most = BLOCK_BYTES // max(row_bytes, wide // 8, least)
     shared = [form for form in forms if form.tokens]
-    blocks, block = tpu_channels.even_blocks(shared, slots, most)
+    if offsets is None:
+        blocks, block = tpu_channels.even_blocks(shared, slots, most)
+    else:
+        blocks, block = blocks_of.even_blocks(slots, most, blocks_of.SUBLANES * blocks_of.LANES)
     both = (0.0, 0.0) if judge.rule is None else (judge.weight, judge.bias)
     factors = [factor for factor in both if not isinstance(factor, float)]
     weight, bias = (factor if isinstance(factor, float) else None for factor in both)
@@ -211,45 +212,42 @@ def step(
     more = [] if logit_bias is None else [logit_bias]
     vmem = _vmem_bytes(plan, row_bytes, len(factors) + len(more)) + 2 * block * wide
     vmem += sum(tpu_channels.vmem_bytes(form, sets, block) for form in shared)
-    heads_rows = {1: blocks_of.round_up(sets, blocks_of.SUBLANES)}  # of scales, and of lows
-    vmem += sum(
-        8 * block * heads_rows.get(form.groups, sets * blocks_of.round_up(form.groups, blocks_of.SUBLANES))
-        for form in forms
-        if form.scaled
-    )
+    vmem += sum(8 * block * plan.held_rows(form.groups) for form in forms if form.scaled)  # scales, and lows
     if vmem > blocks_of.VMEM_BYTES:
         raise NotImplementedError(f"{slots} slots of {heads} query heads need {vmem} bytes of on-chip memory")
-    if batch * blocks_of.round_up(blocks, blocks_of.LANES) > MOST_STEPS:
+    if math.prod(plan.steps[:2]) * blocks_of.round_up(blocks, blocks_of.LANES) > MOST_STEPS:
         raise NotImplementedError(f"{batch} rows of {blocks} blocks: their numbers need more than scalar memory has")
 
     def attended(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, *shape), lambda p, r, j, *_: (plan.here(p, r)[0],) + (0,) * len(shape))
 
-    def there(p, r, j, walk, rows):
+    def there(p, r, j, table):
         """The row and the block that are on the chip in a step."""
-        row, own = plan.here(p, r)
-        running = rows[row]
-        j = jnp.where(own & (running == row), j, jnp.where(running > row, 0, blocks - 1))
-        return running, lax.shift_right_logical(walk[running, j], 1)
+        entry = table[plan.at(p, r), j]
+        return plan.row_of(entry), plan.block_of(entry)
 
     def looked(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, *shape), lambda p, r, j, *_: (plan.before(p, r)[0],) + (0,) * len(shape))
 
     def block_before(p, r, j, *_):
         row, own = plan.before(p, r)
-        return row, 0, jnp.where(own, j, jnp.where(r > 0, blocks - 1, 0))  # where there is none, the one that is there
+        j = jnp.where(own, j, jnp.where(r > 0, blocks - 1, 0))  # where there is none, the one that is there
+        return (row, j, 0) if plan.pooled else (row, 0, j)
 
     def cache_block(along, p, r, j, *scalars):
-        row, at = there(p, r, j, *scalars[-2:])
+        row, at = there(p, r, j, scalars[-1])
         return (row, 0, 0, at) if along else (row, 0, at, 0)
 
-    def scale_block(p, r, j, *scalars):
-        row, at = there(p, r, j, *scalars[-2:])
-        return row, 0, 0, at
-
     def place_block(p, r, j, *scalars):
-        row, at = there(p, r, j, *scalars[-2:])
-        return row, 0, at
+        row, at = there(p, r, j, scalars[-1])
+        return (row, at, 0) if plan.pooled else (row, 0, at)
+
+    def scale_block(*grid):
+        row, *at = place_block(*grid)
+        return row, 0, *at
+
+    def by_slot(x: Array, behind: int = 0) -> Array:
+        return blocks_of.in_registers(x[:, 0], behind) if plan.pooled else x
 
     some = (plan.packs, plan.each)
     queries = forms[0].spread(query.reshape(batch, *some, dim))  # [B, H, G M, W]
@@ -272,7 +270,7 @@ def step(
     new = [_entry(x, along) for x, along, own in zip(token.entry, columns, written, strict=True) if own]
     lies = tuple(jnp.swapaxes(x, -1, -2) if along else x for x, along in zip(lies, columns, strict=True))
     untouched = pl.BlockSpec(memory_space=pltpu.HBM)
-    walk, rows = plan.order(positions, position, window)
+    table = plan.table(positions, position, window)
     if interpret:
         lies = tuple(plan.whole(x, along) for x, along in zip(lies, columns, strict=True))
     else:
@@ -283,24 +281,23 @@ def step(
     scales = []
     for x, form, found in zip((keys, values), forms, coded, strict=True):
         if isinstance(x, ByChannel):
-            at = lambda *grid: there(*grid[:3], *grid[-2:])  # noqa: E731
+            at = lambda *grid: there(*grid[:3], grid[-1])  # noqa: E731
             ranges, order = tpu_channels.operands(x, form)
             ranges = ranges if interpret else [blocks_of.in_memory(y) for y in ranges]
             scales += zip((*ranges, order), tpu_channels.specs(form, sets, block, at), strict=True)
         else:
-            scales += [
-                (y, pl.BlockSpec((1, *y.shape[1:-1], block), scale_block if y.ndim == 4 else place_block))
-                for y in found.values()
-            ]
-    line, now = pl.BlockSpec((1, sets, block), block_before), pl.BlockSpec((1, sets, block), place_block)
-    lanes = (kv_heads, blocks_of.LANES)
+            spec = pl.BlockSpec((1, *plan.beside(form.groups)), scale_block if form.groups > 1 else place_block)
+            scales += [(by_slot(y), spec) for y in found.values()]
+    line, now = (pl.BlockSpec((1, *plan.of_slots), at) for at in (block_before, place_block))
+    lanes = (kv_heads, blocks_of.SUBLANES, blocks_of.LANES) if plan.pooled else (kv_heads, blocks_of.LANES)
     tiles = [
         (width, blocks_of.tile(lie.dtype, along)) if along else (blocks_of.tile(lie.dtype, along), width)
         for lie, along, width in (
             (x, along, x.shape[-2 if along else -1]) for x, along in zip(lies, columns, strict=True)
         )
     ]
-    masses = [(jax.ShapeDtypeStruct((batch, sets, slots), jnp.float32), line)] if with_mass else []
+    shape = (pl.cdiv(slots, blocks_of.LANES), blocks_of.LANES) if plan.pooled else (sets, slots)
+    masses = [(jax.ShapeDtypeStruct((batch, *shape), jnp.float32), line)] if with_mass else []
     if with_mass and judge.group == "each":
         each = pl.BlockSpec((1, *some, block), lambda *at: (*block_before(*at)[:2], 0, block_before(*at)[2]))
         masses = [(jax.ShapeDtypeStruct((batch, *some, slots), jnp.float32), each)]
@@ -326,16 +323,16 @@ def step(
     for name, form, lie, tile in zip(("key", "value"), forms, lies, tiles, strict=True):
         if not form.tokens:
             scratch[f"{name}_tiles"] = pltpu.VMEM((kv_heads, *tile), lie.dtype)
-            each = (sets, block) if form.groups == 1 else (sets, form.groups, block)
-            scratch |= {f"{name}_{what}": pltpu.VMEM(each, jnp.float32) for what in _beside(form)}
+            shape = plan.beside(form.groups)
+            scratch |= {f"{name}_{what}": pltpu.VMEM(shape, jnp.float32) for what in _beside(form)}
         else:
             each = (sets, tpu_channels.fetched(form, block), dim)
             scratch |= {f"{name}_{what}": pltpu.VMEM(each, jnp.float32) for what in ("scales", "lows")}
-    if plan.together > 1:
-        scratch["seen"] = pltpu.VMEM((sets, block), jnp.int32)
+    if plan.together > 1 or plan.pooled:
+        scratch["seen"] = pltpu.VMEM(plan.of_slots, jnp.int32)
     scratch["copied"] = pltpu.SemaphoreType.DMA
     for name, form in zip(("key_numbers", "value_numbers"), forms, strict=True):
-        if plan.pooled and form.coded:  # made once for all heads that meet the block
+        if plan.pooled and form.coded and not form.as_bytes:  # made once for all heads that meet the block
             shape = (form.width, block) if form.columns else (block, form.width)
             scratch[name] = pltpu.VMEM((sets, *shape), form.dtype)
     if forms[1].shifts:
@@ -346,7 +343,7 @@ def step(
             "normal": pltpu.VMEM((plan.buffers, *some, 1), jnp.float32),
         }
     slot_here = jnp.where(slot < slots, slot, plan.width)  # of no block, where it is another device's
-    scalars = (position, slot_here, judge.limits, judge.recents, *(() if offsets is None else (offsets,)), walk, rows)
+    scalars = (position, slot_here, judge.limits, judge.recents, *(() if offsets is None else (offsets,)), table)
     caches = [
         pl.BlockSpec(
             (1, sets, *((x.shape[-2], block) if along else (block, x.shape[-1]))), functools.partial(cache_block, along)
@@ -357,19 +354,19 @@ def step(
         (queries, attended(*queries.shape[1:])),
         *((x, attended(*x.shape[1:])) for x in new),
         *zip(lies, caches, strict=True),
-        (positions, now),
-        (positions, line),
+        (by_slot(positions, -1), now),
+        (by_slot(positions, -1), line),
         *((x, attended(*x.shape[1:])) for x in first),
         *scales,
-        *((factor, line) for factor in factors),
-        *((added, now) for added in more),
+        *((by_slot(factor), line) for factor in factors),
+        *((by_slot(added), now) for added in more),
     )
     call = pl.pallas_call(
         functools.partial(_kernel, plan, len(outs), tuple(scratch), bool(interpret)),
         out_shape=[shape for shape, _ in outs],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(plan.parts, plan.rows + 1, blocks),
+            grid=plan.steps,
             in_specs=[spec for _, spec in inputs],
             out_specs=[spec for _, spec in outs],
             scratch_shapes=list(scratch.values()),
@@ -403,13 +400,15 @@ def step(
     keys, values = after
     chosen = jnp.where(position[:, None] < 0, slot, jnp.minimum(aim[..., 0], slots - 1))
     lse = lse.reshape(batch, sets, -1)
+    if plan.pooled:
+        mass = [x.reshape(batch, 1, -1)[..., :slots] for x in mass]
     mass = [x if x.ndim == 3 else x.reshape(batch, sets, -1, slots) for x in mass]
     return Step(output, lse, mass[0] if mass else None, keys, values, chosen)
 
 
 def _vmem_bytes(plan: _Plan, row_bytes: int, factors: int) -> int:
     """On-chip memory: two blocks of K, V, positions, masses, factors and a bias each, and the logits of two rows."""
-    rows = blocks_of.round_up(plan.sets, blocks_of.SUBLANES)
+    rows = plan.held_rows(1)
     few = plan.each < blocks_of.SUBLANES
     padded = 2 ** (plan.each - 1).bit_length() if few else blocks_of.round_up(plan.each, blocks_of.SUBLANES)
     logits = plan.buffers * 4 * plan.width * plan.packs * padded if plan.with_mass else 0
@@ -421,7 +420,7 @@ def _kernel(
     plan: _Plan, outs: int, names: tuple[str, ...], interpret: bool, position_ref, slot_ref, limits_ref, recents_ref,
     *refs,
 ) -> None:  # fmt: skip
-    offsets, (walk_ref, _, *refs) = (refs[0], refs[1:]) if plan.pooled else (None, refs)
+    offsets, (table_ref, *refs) = (refs[0], refs[1:]) if plan.pooled else (None, refs)
     scratch, refs = dict(zip(names, refs[-len(names) :], strict=True)), refs[: -len(names)]
     written = [n for n, form in enumerate((plan.keys, plan.values)) if not form.tokens]
     query, *refs = refs
@@ -434,7 +433,7 @@ def _kernel(
     def side(name: str, form: Form) -> Scales | tpu_channels.ByBlock:
         if not form.tokens:
             made = tuple(scratch[f"{name}_{what}"] for what in _beside(form))
-            return Scales(form, inputs, scratch=made, together=plan.together, interpret=interpret)
+            return Scales(form, inputs, scratch=made, together=plan.together, pooled=plan.pooled, interpret=interpret)
         both = scratch[f"{name}_scales"], scratch[f"{name}_lows"]
         return tpu_channels.ByBlock(form, inputs, both, -(-plan.slots // form.tokens), plan.together, interpret)
 
@@ -458,13 +457,18 @@ def _kernel(
     buffer, buffer_before = lax.rem(own, plan.buffers), lax.rem(own + plan.buffers - 1, plan.buffers)
     runs = there & (position >= 0)
 
-    def fetched(row):
-        """Whether a row's block is fetched, and whether it has empty slots."""
-        entry = walk_ref[row, block]
-        return lax.shift_right_logical(entry, 1) == block, (entry & 1) == 1
+    def entry(own):
+        """What is on the chip at the block of a row."""
+        return table_ref[plan.at(part, own), block]
 
     at = pl.ds(pl.multiple_of(block * plan.block, plan.block), plan.block)
-    index = block * plan.block + lax.broadcasted_iota(jnp.int32, (plan.sets, plan.block), 1)
+
+    def indices() -> jax.Array:
+        """Of the block's slots, `[H, S]`, or 128 of a pool in a row."""
+        index = block * plan.block + lax.broadcasted_iota(jnp.int32, plan.of_slots, 1)
+        if plan.pooled:
+            index = index + blocks_of.LANES * lax.broadcasted_iota(jnp.int32, plan.of_slots, 0)
+        return index
 
     @pl.when(block == 0)
     def _():
@@ -495,22 +499,24 @@ def _kernel(
                 meets = (first < (block + 1) * plan.block) & (behind > block * plan.block)
                 pl.when(meets)(functools.partial(act, band))
 
-    def owned(row, index, band, times: int = 1):
-        """Which slots, at these indices, are a head's own, [heads of the band x times, S]: those of its segment."""
-        if offsets is None:
-            return index < plan.slots
-        head = lax.broadcasted_iota(jnp.int32, ((band[1] - band[0] + 1) * times, 1), 0)
-        first = behind = jnp.zeros(head.shape, jnp.int32)
-        for each in range(band[0], band[1] + 1):
-            from_here = head >= (each - band[0]) * times
-            first = jnp.where(from_here, offsets[row, each], first)
-            behind = jnp.where(from_here, offsets[row, each + 1], behind)
-        return (index >= first) & (index < behind)
+    def inside(row, head, index):
+        """Which slots, at these indices, are in the segment of a head."""
+        return (index >= offsets[row, head]) & (index < offsets[row, head + 1])
+
+    def owner(row, index):
+        """The head of each slot, at these indices: less than 0, or behind the last, of none."""
+        return (
+            functools.reduce(
+                jnp.add, [(index >= offsets[row, head]).astype(jnp.int32) for head in range(plan.kv_heads + 1)]
+            )
+            - 1
+        )
 
     # ---- the row's block: the new token, and attention
 
     slots = [slot_ref[row, head] for head in range(plan.kv_heads)]
-    due = [runs & (lax.div(slot, plan.block) == block) for slot in slots]
+    begin = block * plan.block
+    due = [runs & (slot >= begin) & (slot < begin + plan.block) for slot in slots]
 
     def each_head(act: Callable, once_per_tile: bool = False):
         """act(head, slot) for every KV head whose slot is in this block, if the row runs."""
@@ -554,10 +560,21 @@ def _kernel(
         each_head(write)
         each_head(send, once_per_tile=True)
 
-    is_fetched, has_empty = fetched(row)
+    def of_rows(ref: Any, rows: int, *lead: Any) -> jax.Array:
+        """What each slot of a set has, `[H, S]`, in so many rows for its query heads."""
+        if plan.pooled:
+            return blocks_of.in_rows([blocks_of.along_lanes(ref, lead, interpret)], rows)[None]
+        if plan.together == 1:
+            return ref[(*lead, ALL)][:, None]
+        sets = range(0, plan.sets, plan.together)
+        heads = [[(*lead, first + n) for n in range(plan.together)] for first in sets]
+        return blocks_of.for_sets(ref, heads, plan.members, interpret)
+
+    is_fetched, has_empty = plan.fetched(entry(own), row, block), (entry(own) & 1) == 1
 
     @pl.when(runs & is_fetched)
     def _attend():
+        index = indices()
         place = jnp.where(index < plan.slots, places[0], -1)
         seen = (place >= 0) & (place <= position)
         if plan.window is not None:
@@ -566,17 +583,28 @@ def _kernel(
             alive = place >= 0 if plan.window is None else (place >= 0) & (place > position + 1 - plan.window)
             scratch["held"][buffer] += _over_lanes(jnp.add, alive.astype(jnp.int32))
 
+        own = place == position  # of codes: attended to already, as exact as it came
         if plan.coded:
-            own = place == position  # attended to already, as exact as it came
             seen = seen & ~own
+        if plan.pooled:  # each slot's head, the token's as NOBODY - 1 - head
+            head = owner(row, index)
+            head = jnp.where(seen, head, jnp.where(own, NOBODY - 1 - head, NOBODY) if plan.coded else NOBODY)
+            scratch["seen"][...] = jnp.where(place >= 0, head, EMPTY)
+        elif plan.together > 1:
+            scratch["seen"][...] = jnp.where(seen, 1, jnp.where(own, 2, 0))
 
         if plan.values.bits is None:  # integers are no NaN: an empty slot's scale of 0 is enough
 
             @pl.when(has_empty)
             def _():
-                filled = (place >= 0).astype(jnp.float32)
                 for one in range(plan.sets):
-                    values[0, one] = blocks_of.zero_empty(values[0, one], filled[one : one + 1], plan.values.columns)
+                    if plan.pooled:
+                        width = blocks_of.round_up(plan.values.width, 1 if plan.values.columns else blocks_of.LANES)
+                        filled = of_rows(scratch["seen"], width)[0] > EMPTY
+                    else:
+                        filled = place[one : one + 1] >= 0
+                    filled = filled.astype(jnp.float32)
+                    values[0, one] = blocks_of.zero_empty(values[0, one], filled, plan.values.columns)
 
         for lying in (of_keys, of_values):
             if isinstance(lying, tpu_channels.ByBlock):
@@ -593,35 +621,29 @@ def _kernel(
             form, lying = sides[name]
             return scratch[name][...] if name in scratch else form.numbers(lying[0])
 
-        def of_rows(ref: Any, *lead: Any) -> jax.Array:
-            """What each slot of a set has, `[H, S]`, for its query heads."""
+        def who_sees(band, rows: int) -> tuple[Any, Any]:
+            """Which rows see a slot, and whose slot is the token's."""
+            if plan.pooled:
+                head = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+                head = band[0] + lax.div(head, plan.members // plan.kv_heads)
+                slots = of_rows(scratch["seen"], rows)
+                return slots == head, slots == NOBODY - 1 - head
             if plan.together == 1:
-                return ref[(*lead, ALL)][:, None]
-            each = []
-            for first in range(0, plan.sets, plan.together):
-                heads = [(*lead, first + n) for n in range(plan.together)]
-                each.append(blocks_of.in_rows(blocks_of.lines(ref, heads, interpret), plan.members)[None])
-            return jnp.concatenate(each, axis=0)
-
-        if plan.together == 1:
-            sees_all, owns_all = seen[:, None], own[:, None] if plan.coded else None
-        else:
-            scratch["seen"][...] = jnp.where(seen, 1, jnp.where(own, 2, 0))
-            rows_of_slots = of_rows(scratch["seen"])
-            sees_all, owns_all = rows_of_slots == 1, rows_of_slots == 2
+                return seen[:, None], own[:, None]
+            slots = of_rows(scratch["seen"], plan.members)
+            return slots == 1, slots == 2
 
         def through(band):
             rows = plan.rows_of(band)
             sums = None if asked is None else _rows(asked, rows, plan.keys.groups)
             some = of_keys.logits(_rows(query, rows, plan.keys.groups), numbers("key_numbers"), sums) * plan.scale
-            mine: Any = owned(row, index, band, plan.members // plan.kv_heads) if plan.pooled else True
-            sees = sees_all & mine
-            some = biased(soft_cap(some, plan.softcap), None if added is None else of_rows(added, 0))
+            sees, owns = who_sees(band, some.shape[1])
+            some = biased(soft_cap(some, plan.softcap), None if added is None else of_rows(added, some.shape[1], 0))
             some = jnp.where(sees, some, MASKED)
             if plan.with_mass:
                 kept = some
                 if alone is not None:
-                    kept = jnp.where(owns_all & mine, alone[0, :, rows], some)
+                    kept = jnp.where(owns, alone[0, :, rows], some)
                 scratch["logits"][buffer, :, rows, at] = kept
             higher = jnp.maximum(top[:, rows], jnp.max(some, axis=2, keepdims=True))
             shrink = jnp.exp(top[:, rows] - higher)
@@ -653,26 +675,28 @@ def _kernel(
 
     runs_before = looks & (position_before >= 0)
     if plan.with_mass:
-        looked = runs_before & fetched(before)[0]
+        looked = runs_before & plan.fetched(entry(jnp.maximum(own - 1, 0)), before, block)
 
         @pl.when(looked)
         def _weigh():
             join = jnp.maximum if plan.reduce == "max" else jnp.add
             each = plan.members * plan.sets // plan.kv_heads if plan.reduce == "mean" else 1
             if plan.pooled:
-                mass[0][0] = jnp.zeros((plan.sets, plan.block), jnp.float32)
+                mass[0][0] = jnp.zeros(plan.of_slots, jnp.float32)
 
             def of(band):
                 rows = plan.rows_of(band)
                 weights = jnp.exp(
                     scratch["logits"][buffer_before, :, rows, at] - scratch["normal"][buffer_before, :, rows]
                 )
-                # of a pool, the other heads' are 0
+                if plan.pooled:  # the other heads' are 0
+                    mass[0][0] = join(mass[0][0], blocks_of.over_rows(join, weights[0]) / each)
+                    return
                 if plan.reduce != "each":
                     reduce = jnp.max if plan.reduce == "max" else jnp.sum
                     sets = [reduce(weights[:, plan.rows_of_set(n)], axis=1) / each for n in range(plan.together)]
                     weights = sets[0] if len(sets) == 1 else _in_turns(sets)
-                mass[0][0] = join(mass[0][0], weights) if plan.pooled else weights
+                mass[0][0] = weights
 
             each_band(before, of)
 
@@ -686,29 +710,52 @@ def _kernel(
         if not plan.pooled:
             room = jnp.sum(scratch["held"][buffer_before], axis=1, keepdims=True) < limits_ref[before]
 
-        def of(start: int):
-            """A register's lanes of the block: worth, age and index in each."""
-            some = pl.ds(start, blocks_of.LANES)
-            index = block * plan.block + start + lax.broadcasted_iota(jnp.int32, (plan.sets, blocks_of.LANES), 1)
-            place = places_before[0, :, some]
+        def of(rows: Any, lanes: Any, index: jax.Array):
+            """Worth, age and index of some of the block's slots."""
+            place = places_before[0, rows, lanes]
             score = None
             if plan.rule is not None:
                 with_mass = plan.with_mass and plan.weight != 0
-                score = mass[0][0, :, some] if with_mass else jnp.zeros(place.shape, jnp.float32)
+                score = mass[0][0, rows, lanes] if with_mass else jnp.zeros(place.shape, jnp.float32)
                 if plan.weight != 0:
-                    score = score * ((plan.weight or 0.0) if weight is None else weight[0, :, some])
-                score = score + ((plan.bias or 0.0) if bias is None else bias[0, :, some])
-            worth, age = _worth(plan, score, place, position_before + 1, room, recents_ref[before])
-            inside = owned(before, index, (0, plan.kv_heads - 1))
-            return jnp.where(inside, worth, jnp.nan), *(jnp.broadcast_to(x, inside.shape) for x in (age, index))
+                    score = score * ((plan.weight or 0.0) if weight is None else weight[0, rows, lanes])
+                score = score + ((plan.bias or 0.0) if bias is None else bias[0, rows, lanes])
+            return *_worth(plan, score, place, position_before + 1, room, recents_ref[before]), index
 
-        lowest = _in_runs(_lower, of, plan.block, tuple(ref[...] for ref in best))
+        def of_lanes(start: int):
+            """Of a register's lanes."""
+            index = block * plan.block + start + lax.broadcasted_iota(jnp.int32, (plan.sets, blocks_of.LANES), 1)
+            worth, *rest = of(ALL, pl.ds(start, blocks_of.LANES), index)
+            return jnp.where(index < plan.slots, worth, jnp.nan), *rest
+
+        def of_band(band):
+            """Of a pool's heads, each in registers of its own."""
+            shape = blocks_of.SUBLANES, blocks_of.LANES
+            index = lax.broadcasted_iota(jnp.int32, shape, 1)
+            index = index + blocks_of.LANES * lax.broadcasted_iota(jnp.int32, shape, 0)
+            heads = range(band[0], band[1] + 1)
+            lowest = {head: tuple(ref[head] for ref in best) for head in heads}
+            for row in range(0, plan.of_slots[0], blocks_of.SUBLANES):
+                at = block * plan.block + blocks_of.LANES * row + index
+                worth, *rest = of(pl.ds(row, blocks_of.SUBLANES), ALL, at)
+                for head in heads:
+                    own = jnp.where(inside(before, head, at), worth, jnp.nan)
+                    lowest[head] = _lower(lowest[head], (own, *rest))
+            for head in heads:
+                for ref, one in zip(best, lowest[head], strict=True):
+                    ref[head] = one
+
+        if plan.pooled:
+            each_band(before, of_band)
+            return
+        lowest = _in_runs(_lower, of_lanes, plan.block, tuple(ref[...] for ref in best))
         for ref, one in zip(best, lowest, strict=True):
             ref[...] = one
 
     @pl.when(looks & (block == plan.blocks - 1))
     def _():
-        aim[0] = _lowest(*(ref[...] for ref in best))
+        found = [ref[...] for ref in best]
+        aim[0] = _lowest(*(_head_in_row(*found) if plan.pooled else found))
 
     @pl.when(any_due)
     def _():
@@ -843,9 +890,24 @@ def _lowest(worth: jax.Array, age: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.min(jnp.where((worth == least) & (age == oldest), index, LAST), axis=1, keepdims=True)
 
 
-def _lower(a: tuple, b: tuple) -> tuple:
-    """The lower of two triples of worth, age and index, in every place; the indices of a are the lower ones. A worth
-    that is NaN in b says that there is none."""
-    (wa, aa, _), (wb, ab, _) = a, b
-    second = (wb < wa) | ((wb == wa) & (ab < aa))
+def _lower(a: tuple, b: tuple, ordered: bool = True) -> tuple:
+    """The lower of two triples of worth, age and index, in every place; the indices of a are the lower ones, if they
+    are `ordered`. A worth that is NaN in b says that there is none."""
+    (wa, aa, ia), (wb, ab, ib) = a, b
+    second = ab < aa if ordered else (ab < aa) | ((ab == aa) & (ib < ia))
+    second = (wb < wa) | ((wb == wa) & second)
     return tuple(jnp.where(second, y, x) for x, y in zip(a, b, strict=True))
+
+
+def _head_in_row(worth: Float[Array, "Hk 8 128"], age: Array, index: Array) -> tuple[Array, ...]:
+    """Each head's lowest triple in every lane, `[Hk, 128]` each."""
+    kv_heads, shape = worth.shape[0], worth.shape[1:]
+    each = [(worth[head], age[head], index[head]) for head in range(kv_heads)]
+    none = (jnp.full(shape, jnp.inf), *[jnp.full(shape, LAST, jnp.int32)] * 2)
+    each += [none] * (-kv_heads % blocks_of.SUBLANES)
+    lower = functools.partial(_lower, ordered=False)
+    found = [
+        blocks_of.as_rows(lower, each[first : first + blocks_of.SUBLANES])
+        for first in range(0, len(each), blocks_of.SUBLANES)
+    ]
+    return tuple(jnp.concatenate(some, axis=0)[:kv_heads] for some in zip(*found, strict=True))

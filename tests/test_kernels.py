@@ -20,6 +20,7 @@ from pallas_kernels.partial import Partial, merge, portion
 from pallas_kernels.prefill_attend import api as attend_api
 from pallas_kernels.prefill_attend_mass import api as mass_api
 from pallas_kernels.ragged_decode import api as ragged_api
+from pallas_kernels.tpu_walk import Walk
 
 DTYPES = {"float32": 2e-5, "bfloat16": 2e-2}
 ON_TPU = jax.default_backend() == "tpu"
@@ -510,3 +511,32 @@ def test_what_runs_where():
         found = choices(**shape, dtype=dtype, platform=platform)
         assert (found["decode_attend_score"].implementation, found["ragged_decode"].implementation) == (decode, pool)
     assert found["ragged_decode"].reasons == ["numba_cpu does not: bfloat16: float32"]
+
+
+@pytest.mark.parametrize(
+    "batch, parts, blocks, window", [(1, 1, 1, None), (5, 1, 4, 20), (5, 2, 3, None), (7, 3, 5, 20)]
+)
+def test_a_block_stays_until_another_is_due(batch, parts, blocks, window):
+    """Blocks are due in the order of the steps; before the first of all that one is there."""
+    rng, size = np.random.default_rng(blocks), 128
+    for filled in (0.0, 0.003, 0.5):
+        slots = int(rng.integers((blocks - 1) * size + 1, blocks * size + 1))
+        walk = Walk(slots, size, blocks, batch, parts)
+        places = np.where(rng.random((batch, 2, slots)) < filled, rng.integers(0, 50, (batch, 2, slots)), -1)
+        position = np.where(rng.random(batch) < 0.3, -1, 50)
+        table = walk.table(jnp.asarray(places, jnp.int32), jnp.asarray(position, jnp.int32), window)
+        seen = (places >= 0) & (position >= 0)[:, None, None] & (places > (-1 if window is None else 50 - window))
+        cuts = range(size, slots, size)
+        due = np.stack([part.any((1, 2)) for part in np.split(seen, cuts, axis=2)], axis=1)
+        hollow = np.stack([(part < 0).any((1, 2)) for part in np.split(places, cuts, axis=2)], axis=1)
+        hollow[:, -1] |= slots < walk.width
+        steps = [(int(row), int(block)) for row, block in np.argwhere(due)]
+        for part, row, block in itertools.product(*map(range, walk.steps)):
+            own = min(part * walk.rows + row, min((part + 1) * walk.rows, batch))
+            is_own = row < walk.rows and own < batch
+            before = [step for step in steps if step <= ((own, block) if is_own else (own, -1))]
+            entry = table[walk.at(part, row), block]
+            there = int(walk.row_of(entry)), int(walk.block_of(entry))
+            assert there == (before[-1] if before else steps[0] if steps else (0, 0))
+            if is_own and due[own, block]:
+                assert walk.fetched(entry, own, block) and int(entry & 1) == hollow[own, block]

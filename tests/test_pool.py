@@ -287,6 +287,8 @@ POOLS = {  # sizes of the segments per row, slots in all, dim, G: a row may leav
     "one block": ([[9, 4, 7], [5, 6, 3]], 20, 8, 2),
     # a head in both, a head in one, a head of one slot; each head by itself through the blocks that it meets
     "two blocks": ([[700, 1, 399], [1020, 9, 60]], 1100, 256, 8),
+    # more heads than a register has rows, some of them through a block together
+    "nine heads": ([[200, 1, 250, 90, 300, 61, 120, 100, 78], [9, 300, 2, 7, 500, 200, 180, 90, 12]], 1320, 256, 2),
 }
 
 
@@ -294,6 +296,7 @@ CASES = [
     *(("one block", group, VICTIM, counts, "float32") for group, counts in (("sum", 0), ("mean", 1), ("max", 0))),
     ("one block", "sum", None, 1, "bfloat16"),
     ("two blocks", "sum", VICTIM, 1, "float32"),
+    ("nine heads", "mean", VICTIM, 1, "float32"),
 ]
 TAKES = {"numba_cpu": ("float32",)}
 
@@ -307,7 +310,8 @@ def test_ragged_decode_is_each_head_by_itself(how, shape, group, rule, counts, d
     """Every head of a pool gets what decode_attend_score gives on its segment alone; the softcap and log n as well."""
     rng = np.random.default_rng(3)
     sizes, total, dim, groups = POOLS[shape]
-    heads, sizes, many = 3, np.array(sizes), total
+    sizes, many = np.array(sizes), total
+    heads = sizes.shape[1]
     offsets = np.concatenate([np.zeros((2, 1), int), np.cumsum(sizes, axis=1)], axis=1)
     positions = np.full((2, total), EMPTY)
     for row in range(2):
