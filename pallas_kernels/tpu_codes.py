@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -160,6 +161,15 @@ class Form:
         some = [(wide >> shift) & (2**self.bits - 1) for shift in range(0, 8, self.bits)]
         return jnp.concatenate([x.astype(jnp.float32).astype(self.dtype) for x in some], axis=1 if self.columns else 2)
 
+    def _ordered(self, x: Float[Array, "*n D"], back: bool = False) -> Float[Array, "*n D"]:
+        """Channels part after part, or `back` in their own order: by a product with ones and zeros, which is exact. For
+        a transposition XLA would lay the rows out anew."""
+        if self.parts == 1:
+            return x
+        ones = np.arange(self.dim)[:, None] == np.arange(self.dim).reshape(-1, self.parts).T.reshape(-1)
+        ones = jnp.asarray(ones.T if back else ones, x.dtype)
+        return jnp.matmul(x, ones, precision=lax.Precision.HIGHEST, preferred_element_type=x.dtype)
+
     def spread(self, x: Float[Array, "*n M D"], apart: bool = True, whole: bool = False) -> Float[Array, "*n GM W"]:
         """Channels in a block's order, rows for each group: `apart` with that group's channels alone, else with all.
         `whole`: with each code's weight in its first number, and 0 in the other."""
@@ -168,7 +178,7 @@ class Form:
             mine = channel // (self.dim // self.groups) == jnp.arange(self.groups)[:, None, None]  # [G, 1, D]
             x = jnp.where(mine | (not apart), x[..., None, :, :], jnp.zeros((), x.dtype))
             x = x.reshape(*x.shape[:-3], -1, self.dim)
-        x = jnp.swapaxes(x.reshape(*x.shape[:-1], -1, self.parts), -1, -2).reshape(x.shape)
+        x = self._ordered(x)
         if self.halves == 1:
             return x
         return jnp.concatenate([x, jnp.zeros_like(x) if whole else NIBBLE * x], axis=-1)
@@ -177,8 +187,8 @@ class Form:
         """The channels in their order, each from its group's rows."""
         if self.halves == 2:
             x = x[..., : self.dim] + NIBBLE * x[..., self.dim :]
-        x = jnp.swapaxes(x.reshape(*x.shape[:-1], self.parts, -1), -1, -2)
-        x = x.reshape(*x.shape[:-3], self.groups, -1, self.groups, self.dim // self.groups)
+        x = self._ordered(x, back=True)
+        x = x.reshape(*x.shape[:-2], self.groups, -1, self.groups, self.dim // self.groups)
         x = jnp.stack([x[..., group, :, group, :] for group in range(self.groups)], axis=-2)  # [*n, M, G, D / G]
         return x.reshape(*x.shape[:-2], self.dim)
 
