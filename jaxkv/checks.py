@@ -89,12 +89,17 @@ def hints(cls: type) -> Mapping[str, Any]:
     return {field.name: found.get(field.name, Any) for field in dataclasses.fields(cls)}
 
 
+def foreign(part: Any) -> bool:
+    """Whether a part is not jaxkv's own."""
+    return not type(part).__module__.startswith("jaxkv.")
+
+
 def check_fields(part: Any) -> None:
     """Raises `BadValue` for a field whose value is not of its declared type, a whole number beyond 31 bits (a seed or
     bytes: 63), and in jaxkv's own classes for infinity. Numbers of NumPy become Python's, so that they can be written
     down.
     """
-    own = type(part).__module__.startswith("jaxkv.")
+    own = not foreign(part)
     for name, hint in hints(type(part)).items():
         value = getattr(part, name)
         if isinstance(value, np.generic):

@@ -9,8 +9,9 @@ import pytest
 
 import jaxkv
 from jaxkv.errors import BadValue, UnknownName
-from jaxkv.policies import Aggregate, Allocate, Global, KeyNorm, NoQueries, Pyramid, Select, catalogue
+from jaxkv.policies import Aggregate, Allocate, Global, KeyNorm, NoQueries, Pyramid, Score, Select, catalogue
 from jaxkv.policies.policy import from_dict, to_dict
+from jaxkv.policies.score import ScoreInputs
 
 
 def test_every_policy_of_the_main_job_is_there():
@@ -195,8 +196,43 @@ def test_a_score_in_both_phases_counts_once():
         assert h2o.observe(phase, stats, mass, jnp.array([2]))["attention"].tolist() == [[[0.75, 1.5]]]
 
 
-@pytest.mark.parametrize("given", [(32,), (31.5, 32.5, 32, 32)], ids=["too few", "no whole numbers"])
-def test_budgets_of_an_own_allocator_are_a_whole_number_for_each_layer(given):
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        (1.0, "gave the factors 1.0: expected two"),
+        ((0.0, jnp.zeros((2, 5))), r"gave float32 \(2, 5\): expected a float32 for each of the entries, \(2, 2, 5\)"),
+        ((jnp.zeros((2, 2, 4)), 0.0), r"gave float32 \(2, 2, 4\)"),
+        ((1.0, None), r"gave None \(\)"),
+        ((1.0, jnp.zeros((2, 2, 5), jnp.int32)), "gave int32"),
+    ],
+    ids=["one", "no heads", "few slots", "none", "whole numbers"],
+)
+def test_factors_of_an_own_score_are_a_number_for_each_entry(given, expected):
+    """As many rows as KV heads: factors without heads would fit the heads, and rows would read each other's."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Own(Score):
+        kind: ClassVar[str] = "own"
+
+        def factors(self, stats, positions, now):
+            return given
+
+    inputs = ScoreInputs(mass=jnp.ones((2, 2, 5)), positions=jnp.zeros((2, 2, 5), jnp.int32), now=jnp.ones(2, int))
+    with pytest.raises(BadValue, match=f"score 'own' {expected}"):
+        Own().score({}, inputs)
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ((32,), "expected 4 whole numbers"),
+        ((31.5, 32.5, 32, 32), "expected 4 whole numbers"),
+        ((0, 64, 32, 32), "expected at least 1 for each layer"),
+        ((33, 32, 32, 32), "at most 128 together"),
+    ],
+    ids=["too few", "no whole numbers", "nothing for a layer", "more than the budget"],
+)
+def test_budgets_of_an_own_allocator_are_a_whole_number_for_each_layer(given, expected):
     @dataclasses.dataclass(frozen=True)
     class Own(Allocate):
         kind: ClassVar[str] = "own"
@@ -205,5 +241,5 @@ def test_budgets_of_an_own_allocator_are_a_whole_number_for_each_layer(given):
             return given
 
     policy = dataclasses.replace(jaxkv.policy("h2o", budget=32), allocate=Own())
-    with pytest.raises(BadValue, match=r"allocate kind 'own' gives the budgets .* expected 4 whole numbers"):
+    with pytest.raises(BadValue, match=rf"allocate kind 'own' gives the budgets .* {expected}"):
         policy.budgets(100, 4)

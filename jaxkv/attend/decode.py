@@ -129,7 +129,7 @@ def _judge(
         return Judge(limits, jnp.zeros_like(limits), group=group)
     positions = store.scored(store.put(store.positions, position[:, None], position >= 0))
     weight, bias = (
-        sound(phase.score, factor, positions) for factor in phase.score.factors(stats, positions, position + 1)
+        sound(phase.score, factor, positions) for factor in phase.score.line(stats, positions, position + 1)
     )
     local = share.local(learned, store.heads)
     if local is not None:  # they let their oldest entry go

@@ -75,7 +75,7 @@ class Scaled(Combined):
         return {**more, self.name: size}
 
     def factors(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
-        weight, bias = self.of.factors(stats, positions, now)
+        weight, bias = self.of.line(stats, positions, now)
         size = stats[self.name]
         none = isinstance(weight, float) and weight == 0
         return 0.0 if none else jnp.multiply(size, weight), jnp.multiply(size, jnp.add(bias, self.epsilon))
@@ -113,7 +113,7 @@ class Weighted(Combined):
         object.__setattr__(self, "linear", plain and self.first.linear and self.second.linear)
 
     def factors(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
-        (a, b), (c, d) = (part.factors(stats, positions, now) for part in (self.first, self.second))
+        (a, b), (c, d) = (part.line(stats, positions, now) for part in (self.first, self.second))
         x, y = float(self.first_weight), float(self.second_weight)
         flat = all(isinstance(factor, float) for factor in (a, c))
         weight = x * a + y * c if flat else jnp.add(jnp.multiply(a, x), jnp.multiply(c, y))
@@ -270,7 +270,7 @@ class PromptFirst(Combined):
         return {**super().enter(new), "prompt": mark}
 
     def factors(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
-        weight, bias = self.of.factors(stats, positions, now)
+        weight, bias = self.of.line(stats, positions, now)
         return weight, jnp.where(stats["prompt"] > 0, BIG, bias)
 
     def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:

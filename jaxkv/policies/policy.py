@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxkv.checks import Checked, shown
+from jaxkv.checks import Checked, foreign, shown
 from jaxkv.errors import BadValue, UnknownName, unknown
 from jaxkv.policies.aggregate import Aggregate
 from jaxkv.policies.allocator import UNLIMITED, Allocate, Learned
@@ -20,7 +20,7 @@ from jaxkv.policies.needs import HIDDEN, MASS, QUERIES, learned_names
 from jaxkv.policies.observe import NoQueries, Observer
 from jaxkv.policies.parts import PARTS
 from jaxkv.policies.read import All, Read
-from jaxkv.policies.score import Entering, Recency, Score, ScoreInputs, Stats
+from jaxkv.policies.score import Entering, Recency, Score, ScoreInputs, Stats, of_entries
 from jaxkv.policies.select import Select
 from jaxkv.store.codecs import Codecs
 from jaxkv.store.entries import WORTH, Entries
@@ -334,7 +334,14 @@ class Policy(Checked):
                 "numbers, one for each layer"
             )
         least = self.floor if self.decode is not None else self.floor - 1  # a prompt may be cut to what is protected
-        return each if min(each) >= min(least, budget) else (int(budget),) * layers
+        least = min(least, budget)
+        if foreign(self.allocate) and (min(each) < max(least, 1) or sum(each) > budget * layers):
+            raise BadValue(
+                f"allocate kind {self.allocate.kind!r} gives the budgets {shown(tuple(each))}: expected at least "
+                f"{max(least, 1)} for each layer, as the policy protects its sinks and recent tokens, and at most "
+                f"{budget * layers} together, so that the mean is the budget of {budget}"
+            )
+        return each if min(each) >= least else (int(budget),) * layers
 
     def enter(self, keys: Float[Array, "B Hk T D"], values: Float[Array, "B Hk T D"], **more: Any) -> Stats:
         """The statistics of tokens as they enter the cache; `more` are the other fields of `Entering`."""
@@ -417,19 +424,9 @@ def priority(
 
 
 def sound(score: Score, value: Any, positions: Int[Array, "B Hk S"]) -> Any:
-    """What a score said of each entry. Raises `BadValue` while the program is made where its shape does not fit the
-    entries, or it holds no numbers; of a score that is not jaxkv's own, NaN is told to the host (`check_scores`).
-    """
-    shape, dtype = jnp.shape(value), jnp.result_type(value)
-    try:
-        fits = np.broadcast_shapes(shape, positions.shape) == positions.shape
-    except ValueError:
-        fits = False
-    if not fits or not jnp.issubdtype(dtype, jnp.floating):
-        raise BadValue(
-            f"score {score.kind!r} gave {dtype} {shape}: expected a float32 for each of the entries, "
-            f"{positions.shape} (row, KV head, slot)"
-        )
+    """What a score said of each entry, `of_entries`; of a score that is not jaxkv's own, NaN is told to the host
+    (`check_scores`)."""
+    value = of_entries(score.kind, value, positions)
     if _foreign(score):
         jax.debug.callback(functools.partial(_told, score.kind), jnp.any(jnp.isnan(value) & (positions >= 0)))
     return value
@@ -437,7 +434,7 @@ def sound(score: Score, value: Any, positions: Int[Array, "B Hk S"]) -> Any:
 
 def _foreign(score: Score) -> bool:
     """Whether the score, or one that it is made of, is not jaxkv's own."""
-    return any(not type(each).__module__.startswith("jaxkv.") for each in (score, *score.leaves()))
+    return any(foreign(each) for each in (score, *score.leaves()))
 
 
 _NO_NUMBERS: set[str] = set()  # kinds of scores that have given NaN since the host last looked

@@ -9,13 +9,14 @@ and a `score` of its own, which is computed after the attention. `now [B]` is th
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.checks import Checked
+from jaxkv.checks import Checked, shown
 from jaxkv.errors import BadValue
 from jaxkv.policies.needs import MASS
 from jaxkv.policies.order import BIG
@@ -24,6 +25,23 @@ from pallas_kernels.decode_attend_score.victim import Factor, linear
 from pallas_kernels.masking import filled
 
 Stats = dict[str, Float[Array, "B Hk S"]]
+
+
+def of_entries(kind: str, value: Any, positions: Int[Array, "B Hk S"]) -> Any:
+    """What a score of this kind said of the entries: a float, or one of each entry. Raises `BadValue`."""
+    shape, dtype = ((), None) if value is None else (jnp.shape(value), jnp.result_type(value))
+    try:
+        fits = np.broadcast_shapes(shape, positions.shape) == positions.shape and len(shape) in (0, positions.ndim)
+    except ValueError:
+        fits = False
+    if not fits or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise BadValue(
+            f"score {kind!r} gave {dtype} {shape}: expected a float32 for each of the entries, "
+            f"{positions.shape} (row, KV head, slot)"
+        )
+    return value
+
+
 Rotate = Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -145,8 +163,19 @@ class Score(Checked):
     def factors(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
         raise NotImplementedError
 
+    def line(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
+        """`factors`, each one number or one of each entry. Raises `BadValue` while the program is made otherwise."""
+        found = self.factors(stats, positions, now)
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise BadValue(
+                f"score {self.kind!r} gave the factors {shown(found)}: expected two, the weight and the bias of "
+                "weight * mass + bias"
+            )
+        weight, bias = (of_entries(self.kind, factor, positions) for factor in found)
+        return weight, bias
+
     def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
-        return linear(inputs.mass, *self.factors(stats, inputs.at, inputs.next))
+        return linear(inputs.mass, *self.line(stats, inputs.at, inputs.next))
 
     def left(self, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> Stats:
         """The statistics of a score that is `placed`, of the entries that a prompt's cut has left."""

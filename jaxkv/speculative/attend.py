@@ -328,7 +328,7 @@ def _by_depth(
             limit = jnp.repeat(limits, width)
             mass = GROUP[phase.aggregate.group](weights, axis=3)
             past = {name: fold(stat) for name, stat in stats.items()}
-            score = over_heads(linear(fold(mass), *phase.score.factors(past, fold(held), now)), phase.aggregate.heads)
+            score = over_heads(linear(fold(mass), *phase.score.line(past, fold(held), now)), phase.aggregate.heads)
             spared = protected(fold(held), now, phase.protects.sinks, phase.protects.recents(limit))
             after = split(victim(jnp.where(spared, jnp.inf, score), fold(held), live, limit))
             new = policy.observe(phase, past, fold(mass), now)
