@@ -197,6 +197,11 @@ def _windows(params: Params, length: int, count: int) -> list[np.ndarray]:
     ids = np.asarray(params.tokenizer(texts.prose(), add_special_tokens=False)["input_ids"], np.int32)
     if len(ids) < length:
         raise BadValue(f"length={length}: the text that jaxkv carries has {len(ids)} tokens; expected no more")
+    if count > len(ids) - length + 1:
+        raise BadValue(
+            f"windows={count}: the text that jaxkv carries has {len(ids) - length + 1} stretches of {length} tokens; "
+            "expected no more"
+        )
     starts = np.linspace(0, len(ids) - length, count).astype(int)
     return [np.append(front, ids[start : start + length - len(front)]) for start in starts]
 

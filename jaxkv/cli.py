@@ -784,18 +784,20 @@ def _kernels_for(policy: Any, budget: int, command: Info, config: Any) -> dict[s
 
 def _calibrate(command: Calibrate) -> int:
     import jaxkv
-    from jaxkv.folders import cache_folder
+    from jaxkv.folders import cache_folder, check_place
     from jaxkv.weights import learned
 
     params = jaxkv.load(command.model, dtype=command.dtype)
+    own = Path(command.model).expanduser()
+    beside = own if own.is_dir() else own.parent if own.exists() else cache_folder()
+    path = Path(command.out or beside) / learned.file_name(params.fingerprint)
+    check_place(path)  # measuring takes minutes
     measured = jaxkv.calibrate(
         params, length=command.length, windows=command.windows, needles=command.needles, seed=command.seed,
         predictors=command.predictors,
     )  # fmt: skip
-    own = Path(command.model).expanduser()
-    beside = own if own.is_dir() else own.parent if own.exists() else cache_folder()
-    path = Path(command.out or beside) / learned.file_name(params.fingerprint)
-    learned.write(measured, path)
+    there = learned.read(path) if path.exists() else {}
+    learned.write({name: there[name] for name in learned.ASKED_FOR if name in there} | measured, path)
     print(path)
     return 0
 

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -38,6 +39,14 @@ def appearing(target: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
+
+
+def check_place(target: Path) -> None:
+    """Raises `BadValue` where no file can be written at this path; makes its folder."""
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
 
 
 @contextlib.contextmanager

@@ -315,6 +315,15 @@ def test_the_file_lies_beside_the_model(goldens, tiny, found, tmp_path, monkeypa
     assert measured.keys() == found.keys()
     for name, value in measured.items():
         np.testing.assert_allclose(value, found[name], rtol=2e-3, atol=2e-3 * np.abs(found[name]).max())
+    whole = learned.read(path)
+    for name, broken, words in (
+        ("query_direction", np.full_like(whole["query_direction"], np.nan), "query_direction holds NaN"),
+        ("reasoning", whole["reasoning"][:, 1:], r"reasoning has the shape .* expected \(2, "),
+        ("own", np.ones((5, 2)), r"own has the shape \(5, 2\)"),
+    ):
+        learned.write({**whole, name: broken}, path)
+        with pytest.raises(BadWeights, match=f"{words}.*calibrate again"):
+            load(tmp_path / "model")
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(BadWeights, match="calibrate again"):
         load(tmp_path / "model")
@@ -325,8 +334,16 @@ def test_nothing_to_measure(params):
         jaxkv.calibrate(params, length=8)
     with pytest.raises(BadValue, match="a fact"):
         jaxkv.calibrate(params, length=64)
+    with pytest.raises(BadValue, match=r"windows=1000000: the text that jaxkv carries has .* stretches"):
+        jaxkv.calibrate(params, length=LENGTH, windows=10**6)
     with pytest.raises(BadValue, match="tokenizer"):
         jaxkv.calibrate(dataclasses.replace(params, tokenizer=None))
+
+
+def test_a_place_that_cannot_be_written_is_said_first(goldens, monkeypatch, capsys):
+    monkeypatch.setattr(jaxkv, "calibrate", lambda *given, **more: pytest.fail("measured in vain"))
+    assert cli.main(["calibrate", str(goldens / "tiny" / FAMILY), "--out", "/proc/nowhere"]) == 2
+    assert "/proc/nowhere" in capsys.readouterr().err
 
 
 @pytest.mark.slow

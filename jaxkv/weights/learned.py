@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save
 
 from jaxkv.errors import BadWeights
 from jaxkv.folders import appearing, cache_folder
+from jaxkv.models import ModelConfig
 
 ASKED_FOR = ("key_predictor", "value_predictor")  # large: `jaxkv calibrate` makes them with --predictors alone
 Learned = Mapping[str, Any]  # name -> array [L, ...]
@@ -34,6 +35,40 @@ def read(path: Path) -> dict[str, np.ndarray]:
         return {name: array.astype(np.float32) for name, array in load_file(path).items()}
     except (SafetensorError, ValueError, OSError) as error:
         raise BadWeights(f"{path} can't be read ({error}): remove it, and run jaxkv calibrate again") from error
+
+
+def checked(found: Mapping[str, np.ndarray], config: ModelConfig, path: Path) -> Mapping[str, np.ndarray]:
+    """The arrays of a file, if they are numbers of the model's shapes. Raises `BadWeights`."""
+    expected = shapes(config)
+    for name, array in found.items():
+        shape = expected.get(name, (config.num_layers, *array.shape[1:]))
+        if array.shape != shape or not np.isfinite(array).all():
+            what = f"has the shape {array.shape}, expected {shape}" if array.shape != shape else "holds NaN or infinity"
+            raise BadWeights(f"{path}: {name} {what}; remove the file, and run jaxkv calibrate again")
+    return found
+
+
+def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Those of all that `jaxkv.calibrate` measures."""
+    layers, heads, kv_heads, dim = config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim
+    wide = kv_heads * dim
+    by_head = dict.fromkeys(("retrieval", "reasoning", "echo", "induction"), (layers, heads))
+    by_layer = dict.fromkeys(("eviction_error", "key_similarity"), (layers,))
+    products = dict.fromkeys(("key_products", "value_products"), (layers, wide * (wide + 1) // 2))
+    channels = dict.fromkeys(("query_direction", "key_channels"), (layers, kv_heads, dim))
+    return (
+        by_head
+        | by_layer
+        | products
+        | channels
+        | {
+            "query_mean": (layers, heads, dim),
+            "query_covariance": (layers, heads, dim, dim),
+            "utility_curves": (layers, 99, kv_heads),
+            "key_predictor": (layers, wide + 1, wide),
+            "value_predictor": (layers, 2 * wide + 1, wide),
+        }
+    )
 
 
 def write(learned: Learned, path: Path) -> None:

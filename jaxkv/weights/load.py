@@ -62,7 +62,8 @@ def _with_learned(params: Params, folder: Path) -> Params:
     found = learned.find(params.fingerprint, folder)
     if found is None:
         return params
-    return dataclasses.replace(params, learned={k: params.layout.put(v) for k, v in learned.read(found).items()})
+    arrays = learned.checked(learned.read(found), params.config, found)
+    return dataclasses.replace(params, learned={name: params.layout.put(array) for name, array in arrays.items()})
 
 
 def default_dtype() -> Any:
