@@ -185,6 +185,7 @@ ARGUMENTS: dict[str, Rule] = {
     "blocks": COUNT,
     "queue": COUNT,
     "budget": COUNT,
+    "tokens": COUNT,
     "count": (int, lambda x: 1 <= x <= MOST, "a whole number of topics, at least 1"),
     "length": COUNT,
     "windows": COUNT,

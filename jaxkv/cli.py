@@ -678,6 +678,7 @@ def _phrase(value: Any) -> str:
 def _info(command: Info) -> int:
     import jax.numpy as jnp
 
+    from jaxkv.checks import check_arguments
     from jaxkv.models import ModelConfig
     from jaxkv.weights import load
     from jaxkv.weights.load import config_of
@@ -685,6 +686,8 @@ def _info(command: Info) -> int:
 
     if command.dtype not in ("float32", "bfloat16"):
         raise BadValue(f"dtype {command.dtype!r}: expected float32 or bfloat16")
+    budget = DEFAULT_BUDGET if command.budget is None else command.budget
+    check_arguments(budget=budget, tokens=command.tokens, batch=command.batch)
     shape = _shape_table(command.model)
     if shape is not None:
         config = ModelConfig.from_hf(shape)
@@ -692,7 +695,6 @@ def _info(command: Info) -> int:
         path = locate(command.model)
         config = config_of(path) if path.is_dir() else load(path).config
     policy = _policy_of(command, config)
-    budget = command.budget or DEFAULT_BUDGET
     if policy is not None and policy.evicts:
         budget = policy.mean_budget(command.tokens)
     size = jnp.dtype(command.dtype).itemsize

@@ -477,6 +477,9 @@ def test_the_command_line(monkeypatch, capsys, lettered):
     assert cli.main(["info", "llama-3-8b", "--tokens", "1000", "--budget", "100", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["full_cache_bytes_at_1000_tokens"] == 10 * facts["cache_bytes_at_budget_100"]
+    for size in (["--budget", "0"], ["--tokens", "-5"], ["--batch", "-2"]):
+        assert cli.main(["info", "llama-3-8b", *size]) == 2
+        assert f"{size[0].strip('-')}={size[1]}: expected" in capsys.readouterr().err
     assert cli.main(["info", "llama-3-8b", "--kernels", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["prefill_attend"]
     assert cli.main(["info", "llama-3-8b", "--policy", "snapkv", "--budget", "64", "--tokens", "1000", "--json"]) == 0
