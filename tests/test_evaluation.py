@@ -356,6 +356,11 @@ def test_a_stopped_run_goes_on(finished, lettered, tmp_path, monkeypatch):
     assert [record["key"] for record in other.records()] == [record["key"] for record in wanted]
     with pytest.raises(BadValue, match=r"other settings \(seed: 0 there, 1 now\)"):
         runner.evaluate(lettered, settings.from_dict({**RUN, "seed": 1}), tmp_path, model="tiny")
+    task = {**RUN["tasks"][0], "limit": 1}
+    with pytest.raises(BadValue, match=r"\(tasks\[0\]\.limit: None there, 1 now\)"):
+        runner.evaluate(
+            lettered, settings.from_dict({**RUN, "tasks": [task, *RUN["tasks"][1:]]}), tmp_path, model="tiny"
+        )
     with pytest.raises(BadValue, match="other model"):
         runner.evaluate(lettered, settings.from_dict(RUN), tmp_path, model="large")
 

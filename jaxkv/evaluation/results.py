@@ -25,6 +25,17 @@ COLUMNS = (
 )  # fmt: skip
 
 
+def _differing(then: Any, now: Any, name: str = "") -> tuple[str, Any, Any]:
+    """The first place in two values of JSON that are not the same, such as `tasks[0].limit`, and what stands there."""
+    pairs: list[tuple[str, Any, Any]] = []
+    if isinstance(then, dict) and isinstance(now, dict):
+        pairs = [(f"{name}.{key}".lstrip("."), then.get(key), now.get(key)) for key in {**then, **now}]
+    elif isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
+        pairs = [(f"{name}[{n}]", *both) for n, both in enumerate(zip(then, now, strict=True))]
+    found = next((pair for pair in pairs if pair[1] != pair[2]), None)
+    return (name, then, now) if found is None else _differing(*found[1:], found[0])
+
+
 class Store:
     """The folder of one run."""
 
@@ -46,12 +57,10 @@ class Store:
             for what, now in mine.items():
                 then = there.get(what)
                 if then != now:
-                    parts = [each if isinstance(each, dict) else {what: each} for each in (then, now)]
-                    name = next(name for name in {**parts[0], **parts[1]} if parts[0].get(name) != parts[1].get(name))
-                    was, is_now = (shown(part.get(name)) for part in parts)
+                    name, was, is_now = _differing(then, now)
                     raise BadValue(
-                        f"{self.folder} holds a run with other {what} ({name}: {was} there, {is_now} now): give "
-                        "another folder (--out), or remove this one"
+                        f"{self.folder} holds a run with other {what} ({name or what}: {shown(was)} there, "
+                        f"{shown(is_now)} now): give another folder (--out), or remove this one"
                     )
         else:
             written(about, json.dumps({"settings": settings, "model": model, "machine": machine()}, indent=1) + "\n")
