@@ -103,6 +103,17 @@ def test_broken_data(tmp_path, content, words):
         datasets.read(file)
 
 
+def test_a_file_of_questions_lies_beside_the_run(tmp_path):
+    """As an editor on Windows writes it, with a mark at its front."""
+    tmp_path.joinpath("mine.jsonl").write_bytes(b'\xef\xbb\xbf{"context": "c", "question": "q", "answers": ["x"]}\n')
+    tmp_path.joinpath("mine.toml").write_text(
+        'model = "smollm2-135m"\npolicies = ["full"]\n[[tasks]]\nfile = "mine.jsonl"\n[fidelity]\nfile = "mine.jsonl"\n'
+    )
+    run = settings.load(tmp_path / "mine.toml")
+    assert run.fidelity is not None and run.tasks[0].file == run.fidelity.file == str(tmp_path / "mine.jsonl")
+    assert len(datasets.read(run.tasks[0].file)) == 1
+
+
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     "table, words",

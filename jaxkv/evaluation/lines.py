@@ -50,7 +50,7 @@ def _parsed(lines: Iterable[bytes], where: str, limit: int | None) -> Iterator[R
             continue
         at = f"{where}, line {number}"
         try:
-            yield at, json.loads(line.decode("utf-8"))
+            yield at, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except UnicodeDecodeError as error:
             raise BadValue(f"{at}: not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from None
         except (ValueError, RecursionError) as error:

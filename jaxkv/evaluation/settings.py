@@ -242,7 +242,7 @@ def changed(
 
 
 def from_dict(table: dict[str, Any], folder: Path | None = None) -> Settings:
-    """The settings that the tables describe; files of policies and parts may lie in the `folder`."""
+    """The settings that the tables describe; files of policies, parts and questions may lie in the `folder`."""
     if not isinstance(table, Mapping):
         raise BadValue(f"an evaluation {shown(table)}: expected a table")
     table = {name: dict(value) if isinstance(value, dict) else value for name, value in table.items()}
@@ -250,6 +250,11 @@ def from_dict(table: dict[str, Any], folder: Path | None = None) -> Settings:
         for name in ("policies", "parts"):
             if folder is not None and isinstance(owner, dict) and isinstance(owner.get(name), list):
                 owner[name] = [_beside(entry, folder) for entry in owner[name]]
+    if folder is not None:
+        if isinstance(table.get("tasks"), list):
+            table["tasks"] = [_with_file(each, folder) for each in table["tasks"]]
+        if "fidelity" in table:
+            table["fidelity"] = _with_file(table["fidelity"], folder)
     parts = table.get("parts", ())
     for source in parts if isinstance(parts, list | tuple) else ():
         if isinstance(source, str):
@@ -310,6 +315,14 @@ def _beside(entry: Any, folder: Path) -> Any:
     if isinstance(entry, str) and entry.endswith((".toml", ".py")) and (folder / entry).is_file():
         return str(folder / entry)
     return entry
+
+
+def _with_file(table: Any, folder: Path) -> Any:
+    """A table, with the path of its `file` in the folder where it lies there."""
+    file = table.get("file") if isinstance(table, dict) else None
+    return (
+        {**table, "file": str(folder / file)} if isinstance(file, str) and file and (folder / file).is_file() else table
+    )
 
 
 def _plain(value: Any) -> Any:
