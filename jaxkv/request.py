@@ -136,7 +136,8 @@ def checked_policy(params: Params, policy: Policy | None, cache: KVCache | None)
     if policy is not None and not isinstance(policy, Policy):
         raise BadValue(f"policy={shown(policy)}: expected a Policy, such as jaxkv.policy('dapq-longflow', budget=256)")
     if policy is not None and policy.bytes is not None:
-        policy = fitted(policy, params.config, params.dtype, params.learned_for(policy.learns, policy.name))
+        learned = params.learned_for(policy.learns, policy.name)
+        policy = fitted(policy, params.config, params.dtype, learned, params.layout.parts)
     if cache is None:
         return full if policy is None else policy
     if cache.model != params.fingerprint:

@@ -88,24 +88,25 @@ def least(policy: Policy) -> int:
             return budget
 
 
-def fitted(policy: Policy, config: ModelConfig, dtype: Any, learned: Learned = NOTHING) -> Policy:
+def fitted(policy: Policy, config: ModelConfig, dtype: Any, learned: Learned = NOTHING, parts: int = 1) -> Policy:
     """The policy with the largest budget, up to the model's context, at which a row's keys and values, and what lies
-    beside them, take at most its `bytes`; as it is, where it has none.
+    beside them, take at most its `bytes`; as it is, where it has none. So many devices share a head's slots.
 
     Raises `BadValue` where the smallest budget takes more.
     """
     if policy.bytes is None:
         return policy
-    parts = dataclasses.replace(policy, bytes=None)
+    free = dataclasses.replace(policy, bytes=None)
 
     @functools.cache
     def taken(budget: int) -> int:
-        slots = _used_at(parts, config, budget, learned)
+        slots = _used_at(free, config, budget, learned)
         # layers that differ may do so in another way for another length of text, and be rounded up by more
-        slots = [in_pieces(count) if len(set(slots)) == 1 else count + PIECE - 1 for count in slots]
-        return size_of(dataclasses.replace(parts, budget=budget), config, dtype, slots).keys_values
+        more = PIECE * parts - 1
+        slots = [in_pieces(count, parts) if len(set(slots)) == 1 else count + more for count in slots]
+        return size_of(dataclasses.replace(free, budget=budget), config, dtype, slots).keys_values
 
-    low = least(parts)
+    low = least(free)
     high = max(config.max_position, low)
     if taken(low) > policy.bytes:
         raise BadValue(
@@ -119,4 +120,4 @@ def fitted(policy: Policy, config: ModelConfig, dtype: Any, learned: Learned = N
         guess = low + (policy.bytes - taken(low)) * (high - low) // (taken(high) - taken(low))
         guess = min(max(guess, low + 1), high - 1)
         low, high = (guess, high) if taken(guess) <= policy.bytes else (low, guess)
-    return dataclasses.replace(parts, budget=low)
+    return dataclasses.replace(free, budget=low)

@@ -381,6 +381,14 @@ def test_collectives_are_found_in_text():
     assert [(each.kind, each.bytes) for each in found if each.looped] == [("all-reduce", 4)]
 
 
+def test_bytes_hold_where_devices_share_the_slots(goldens):
+    """Each device's share is whole pieces of memory, which counts."""
+    params = jaxkv.load(goldens / "tiny" / "smollm2", mesh=on((1, 1, 8)))
+    policy = jaxkv.policy("h2o", bytes=60_000, block=16)
+    cache = jaxkv.generate(params, prompts(1), policy=policy, max_new_tokens=2).cache
+    assert 40_000 < cache.kv_bytes <= 60_000
+
+
 def test_what_divides_the_heads(goldens):
     config = jaxkv.load(goldens / "tiny" / "llama3").config
     shapes = {
