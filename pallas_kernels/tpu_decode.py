@@ -246,7 +246,7 @@ def step(
         row, *at = place_block(*grid)
         return row, 0, *at
 
-    def by_slot(x: Array, behind: int = 0) -> Array:
+    def by_slot(x: Any, behind: int = 0) -> Array:
         return blocks_of.in_registers(x[:, 0], behind) if plan.pooled else x
 
     some = (plan.packs, plan.each)
@@ -281,7 +281,7 @@ def step(
     scales = []
     for x, form, found in zip((keys, values), forms, coded, strict=True):
         if isinstance(x, ByChannel):
-            at = lambda *grid: there(*grid[:3], grid[-1])  # noqa: E731
+            at = lambda p, r, j, *scalars: there(p, r, j, scalars[-1])  # noqa: E731
             ranges, order = tpu_channels.operands(x, form)
             ranges = ranges if interpret else [blocks_of.in_memory(y) for y in ranges]
             scales += zip((*ranges, order), tpu_channels.specs(form, sets, block, at), strict=True)
@@ -420,7 +420,8 @@ def _kernel(
     plan: _Plan, outs: int, names: tuple[str, ...], interpret: bool, position_ref, slot_ref, limits_ref, recents_ref,
     *refs,
 ) -> None:  # fmt: skip
-    offsets, (table_ref, *refs) = (refs[0], refs[1:]) if plan.pooled else (None, refs)
+    offsets: Any = refs[0] if plan.pooled else None
+    table_ref, *refs = refs[1:] if plan.pooled else refs
     scratch, refs = dict(zip(names, refs[-len(names) :], strict=True)), refs[: -len(names)]
     written = [n for n, form in enumerate((plan.keys, plan.values)) if not form.tokens]
     query, *refs = refs
@@ -505,12 +506,8 @@ def _kernel(
 
     def owner(row, index):
         """The head of each slot, at these indices: less than 0, or behind the last, of none."""
-        return (
-            functools.reduce(
-                jnp.add, [(index >= offsets[row, head]).astype(jnp.int32) for head in range(plan.kv_heads + 1)]
-            )
-            - 1
-        )
+        begun = [(index >= offsets[row, head]).astype(jnp.int32) for head in range(plan.kv_heads + 1)]
+        return functools.reduce(jnp.add, begun) - 1
 
     # ---- the row's block: the new token, and attention
 
