@@ -849,7 +849,7 @@ def _worth(plan: _Plan, score: jax.Array | None, place: jax.Array, now, room, re
     live = place >= 0 if plan.window is None else (place >= 0) & (place > now - plan.window)
     if plan.rule is None or score is None:  # the first empty or expired slot
         return live.astype(jnp.float32), jnp.zeros(place.shape, jnp.int32)
-    if plan.rule.heads != "each":
+    if plan.rule.heads != "each" and not plan.pooled:
         score = jnp.broadcast_to(HEADS[plan.rule.heads](score, axis=0, keepdims=True), score.shape)
     safe = (place < plan.rule.sinks) | (place >= now - recent)
     score = jnp.where(safe, jnp.inf, score)
