@@ -320,6 +320,8 @@ def step(
         "age": pltpu.VMEM(lanes, jnp.int32),
         "index": pltpu.VMEM(lanes, jnp.int32),
     }
+    if plan.together > 1 or plan.pooled:
+        scratch["seen"] = pltpu.VMEM(plan.of_slots, jnp.int32)
     for name, form, lie, tile in zip(("key", "value"), forms, lies, tiles, strict=True):
         if not form.tokens:
             scratch[f"{name}_tiles"] = pltpu.VMEM((kv_heads, *tile), lie.dtype)
@@ -328,8 +330,6 @@ def step(
         else:
             each = (sets, tpu_channels.fetched(form, block), dim)
             scratch |= {f"{name}_{what}": pltpu.VMEM(each, jnp.float32) for what in ("scales", "lows")}
-    if plan.together > 1 or plan.pooled:
-        scratch["seen"] = pltpu.VMEM(plan.of_slots, jnp.int32)
     scratch["copied"] = pltpu.SemaphoreType.DMA
     for name, form in zip(("key_numbers", "value_numbers"), forms, strict=True):
         if plan.pooled and form.coded and not form.as_bytes:  # made once for all heads that meet the block

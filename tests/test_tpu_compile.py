@@ -7,6 +7,7 @@ fits, the cache goes in and out in the same memory, nothing makes a copy of it, 
 import dataclasses
 import functools
 import itertools
+import math
 import re
 import tomllib
 
@@ -31,12 +32,12 @@ from jaxkv.sampling import Sampler
 from jaxkv.sharding import Layout
 from jaxkv.store import KVCache
 from jaxkv.store import slots as stores
-from pallas_kernels import tpu_blocks
 from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
 from pallas_kernels.decode_attend_score.mosaic_tpu import decode_attend_score
 from pallas_kernels.prefill_attend.mosaic_tpu import prefill_attend
 from pallas_kernels.prefill_attend_mass.mosaic_tpu import prefill_attend_mass
 from pallas_kernels.ragged_decode.mosaic_tpu import ragged_decode
+from pallas_kernels.tpu_walk import Walk
 
 pytest.importorskip("libtpu", reason="libtpu, which holds the TPU compiler, is not installed here (pip install libtpu)")
 
@@ -231,15 +232,14 @@ def test_decode_kernels_move_each_block_once(shape, pooled, counts, rows):
     (call,) = pallas_calls(step, *arrays)
     sets, width = (1, kv_heads * slots) if pooled else (kv_heads, slots)
     positions, now = held_rows(rows, batch, sets, width)
-    (block,) = {each.block_shape[-1].block_size for each in call.params["grid_mapping"].block_mappings[5:7]}
+    mapping = call.params["grid_mapping"]
+    (block,) = {math.prod(size.block_size for size in each.block_shape) // sets for each in mapping.block_mappings[5:7]}
     blocks = -(-width // block)
-    walk = tpu_blocks.Walk(width, block, blocks)
-    order = walk.order(jnp.asarray(positions), jnp.asarray(now), None)
+    walk = Walk(width, block, blocks, batch, mapping.grid[0])
+    table = walk.table(jnp.asarray(positions), jnp.asarray(now), None)
     zeros = jnp.zeros(batch, jnp.int32)
     borders = [jnp.zeros((batch, kv_heads + 1), jnp.int32)] * pooled
-    operands = fetches(
-        call, (jnp.asarray(now), jnp.zeros((batch, kv_heads), jnp.int32), zeros, zeros, *borders, *order)
-    )
+    operands = fetches(call, (jnp.asarray(now), jnp.zeros((batch, kv_heads), jnp.int32), zeros, zeros, *borders, table))
     filled = np.pad(positions >= 0, ((0, 0), (0, 0), (0, walk.width - width))).reshape(batch, sets, blocks, block)
     due = filled.any(axis=(1, 3)) & (now >= 0)[:, None]
     for moved, _ in operands[3:5]:
@@ -253,7 +253,7 @@ def test_decode_kernels_move_each_block_once(shape, pooled, counts, rows):
     written = batch * sum(int(np.prod(each.shape)) for each in tiles) * 2
     everything = sum(total for _, total in operands) + written
     cache = operands[3][1] + operands[4][1]
-    out = sum(total for _, total in operands[call.params["grid_mapping"].num_inputs :]) + written
+    out = sum(total for _, total in operands[mapping.num_inputs :]) + written
     assert cache == 2 * batch * kv_heads * slots * dim * 2
     added = 4 * positions.size if counts else 0
     assert everything <= 1.05 * (cache + out) + added
