@@ -4,6 +4,7 @@ Lines are only ever added, a batch at a time, so a run that was stopped goes on 
 off is dropped.
 """
 
+import itertools
 import json
 import os
 import platform
@@ -30,8 +31,8 @@ def _differing(then: Any, now: Any, name: str = "") -> tuple[str, Any, Any]:
     pairs: list[tuple[str, Any, Any]] = []
     if isinstance(then, dict) and isinstance(now, dict):
         pairs = [(f"{name}.{key}".lstrip("."), then.get(key), now.get(key)) for key in {**then, **now}]
-    elif isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
-        pairs = [(f"{name}[{n}]", *both) for n, both in enumerate(zip(then, now, strict=True))]
+    elif isinstance(then, list) and isinstance(now, list):
+        pairs = [(f"{name}[{n}]", *both) for n, both in enumerate(itertools.zip_longest(then, now))]
     found = next((pair for pair in pairs if pair[1] != pair[2]), None)
     return (name, then, now) if found is None else _differing(*found[1:], found[0])
 

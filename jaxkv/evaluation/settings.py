@@ -231,7 +231,8 @@ def changed(
     said of `each` of them, and more `parts`. Raises `UnknownName` for a task that it does not have."""
 
     def called(task: Tasks) -> set[str]:
-        return {task.name, task.name.rpartition("/")[2], task.file, Path(task.file).stem} - {""}
+        file = Path(task.file)
+        return {task.name, task.name.rpartition("/")[2], task.file, file.name, file.stem} - {""}
 
     for name in tasks:
         if not any(name in called(task) for task in settings.tasks):
