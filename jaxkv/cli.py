@@ -794,11 +794,11 @@ def _calibrate(command: Calibrate) -> int:
     beside = own if own.is_dir() else own.parent if own.exists() else cache_folder()
     path = Path(command.out or beside) / learned.file_name(params.fingerprint)
     check_place(path)  # measuring takes minutes
+    there = learned.checked(learned.read(path), params.config, path) if path.exists() else {}
     measured = jaxkv.calibrate(
         params, length=command.length, windows=command.windows, needles=command.needles, seed=command.seed,
         predictors=command.predictors,
     )  # fmt: skip
-    there = learned.read(path) if path.exists() else {}
     learned.write({name: there[name] for name in learned.ASKED_FOR if name in there} | measured, path)
     print(path)
     return 0

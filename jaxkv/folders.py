@@ -44,6 +44,8 @@ def appearing(target: Path) -> Iterator[Path]:
 def check_place(target: Path) -> None:
     """Raises `BadValue` where no file can be written at this path; makes its folder."""
     with writing(target):
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=target.parent):
             pass

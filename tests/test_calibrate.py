@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from measured import measured
 from small import SMALL
 from watched import watched
 
@@ -340,10 +341,30 @@ def test_nothing_to_measure(params):
         jaxkv.calibrate(dataclasses.replace(params, tokenizer=None))
 
 
-def test_a_place_that_cannot_be_written_is_said_first(goldens, monkeypatch, capsys):
+def test_a_place_that_cannot_be_written_is_said_first(goldens, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(jaxkv, "calibrate", lambda *given, **more: pytest.fail("measured in vain"))
-    assert cli.main(["calibrate", str(goldens / "tiny" / FAMILY), "--out", "/proc/nowhere"]) == 2
-    assert "/proc/nowhere" in capsys.readouterr().err
+    file = tmp_path / learned.file_name(tiny(FAMILY).fingerprint)
+
+    def said(out) -> str:
+        assert cli.main(["calibrate", str(goldens / "tiny" / FAMILY), "--out", str(out)]) == 2
+        return capsys.readouterr().err
+
+    assert "/proc/nowhere" in said("/proc/nowhere")
+    file.mkdir()
+    assert f"{file} cannot be written (Is a directory)" in said(tmp_path)
+    file.rmdir()
+    file.write_bytes(b"cut off")
+    assert f"{file} can't be read" in said(tmp_path)
+
+
+def test_what_was_asked_for_once_stays(goldens, tiny, found, tmp_path, monkeypatch):
+    file, whole = tmp_path / learned.file_name(tiny(FAMILY).fingerprint), measured(2, 8, 2, 16)
+    learned.write(whole, file)
+    monkeypatch.setattr(jaxkv, "calibrate", lambda *given, **more: found)
+    assert cli.main(["calibrate", str(goldens / "tiny" / FAMILY), "--out", str(tmp_path)]) == 0
+    there = learned.read(file)
+    assert there.keys() == found.keys() | set(learned.ASKED_FOR)
+    np.testing.assert_allclose(there["key_predictor"], whole["key_predictor"], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.slow
