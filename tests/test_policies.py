@@ -9,7 +9,25 @@ import pytest
 
 import jaxkv
 from jaxkv.errors import BadValue, UnknownName
-from jaxkv.policies import Aggregate, Allocate, Global, KeyNorm, NoQueries, Pyramid, Score, Select, catalogue
+from jaxkv.policies import (
+    Aggregate,
+    Allocate,
+    Attention,
+    AttentionValue,
+    CurrentQuery,
+    Global,
+    KeyNorm,
+    LastQueries,
+    Maximum,
+    NoQueries,
+    Phase,
+    Policy,
+    Pyramid,
+    Score,
+    Select,
+    Weighted,
+    catalogue,
+)
 from jaxkv.policies.policy import from_dict, to_dict
 from jaxkv.policies.score import ScoreInputs
 
@@ -176,8 +194,6 @@ def test_pool_follows_the_text_and_not_the_slots():
 
 
 def test_a_policy_by_hand():
-    from jaxkv.policies import Attention, AttentionValue, CurrentQuery, LastQueries, Phase, Policy
-
     hand = Policy(
         name="mine",
         prefill=Phase(LastQueries(8), Attention(), Aggregate(pool="max", kernel=3), Select(sinks=1, recent="window")),
@@ -217,9 +233,46 @@ def test_factors_of_an_own_score_are_a_number_for_each_entry(given, expected):
         def factors(self, stats, positions, now):
             return given
 
-    inputs = ScoreInputs(mass=jnp.ones((2, 2, 5)), positions=jnp.zeros((2, 2, 5), jnp.int32), now=jnp.ones(2, int))
-    with pytest.raises(BadValue, match=f"score 'own' {expected}"):
-        Own().score({}, inputs)
+    inputs = ScoreInputs(
+        mass=jnp.ones((2, 2, 5)),
+        positions=jnp.zeros((2, 2, 5), jnp.int32),
+        now=jnp.ones(2, int),
+        protected=jnp.zeros((2, 2, 5), bool),
+    )
+    for score in (Own(), Maximum(Attention(), Own()), Weighted(Attention(), Own(), scale="rank")):
+        with pytest.raises(BadValue, match=f"score 'own' {expected}"):
+            score.each({}, inputs)
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        (jnp.zeros((2, 2, 5)), "expected a dictionary"),
+        ({"other": jnp.zeros((2, 2, 5))}, r"gave the statistics \['other'\]: .*names, \['seen'\]"),
+        ({"seen": jnp.zeros((2, 2, 4))}, r"'seen' as float32 \(2, 2, 4\): expected .*, \(2, 2, 5\)"),
+        ({"seen": jnp.zeros((2, 2, 5), jnp.int32)}, "'seen' as int32"),
+        ({"seen": None}, "'seen' as None"),
+    ],
+    ids=["no names", "another name", "few tokens", "whole numbers", "none"],
+)
+def test_statistics_of_an_own_score_are_a_number_for_each_entry(given, expected):
+    @dataclasses.dataclass(frozen=True)
+    class Own(Score):
+        kind: ClassVar[str] = "own"
+        stats: ClassVar[tuple[str, ...]] = ("seen",)
+
+        def enter(self, new):
+            return given
+
+        def observe(self, stats, mass, now):
+            return given
+
+    phase = Phase(observe=CurrentQuery(), score=Maximum(Attention(), Own()))
+    policy = Policy("mine", prefill=phase)
+    with pytest.raises(BadValue, match=f"score 'own' .*{expected}"):
+        policy.enter(jnp.zeros((2, 2, 5, 8)), jnp.zeros((2, 2, 5, 8)), positions=jnp.zeros((2, 5), jnp.int32))
+    with pytest.raises(BadValue, match=f"score 'own' .*{expected}"):
+        policy.observe(phase, {"seen": jnp.zeros((2, 2, 5))}, None)
 
 
 @pytest.mark.parametrize(

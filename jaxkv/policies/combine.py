@@ -26,7 +26,7 @@ class Combined(Score):
             object.__setattr__(self, name, value)  # derived, not fields
 
     def enter(self, new: Entering) -> Stats:
-        return {name: stat for part in self.parts for name, stat in part.enter(new).items()}
+        return {name: stat for part in self.parts for name, stat in part.entered(new).items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Scaled(Combined):
             size = _output_size(inputs.v, inputs.out)
         else:
             size = stats[self.name]
-        return (self.of.score(stats, inputs) + self.epsilon) * size
+        return (self.of.each(stats, inputs) + self.epsilon) * size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Weighted(Combined):
 
     def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
         parts = ((self.first, self.first_weight), (self.second, self.second_weight))
-        one, two = (_scaled(part.score(stats, inputs), inputs, self.scale) * _weight(w, inputs) for part, w in parts)
+        one, two = (_scaled(part.each(stats, inputs), inputs, self.scale) * _weight(w, inputs) for part, w in parts)
         return one + two
 
 
@@ -141,8 +141,8 @@ class Maximum(Combined):
 
     def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
         return jnp.maximum(
-            _scaled(self.first.score(stats, inputs), inputs, self.scale),
-            _scaled(self.second.score(stats, inputs), inputs, self.scale),
+            _scaled(self.first.each(stats, inputs), inputs, self.scale),
+            _scaled(self.second.each(stats, inputs), inputs, self.scale),
         )
 
 
@@ -166,12 +166,12 @@ class Then(Combined):
 
     def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
         assert inputs.protected is not None
-        first = jnp.where(inputs.protected, jnp.inf, self.first.score(stats, inputs))
+        first = jnp.where(inputs.protected, jnp.inf, self.first.each(stats, inputs))
         chosen = jnp.floor(inputs.goal.astype(jnp.float32) * self.share).astype(jnp.int32)
         if self.share > 0:
             chosen = jnp.maximum(chosen, 1)
         leads = best_first(first, inputs.at) < chosen
-        return jnp.where(leads, BIG, self.second.score(stats, inputs))
+        return jnp.where(leads, BIG, self.second.each(stats, inputs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +205,7 @@ class Until(Combined):
     def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
         assert inputs.protected is not None
         at, free = inputs.at, inputs.live & ~inputs.protected
-        first, second = (jnp.where(free, part.score(stats, inputs), 0.0) for part in (self.first, self.second))
+        first, second = (jnp.where(free, part.each(stats, inputs), 0.0) for part in (self.first, self.second))
         age = inputs.next[:, None, None] - at
         near = (age > self.window) & (age <= 2 * self.window)
         less = jnp.mean(jnp.sum(jnp.where(near, first, 0.0), axis=-1), axis=1)[:, None, None]
@@ -239,7 +239,7 @@ class Pooled(Combined):
     def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
         assert inputs.protected is not None
         over, order = Aggregate(pool="avg", kernel=self.kernel), in_time(inputs.at)
-        line, at, apart = map(order.put, (self.of.score(stats, inputs), inputs.at, inputs.protected))
+        line, at, apart = map(order.put, (self.of.each(stats, inputs), inputs.at, inputs.protected))
         return order.slots(over.along_text(line, at, apart))
 
 
@@ -274,7 +274,7 @@ class PromptFirst(Combined):
         return weight, jnp.where(stats["prompt"] > 0, BIG, bias)
 
     def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
-        return jnp.where(stats["prompt"] > 0, BIG, self.of.score(stats, inputs))
+        return jnp.where(stats["prompt"] > 0, BIG, self.of.each(stats, inputs))
 
     def grown(self, stats, positions, now, recents, prompt):
         last = jnp.max(jnp.where(stats["prompt"] > 0, positions, -1), axis=(1, 2))

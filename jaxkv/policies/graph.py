@@ -45,7 +45,7 @@ class Propagated(Combined):
 
     def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
         assert inputs.protected is not None
-        score, keys, slots = self.of.score(stats, inputs), unit(inputs.k), inputs.at.shape[-1]
+        score, keys, slots = self.of.each(stats, inputs), unit(inputs.k), inputs.at.shape[-1]
         nodes = inputs.live & ~inputs.protected
         count = jnp.maximum(inputs.goal.astype(jnp.float32) * self.share, 1.0).astype(jnp.int32)
         source = nodes & (best_first(score, jnp.where(nodes, inputs.at, -1)) < count)

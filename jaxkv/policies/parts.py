@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import sys
@@ -98,6 +99,7 @@ def register[Part: type](part: Part) -> Part:
         for names in kinds.bases[base]:
             if all(getattr(part, name, None) is getattr(base, name, None) for name in names.split("|")):
                 raise BadValue(f"{where}: expected a method {' or '.join(names.split('|'))}, as {base.__name__} has it")
+        _check_methods(part, base, where)
     _check_needs(part, where)
     if issubclass(part, Score):
         _check_score(part, where)
@@ -113,6 +115,23 @@ def register[Part: type](part: Part) -> Part:
 def _base(part: type, kinds: Kinds) -> type | None:
     """The base that the part extends, if it does."""
     return next((base for base in kinds.bases if issubclass(part, base) and part is not base), None)
+
+
+def _check_methods(part: type, base: type, where: str) -> None:
+    """Each method of the base that the part has anew can be called as the base's."""
+    for name, asked in inspect.getmembers(base, inspect.isfunction):
+        own, expected = getattr(part, name), inspect.signature(asked).parameters.values()
+        if own is asked or not inspect.isfunction(own):
+            continue
+        places = [each.name for each in expected if each.kind is each.POSITIONAL_OR_KEYWORD]
+        names = {each.name: None for each in expected if each.kind is each.KEYWORD_ONLY}
+        try:
+            inspect.signature(own).bind(*places, **names)
+        except TypeError as error:
+            raise BadValue(
+                f"{where}: {name}{inspect.signature(own)} cannot be called as {base.__name__}'s is ({error}): expected "
+                f"the arguments {', '.join((*places, *names))}"
+            ) from None
 
 
 def _check_needs(part: type, where: str) -> None:
@@ -132,6 +151,8 @@ def _check_score(part: type[Score], where: str) -> None:
             f"{where} defines score and is linear: expected factors, the weight and bias of score = weight * mass + "
             "bias, or linear: ClassVar[bool] = False"
         )
+    if not isinstance(part.stats, tuple) or not all(isinstance(name, str) for name in part.stats):
+        raise BadValue(f'{where} has stats={part.stats!r}: expected a tuple of names, such as ("seen",)')
     if part.stats and part.enter is Score.enter:
         raise BadValue(f"{where} keeps the statistics {', '.join(part.stats)}: expected enter, which begins them")
 

@@ -20,7 +20,7 @@ from jaxkv.policies.needs import HIDDEN, MASS, QUERIES, learned_names
 from jaxkv.policies.observe import NoQueries, Observer
 from jaxkv.policies.parts import PARTS
 from jaxkv.policies.read import All, Read
-from jaxkv.policies.score import Entering, Recency, Score, ScoreInputs, Stats, of_entries
+from jaxkv.policies.score import Entering, Recency, Score, ScoreInputs, Stats
 from jaxkv.policies.select import Select
 from jaxkv.store.codecs import Codecs
 from jaxkv.store.entries import WORTH, Entries
@@ -347,7 +347,7 @@ class Policy(Checked):
         """The statistics of tokens as they enter the cache; `more` are the other fields of `Entering`."""
         new = Entering(keys, values, **more)
         worth = {WORTH: jnp.zeros(keys.shape[:-1], jnp.float32)} if self.ranks else {}
-        return worth | {name: stat for phase in self.phases for name, stat in phase.score.enter(new).items()}
+        return worth | {name: stat for phase in self.phases for name, stat in phase.score.entered(new).items()}
 
     def allowed(
         self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"], limits: Int[Array, "B"]
@@ -376,7 +376,7 @@ class Policy(Checked):
         leaves = [leaf for each in (*self.phases, phase) for leaf in each.score.leaves()]
         scores = {leaf.kind: leaf for leaf in leaves}  # of one kind, the phase's own
         for part in scores.values():
-            stats = {**stats, **part.observe(stats, mass, now)}
+            stats = {**stats, **part.observed(stats, mass, now)}
         return stats
 
 
@@ -417,16 +417,14 @@ def priority(
         protected=protected,
         sinks=phase.protects.sinks,
     )
-    value = phase.aggregate.over_heads(sound(phase.score, phase.score.score(stats, inputs), positions))
+    value = phase.aggregate.over_heads(sound(phase.score, phase.score.each(stats, inputs), positions))
     if not phase.select.plain:
         value = phase.select.by_chunks(value, positions, protected)
     return jnp.where(protected, jnp.inf, value)
 
 
 def sound(score: Score, value: Any, positions: Int[Array, "B Hk S"]) -> Any:
-    """What a score said of each entry, `of_entries`; of a score that is not jaxkv's own, NaN is told to the host
-    (`check_scores`)."""
-    value = of_entries(score.kind, value, positions)
+    """What a score said of each entry; of a score that is not jaxkv's own, NaN is told to the host (`check_scores`)."""
     if _foreign(score):
         jax.debug.callback(functools.partial(_told, score.kind), jnp.any(jnp.isnan(value) & (positions >= 0)))
     return value

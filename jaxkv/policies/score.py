@@ -42,6 +42,23 @@ def of_entries(kind: str, value: Any, positions: Int[Array, "B Hk S"]) -> Any:
     return value
 
 
+def of_tokens(score: "Score", said: Any, shape: tuple[int, ...]) -> Stats:
+    """The statistics, by name, that a score said of each token of (row, KV head, token). Raises `BadValue`."""
+    if not isinstance(said, Mapping) or not said.keys() <= set(score.stats):
+        raise BadValue(
+            f"score {score.kind!r} gave the statistics {shown(said if not isinstance(said, Mapping) else list(said))}: "
+            f"expected a dictionary with none but those that its `stats` names, {list(score.stats)}"
+        )
+    for name, stat in said.items():
+        found, dtype = ((), None) if stat is None else (jnp.shape(stat), jnp.result_type(stat))
+        if dtype is None or found != shape or not jnp.issubdtype(dtype, jnp.floating):
+            raise BadValue(
+                f"score {score.kind!r} gave the statistic {name!r} as {dtype} {found}: "
+                f"expected a float32 for each of the tokens, {shape} (row, KV head, token)"
+            )
+    return dict(said)
+
+
 Rotate = Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -176,6 +193,19 @@ class Score(Checked):
 
     def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
         return linear(inputs.mass, *self.line(stats, inputs.at, inputs.next))
+
+    def each(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        """`score`, one of each entry. Raises `BadValue` while the program is made otherwise."""
+        return jnp.broadcast_to(of_entries(self.kind, self.score(stats, inputs), inputs.at), inputs.at.shape)
+
+    def entered(self, new: Entering) -> Stats:
+        """`enter`, one of each token. Raises `BadValue` while the program is made otherwise."""
+        return of_tokens(self, self.enter(new), new.keys.shape[:-1])
+
+    def observed(self, stats: Stats, mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"] | None) -> Stats:
+        """`observe`, one of each entry. Raises `BadValue` while the program is made otherwise."""
+        shape = next((stat.shape for stat in stats.values()), ())
+        return of_tokens(self, self.observe(stats, mass, now), shape)
 
     def left(self, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> Stats:
         """The statistics of a score that is `placed`, of the entries that a prompt's cut has left."""
