@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.answers import Answered, answered
+from jaxkv.answers import answered
 from jaxkv.checks import check_arguments
 from jaxkv.errors import BadValue
-from jaxkv.evaluation import texts
+from jaxkv.evaluation.texts import prose
 from jaxkv.models import AttentionSpec, ModelConfig
 from jaxkv.models.rope import rotate
 from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.curves import best_split
 from jaxkv.policies.policy import priority
 from jaxkv.policies.score import ScoreInputs
-from jaxkv.request import check_model
+from jaxkv.request import Progress, check_model
 from jaxkv.run import model_of
 from jaxkv.store.entries import highest
 from jaxkv.store.higgs import Higgs
@@ -43,6 +43,7 @@ def calibrate(
     needles: int = 8,
     seed: int = 0,
     predictors: bool = False,
+    progress: Progress | None = None,
 ) -> dict:
     """Statistics of the model's queries on prose, and which heads retrieve; float32 arrays by name.
 
@@ -75,7 +76,8 @@ def calibrate(
     together, the last row added; by ridge regression with the 2-bit reconstruction that a cache would hold of what it
     predicts from (AQUA-KV, arXiv 2501.19392). They are large: 3 N^2 numbers a layer, 0 in the lowest.
 
-    Raises `BadValue` without a tokenizer, and for sizes that leave nothing to measure.
+    `progress` hears ("calibrate", done, of) after every text of a measurement. Raises `BadValue` without a tokenizer,
+    and for sizes that leave nothing to measure.
     """
     check_model(params)
     check_arguments(length=length, windows=windows, needles=needles, seed=seed, predictors=predictors)
@@ -86,31 +88,26 @@ def calibrate(
             f"length={length}: expected more than {4 * SKIP} tokens, and no more than the model's context of "
             f"{params.config.max_position}"
         )
-    sums, stretches = None, _windows(params, length, windows)
-    for tokens in stretches:
-        found = _sums(params.weights, tokens[None], config=params.config)
-        sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
-    assert sums is not None
+    stretches = _windows(params, length, windows)
+    told, compared = (answered(params, length, needles, seed, compared=each) for each in (False, True))
+    of = 4 * len(stretches) + len(told) + len(compared) + 1 + (params.config.num_layers if predictors else 0)
+    sums = _Sums(params, progress, of)
+    texts = [(tokens[None],) for tokens in stretches]
     found = {
-        **_statistics(sums),
-        "retrieval": _over(_told_mass, params, answered(params, length, needles, seed)),
-        "reasoning": _over(_best_told, params, answered(params, length, needles, seed, compared=True)),
-        **_repeated(params.weights, _random(params, length, seed), config=params.config),
+        **_statistics(sums.total(_sums, texts)),
+        "retrieval": sums.mean(_told_mass, told),
+        "reasoning": sums.mean(_best_told, compared),
+        **sums.total(_repeated, [(_random(params, length, seed),)]),
+        "utility_curves": sums.mean(_splits, texts),
+        "key_similarity": sums.mean(_key_similarity, texts),
     }
-    errors = [
-        _eviction_error(params.weights, tokens[None], found["retrieval"], config=params.config) for tokens in stretches
-    ]
-    found["eviction_error"] = sum(errors) / len(errors)
-    splits = [_split(_gains(params.weights, tokens[None], config=params.config)) for tokens in stretches]
-    found["utility_curves"] = sum(splits) / len(splits)
-    alike = [_key_similarity(params.weights, tokens[None], config=params.config) for tokens in stretches]
-    found["key_similarity"] = sum(alike) / len(alike)
+    found["eviction_error"] = sums.mean(functools.partial(_eviction_error, retrieval=found["retrieval"]), texts)
     if predictors:
-        found |= _predictors(params, stretches)
+        found |= _predictors(params, stretches, sums.heard)
     return {name: np.asarray(value) for name, value in found.items()}
 
 
-def _predictors(params: Params, stretches: list[np.ndarray]) -> dict[str, np.ndarray]:
+def _predictors(params: Params, stretches: list[np.ndarray], heard: Callable[[], None]) -> dict[str, np.ndarray]:
     """What predicts every layer's keys and values, layer by layer, from the reconstruction of those below."""
     held = [_unturned(params.weights, tokens[None], config=params.config) for tokens in stretches]
     found, coder = {"key_predictor": [], "value_predictor": []}, Predicted()
@@ -127,6 +124,7 @@ def _predictors(params: Params, stretches: list[np.ndarray]) -> dict[str, np.nda
             below[0], matrices = near, (more, last)
         for name, matrix in zip(found, matrices, strict=True):
             found[name].append(matrix)
+        heard()
     return {name: np.stack(matrices) for name, matrices in found.items()}
 
 
@@ -194,7 +192,7 @@ def _windows(params: Params, length: int, count: int) -> list[np.ndarray]:
     """`count` stretches of the prose, evenly spread over it and overlapping where it is too short, each behind what the
     model's texts begin with."""
     front = np.asarray(params.tokenizer("")["input_ids"], np.int32)
-    ids = np.asarray(params.tokenizer(texts.prose(), add_special_tokens=False)["input_ids"], np.int32)
+    ids = np.asarray(params.tokenizer(prose(), add_special_tokens=False)["input_ids"], np.int32)
     if len(ids) < length:
         raise BadValue(f"length={length}: the text that jaxkv carries has {len(ids)} tokens; expected no more")
     if count > len(ids) - length + 1:
@@ -212,9 +210,30 @@ def _random(params: Params, length: int, seed: int) -> np.ndarray:
     return np.tile(some, REPEATS).astype(np.int32)
 
 
-def _over(score: Callable[..., jax.Array], params: Params, told: list[Answered]) -> jax.Array:
-    """The mean over the answers of what `score` says of the heads."""
-    return sum(score(params.weights, *one, config=params.config) for one in told) / jnp.float32(len(told))
+class _Sums:
+    """What is measured on texts, added up; `progress` hears of each, of so many in all."""
+
+    def __init__(self, params: Params, progress: Progress | None, of: int):
+        self._params, self._progress, self._done, self._of = params, progress, 0, of
+
+    def total(self, measure: Callable[..., Any], texts: Sequence[tuple]) -> Any:
+        """The sum over the texts of what `measure` says of them."""
+        total = None
+        for text in texts:
+            found = measure(self._params.weights, *text, config=self._params.config)
+            total = jax.block_until_ready(found if total is None else jax.tree.map(jnp.add, total, found))
+            self.heard()
+        return total
+
+    def mean(self, measure: Callable[..., jax.Array], texts: Sequence[tuple]) -> jax.Array:
+        """The mean over the texts of what `measure` says of them."""
+        return self.total(measure, texts) / jnp.float32(len(texts))
+
+    def heard(self) -> None:
+        """One more text, or layer, is done."""
+        self._done += 1
+        if self._progress is not None:
+            self._progress("calibrate", self._done, self._of)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -308,7 +327,7 @@ def _key_similarity(weights, tokens: Int[Array, "B T"], *, config: ModelConfig) 
 
 @functools.partial(jax.jit, static_argnames="config")
 def _eviction_error(
-    weights, tokens: Int[Array, "B T"], retrieval: Float[Array, "L Hq"], *, config: ModelConfig
+    weights, tokens: Int[Array, "B T"], *, retrieval: Float[Array, "L Hq"], config: ModelConfig
 ) -> Float[Array, "L"]:
     """||kept - full||_F / ||full||_F of every layer's output, for queries after a prompt of which a quarter is kept."""
     phase, model = catalogue()["compresskv"].prefill, model_of(config, weights)
@@ -369,7 +388,9 @@ def _gains(weights, tokens: Int[Array, "B T"], *, config: ModelConfig) -> Float[
     return jnp.stack(_looked(weights, tokens, config, look, facts))
 
 
-def _split(gains: Float[Array, "L Hk N"]) -> Float[Array, "L 99 Hk"]:
+def _splits(weights, tokens: Int[np.ndarray, "B T"], *, config: ModelConfig) -> Float[Array, "L 99 Hk"]:
+    """What each head keeps when 1 to 99 % of all are removed so that least is lost of what later queries read."""
+    gains = _gains(weights, tokens, config=config)
     layers, heads, entries = gains.shape
     return jnp.asarray(best_split(np.asarray(gains).reshape(-1, entries)).reshape(99, layers, heads).swapaxes(0, 1))
 

@@ -13,7 +13,7 @@ import tomllib
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional, subcommand
@@ -795,10 +795,11 @@ def _calibrate(command: Calibrate) -> int:
     path = Path(command.out or beside) / learned.file_name(params.fingerprint)
     check_place(path)  # measuring takes minutes
     there = learned.checked(learned.read(path), params.config, path) if path.exists() else {}
-    measured = jaxkv.calibrate(
-        params, length=command.length, windows=command.windows, needles=command.needles, seed=command.seed,
-        predictors=command.predictors,
-    )  # fmt: skip
+    with _Meter(quiet=False) as meter:
+        measured = jaxkv.calibrate(
+            params, length=command.length, windows=command.windows, needles=command.needles, seed=command.seed,
+            predictors=command.predictors, progress=meter.update,
+        )  # fmt: skip
     learned.write({name: there[name] for name in learned.ASKED_FOR if name in there} | measured, path)
     print(path)
     return 0
@@ -919,6 +920,7 @@ def _note(text: str) -> None:
 class _Meter:
     """A progress bar on a terminal, nothing elsewhere; it says when a program is being compiled for the first time."""
 
+    NEXT: ClassVar[dict[str, str]] = {"calibrate": "the next measurement", "prefill": "decoding"}
     PATIENCE = 1.0  # seconds after which a program is not read from those that are kept, but compiled
 
     def __init__(self, quiet: bool):
@@ -968,7 +970,7 @@ class _Meter:
             self._compiled()
 
     def _compiling(self) -> None:
-        what = "decoding" if "prefill" in self._tasks else "the prompt"
+        what = next((what for kind, what in self.NEXT.items() if kind in self._tasks), "the prompt")
         text = f"compiling for {what}: the first time with this model, policy and size; kept for later"
         self._tasks["compiling"] = self._bar.add_task(text, total=None)
 

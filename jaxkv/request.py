@@ -19,7 +19,7 @@ from jaxkv.stop_strings import decoded
 from jaxkv.store import KVCache
 from jaxkv.weights.params import Params
 
-Progress = Callable[[str, int, int], None]  # ("prefill" or "decode", done, of)
+Progress = Callable[[str, int, int], None]  # ("prefill", "decode" or "calibrate", done, of)
 
 
 @dataclasses.dataclass(frozen=True)
