@@ -173,8 +173,8 @@ class Decode:
     def scratch(self, dim: int, dtype) -> dict[str, Any]:
         """Shared memory and barriers of a program."""
         sides = {name: side for name, side in (("keys", self.keys), ("values", self.values)) if side is not None}
-        packed = any(side.bits == 4 for side in sides.values())  # then operands are written by halves
-        tiled = operand(tile_width(dim // 2 if packed else dim), dtype)
+        pieces = max((side.pieces for side in sides.values()), default=1)  # in which operands are written
+        tiled = operand(tile_width(dim // pieces), dtype)
         coded = [side.scratch(name, self.stages, self.block, self.dim, dim) for name, side in sides.items()]
         blocks = {name: self.stages if side is None else 1 for name, side in (("k", self.keys), ("v", self.values))}
         parts = {name: 1 if side is None else len(side.parts) for name, side in (("k", self.keys), ("v", self.values))}

@@ -25,11 +25,12 @@ from jaxkv.sampling import Sampler
 from jaxkv.store import KVCache
 from jaxkv.store import empty as empty_store
 from jaxkv.store import slots as stores
+from jaxkv.store.by_channel import IntByChannel
 from jaxkv.store.codec import Plain
 from jaxkv.store.floats import Fp8
 from jaxkv.store.integers import Int
 from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
-from pallas_kernels.codes import Codes
+from pallas_kernels.codes import Codes, Lying
 from pallas_kernels.decode_attend_score import reference
 from pallas_kernels.prefill_attend import reference as attend_reference
 from pallas_kernels.prefill_attend_mass import reference as mass_reference
@@ -223,6 +224,11 @@ CODED = {  # keys, values, slots, D, dtype, rule
     "floats of 8 bits without a scale, int4": (Fp8("e5m2", scaled=False), Int(4), 264, 128, "bfloat16", "h2o"),
     "keys as they are": (Plain(), Int(8), 72, 64, "bfloat16", "tova, room left"),
     "values as they are": (Int(4, symmetric=True), Plain(), 72, 128, "float16", "adds"),
+    "int2, 4 scales": (Int(2, channels=16), Int(2, channels=32), 72, 64, "bfloat16", "h2o"),
+    "int8, 5 scales": (Int(8, channels=16), Int(8, channels=16, symmetric=True), 72, 80, "bfloat16", "longflow"),
+    "int2 by channel": (IntByChannel(2, 32), Int(2, channels=32), 136, 128, "bfloat16", "adds"),
+    "int4 by channel": (IntByChannel(4, 16), IntByChannel(4, 128), 200, 64, "bfloat16", "h2o"),
+    "int8 by channel": (Plain(), IntByChannel(8, 64), 72, 80, "float16", "tova, room left"),
 }
 
 
@@ -237,8 +243,14 @@ def coded(codecs, bundles):
     def poisoned(x):
         return jnp.where(hollow, NONSENSE.get(str(x.dtype), jnp.nan), x)
 
-    keys, values = (jax.tree.map(poisoned, lies(codec, x)) for codec, x in zip(codecs, held[:2], strict=True))
-    news = (lies(codec, x) for codec, x in zip(codecs, token[1:3], strict=True))
+    def all_of(codec, x):
+        if codec.apart:
+            return jax.tree.map(poisoned, lies(codec, x))
+        x = codec.as_codes(codec.encode_all(jnp.where(jnp.isnan(x), 0, x), held.positions))
+        return dataclasses.replace(x, codes=poisoned(x.codes))
+
+    keys, values = (all_of(codec, x) for codec, x in zip(codecs, held[:2], strict=True))
+    news = (lies(codec, x) if codec.apart else None for codec, x in zip(codecs, token[1:3], strict=True))
     codes = (code if isinstance(code, Codes) else None for code in news)
     return Token(*token[:4], *codes), held._replace(keys=keys, values=values), slot, judge
 
@@ -259,7 +271,7 @@ def exactly(bundles):
     token, held, *others = bundles
 
     def wide(x):
-        if isinstance(x, Codes):
+        if isinstance(x, Lying):
             return dataclasses.replace(x, dtype="float32")
         return None if x is None else x.astype(jnp.float32)
 
@@ -273,7 +285,9 @@ def test_codes_count_as_what_they_stand_for(name):
     keys, values, slots, dim, dtype, rule = CODED[name]
     bundles, scale = inputs(3, 2, 4, slots, dim, dtype, rule)
     bundles = coded((keys, values), bundles)
-    alike(run(gpu, bundles, scale=scale), run(reference, exactly(bundles), scale=scale))
+    rounded = "scales" in name or "by channel" in name  # once, as the reference does
+    want = run(reference, bundles if rounded else exactly(bundles), scale=scale)
+    alike(run(gpu, bundles, scale=scale), want)
 
 
 def alike(got, want):
@@ -291,22 +305,30 @@ def alike(got, want):
 @pytest.mark.parametrize("name", CODED)
 @pytest.mark.parametrize("group", [1, 16])
 def test_codes_lower_for_cuda(name, group):
-    """Beside the kernels there is only the order of channels of codes of 4 bits."""
+    """Beside the kernels there is only the order of channels of codes of 4 and 2 bits, and of several scales."""
     keys, values, slots, dim, dtype, rule = CODED[name]
     bundles, scale = inputs(2, 2, group, slots, dim, dtype, rule)
     bundles = coded((keys, values), bundles)
     text = flat(functools.partial(gpu.decode_attend_score, scale=scale), bundles)
     assert len([line for line in text.splitlines() if "@mosaic_gpu" in line]) == 3
-    assert "int4" in name or "symmetric=True" in str(keys) or operations(text) == {"custom_call"}
+    codes = [x for x in bundles[1][:2] if isinstance(x, Lying)]
+    moved = any(x.bits < 8 or getattr(x, "groups", 1) > 1 for x in codes)
+    assert operations(text) == {"custom_call", *(["transpose"] if moved else [])}
 
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("said", "codec", "slots"),
-    [("2 bits", Int(2), 64), ("2 scales", Int(8, channels=32), 64), ("codes of 76 slots", Int(8), 76)],
+    [
+        ("3 bits", Int(3), 64),
+        ("codes of 76 slots", Int(8), 76),
+        ("4 bits with head dim 80", Int(4), 64),
+        ("by channel of 12 slots", IntByChannel(8, 12), 64),
+        ("by channel of 8 slots", IntByChannel(8, 8), 64),
+    ],
 )
 def test_refuses_codes_that_it_does_not_read(said, codec, slots):
-    bundles, scale = inputs(2, 2, 2, slots, 64)
+    bundles, scale = inputs(2, 2, 2, slots, 80 if "80" in said else 64)
     with pytest.raises(NotImplementedError, match=said):
         run(gpu, coded((codec, codec), bundles), scale=scale)
 
@@ -416,20 +438,23 @@ def test_ragged_equals_the_reference(name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("codecs", [(Int(8), Int(8)), (Int(4), Fp8()), (Fp8(), Plain())], ids=str)
+@pytest.mark.parametrize(
+    "codecs", [(Int(8), Int(8)), (Int(4), Fp8()), (Fp8(), Plain()), (Int(2, channels=16),) * 2], ids=str
+)
 def test_ragged_codes_count_as_what_they_stand_for(codecs):
     """With borders in a block, new tokens of several heads in one, and a row that has finished."""
     bundles, scale = pool([[1, 39, 1, 31], [5, 3, 57, 7], [64, 5, 2, 1]], 80, 3, 64)
     bundles = coded(codecs, bundles)
-    got, want = ragged(ragged_gpu, bundles, scale=scale), ragged(ragged_reference, exactly(bundles), scale=scale)
-    alike(got, want)
+    want = bundles if isinstance(codecs[0], Int) and codecs[0].bits == 2 else exactly(bundles)
+    alike(ragged(ragged_gpu, bundles, scale=scale), ragged(ragged_reference, want, scale=scale))
 
 
 @pytest.mark.long
 def test_ragged_codes_lower_for_cuda():
     bundles, scale = pool([[250] * 4] * 2, 1000, 4, 128)
-    bundles = coded((Int(8), Fp8()), bundles)
-    assert operations(flat(functools.partial(ragged_gpu.ragged_decode, scale=scale), bundles)) == {"custom_call"}
+    for codecs, beside in (((Int(8), Fp8()), set()), ((Int(2, channels=32), Int(8, channels=64)), {"transpose"})):
+        text = flat(functools.partial(ragged_gpu.ragged_decode, scale=scale), coded(codecs, bundles))
+        assert operations(text) == {"custom_call", *beside}
 
 
 @pytest.mark.long

@@ -25,7 +25,7 @@ from jaxtyping import Array, Int
 
 from pallas_kernels import gpu_blocks as blocks_of
 from pallas_kernels.arguments import Held, Judge, Token
-from pallas_kernels.codes import Codes, check_slots
+from pallas_kernels.codes import Lying, check_widths
 from pallas_kernels.decode_attend_score.reference import Attended, placed
 from pallas_kernels.gpu_codes import Side, after, factors, lay, named, ordered, spread, write
 from pallas_kernels.gpu_codes import fetch as fetch_side
@@ -56,14 +56,14 @@ def decode_attend_score(
     """`reference.decode_attend_score`, K and V read once; not those of blocks before the first and behind the last that
     the query sees.
 
-    Raises `NotImplementedError` on GPUs other than Hopper, for keys turned at read time (`rotate`), for what
-    `check_slots` refuses, for the mass of each query head, for dtypes other than bfloat16 and float16, for D above 256,
-    for G above 16, and for B Hk C that is no multiple of 8. Where C itself is none, positions and logits take a detour;
-    K and V do not.
+    Raises `NotImplementedError` on GPUs other than Hopper, for keys turned at read time (`rotate`), for codes that
+    `gpu_codes.Side` does not know, for keys and values of unlike widths, for the mass of each query head, for dtypes
+    other than bfloat16 and float16, for D above 256, for G above 16, and for B Hk C that is no multiple of 8. Where C
+    itself is none, positions and logits take a detour; K and V do not.
     """
     if rotate is not None:
         raise NotImplementedError("the GPU kernel reads keys as they lie in the cache: rotate= needs the reference")
-    check_slots(held.keys, held.values)
+    check_widths(held.keys, held.values)
     query, position = token.query, token.position
     if judge.group == "each":
         raise NotImplementedError(
@@ -73,7 +73,7 @@ def decode_attend_score(
     batch, kv_heads, slots, dim = keys.shape
     rows, heads = batch * kv_heads, query.shape[1] // kv_heads
     sides = {"keys": Side.of(keys, dim, slots), "values": Side.of(values, dim, slots)}
-    dtype = next((x.dtype for x in (keys, values) if not isinstance(x, Codes)), query.dtype)
+    dtype = next((x.dtype for x in (keys, values) if not isinstance(x, Lying)), query.dtype)
     plan = _plan(rows, slots, dim, heads, dtype, scale, window, softcap, with_mass, bias is not None, **sides)
 
     shift = np.arange(rows).reshape(batch, kv_heads) * slots % 8  # where a head begins within its eight slots
@@ -210,7 +210,7 @@ def _attend_block(
         """A block as an operand; codes are brought to where the block before was."""
         if side is None:
             return memory.at[stage]
-        spread(side, mem[f"{name}_codes"].at[stage], memory.at[0], None if held is None else held >= 0)
+        spread(side, name, mem, stage, memory.at[0], None if held is None else held >= 0)
 
         @pl.when((now >= 0) & (lax.div(target, plan.block) == first + index))
         def _lay():

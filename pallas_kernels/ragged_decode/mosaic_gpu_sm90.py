@@ -206,7 +206,7 @@ def _attend_run(
                 for name, side, new, exact, memory, _ in sides:
                     if side is not None:
                         full = held >= 0 if name == "values" else None
-                        spread(side, mem[f"{name}_codes"].at[stage], memory.at[0], full)
+                        spread(side, name, mem, stage, memory.at[0], full)
                         lay_new(new, exact, memory.at[0], place, start)
                 plgpu.commit_smem()
 
