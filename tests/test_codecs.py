@@ -135,6 +135,19 @@ def test_floats_by_an_independent_form(form, mantissa, most):
     assert np.asarray(codec.decode(codec.encode(jnp.full((1, 8), 1e30)))).tolist() == [[most] * 8]
 
 
+@pytest.mark.parametrize("size", [7e4, 1e6, 1e20])
+@pytest.mark.parametrize("codec", [Int(8), Int(2, symmetric=True), Int(4, hadamard=True), Fp8(), IntByChannel(4, 4)])
+def test_what_float16_cannot_say_is_cut_off(codec, size):
+    """One number too large spoils no other: scales and lows stay numbers."""
+    x = np.random.default_rng(6).normal(size=(1, 1, 8, 16)).astype(np.float32)
+    x[..., 0], x[..., 1] = -size, size
+    at = jnp.arange(8, dtype=jnp.int32).reshape(1, 1, 8)
+    back = codec.decode(codec.encode(jnp.asarray(x)) if codec.apart else codec.encode_all(jnp.asarray(x), at))
+    assert np.isfinite(np.asarray(back)).all()
+    if not getattr(codec, "hadamard", False):
+        assert (back[..., 0] <= -3e4).all() and (back[..., 1] >= 3e4).all()
+
+
 # ---- bounds
 
 NUMBERS = st.floats(-60000, 60000, width=32, allow_subnormal=False) | st.sampled_from(

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float16, Int16, Shaped, UInt8
 
 from jaxkv.errors import BadValue
-from jaxkv.store.codec import Codec, small
+from jaxkv.store.codec import FEW, Codec, small
 from pallas_kernels.codes import UNITS, Codes, bits_of, split
 
 BITS = (8, 4, 3, 2)
@@ -37,12 +37,12 @@ class Int(Codec):
     """x^ = low + scale * code, low = min x and scale = (max x - min x) / (2^bits - 1) over each run of `channels`
     adjacent channels of a slot (0: all D). `symmetric`: x^ = scale * code, scale = max |x| / (2^(bits - 1) - 1).
 
-    |x - x^| <= scale / 2, for numbers up to 65504. Scale and low are float16, rounded outwards: a slot of D = 64
-    channels takes 68 bytes in 8 bits, 36 in 4, 28 in 3 and 20 in 2, where bfloat16 takes 128. `hadamard`: x is
-    multiplied by a Hadamard matrix over the channels before, and x^ by its inverse after, which spreads channels that
-    stand out. `clip`: where a run has both signs, its least and largest are taken times that, and what is beyond
-    becomes them. Source: the asymmetric quantiser per token that KIVI (arXiv 2402.02750) has for values; the matrix as
-    in QuaRot (arXiv 2404.00456).
+    |x - x^| <= scale / 2, for numbers up to 65504 (with `hadamard` up to 65504 / sqrt(D)); larger ones become what
+    scale and low can reach. Both are float16, rounded outwards: a slot of D = 64 channels takes 68 bytes in 8 bits, 36
+    in 4, 28 in 3 and 20 in 2, where bfloat16 takes 128. `hadamard`: x is multiplied by a Hadamard matrix over the
+    channels before, and x^ by its inverse after, which spreads channels that stand out. `clip`: where a run has both
+    signs, its least and largest are taken times that, and what is beyond becomes them. Source: the asymmetric quantiser
+    per token that KIVI (arXiv 2402.02750) has for values; the matrix as in QuaRot (arXiv 2404.00456).
     """
 
     bits: int = 8
@@ -126,16 +126,14 @@ def ranged(
 ) -> tuple[Float16[Array, "*n"], Float16[Array, "*n"]]:
     """Scale and lowest value, in float16, of 2^bits steps that reach from low to high."""
     least = small(low)
-    least = jnp.where(least.astype(jnp.float32) > low, lax.nextafter(least, jnp.full_like(least, -jnp.inf)), least)
+    least = jnp.where(least.astype(jnp.float32) > low, lax.nextafter(least, jnp.full_like(least, -FEW)), least)
     return outwards(high - least.astype(jnp.float32), 2**bits - 1), least
 
 
 def outwards(reach: Float[Array, "*n"], steps: int) -> Float16[Array, "*n"]:
-    """The least float16 of which so many steps are at least `reach`."""
+    """The least float16 of which so many steps are at least `reach`; the largest where none is."""
     scale = small(reach / steps)
-    return jnp.where(
-        scale.astype(jnp.float32) * steps < reach, lax.nextafter(scale, jnp.full_like(scale, jnp.inf)), scale
-    )
+    return jnp.where(scale.astype(jnp.float32) * steps < reach, lax.nextafter(scale, jnp.full_like(scale, FEW)), scale)
 
 
 def numbered(
