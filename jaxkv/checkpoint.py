@@ -42,6 +42,7 @@ def save(cache: KVCache, path: str | os.PathLike) -> Path:
         "layers": [described(layer) for layer in cache.layers],
         "batch": cache.batch,
         "text": None if cache.tokens is None else cache.tokens.shape[1],
+        "draws": None if cache.draws is None else cache.draws.tolist(),
     }
     arrays = _arrays(cache)
     with appearing_folder(path, sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))) as draft:
@@ -96,6 +97,7 @@ def restore(path: str | os.PathLike, params: Any = None) -> KVCache:
         policy=policy,
         model=facts["model"],
         tokens=np.asarray(arrays["tokens"]) if "tokens" in arrays else None,
+        draws=None if facts.get("draws") is None else np.array(facts["draws"], np.int32),
     )
     return layout.cache(cache)
 

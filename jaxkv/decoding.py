@@ -29,7 +29,8 @@ CHUNK = 32  # the most decode steps at a time: the host looks in between
 class Decoding:
     """One call after its prefill: what was asked, the device's state, and each row's new tokens so far.
 
-    `before` is each prompt's whole text in front of them (None: not known), once for all of its samples.
+    `before` is each prompt's whole text in front of them (None: not known), once for all of its samples; `draws` says
+    by which random numbers each row draws (`draws_of`).
     """
 
     params: Params
@@ -40,6 +41,7 @@ class Decoding:
     prompt_tokens: int
     single: bool
     before: list[np.ndarray] | None
+    draws: np.ndarray
     learned: run.Learned
     tokens: list[list[int]]
     prefill_seconds: float = 0.0
@@ -88,7 +90,7 @@ class Decoding:
     def finish(self) -> Generation:
         """Everything that the call gives back."""
         request = self.request
-        cache = dataclasses.replace(self.state.cache, tokens=self._seen())
+        cache = dataclasses.replace(self.state.cache, tokens=self._seen(), draws=self.draws)
         lengths = np.array([len(row) for row in self.tokens], np.int32)
         pad = request.stop_tokens[0] if request.stop_tokens else 0
         tokens = np.full((len(self.tokens), request.max_new_tokens), pad, np.int32)

@@ -25,7 +25,7 @@ from jaxkv.policies.policy import Policy, check_scores
 from jaxkv.programs import make_room
 from jaxkv.prompts import Prompt, left_padded, right_padded, rows_of
 from jaxkv.request import Execution, Progress, Request, check_model, checked_policy, checked_pseudo, checked_request
-from jaxkv.sampling import Sampler, row_keys
+from jaxkv.sampling import Sampler, draws_of, row_keys
 from jaxkv.sharding.layout import on_host
 from jaxkv.speculative.attend import check_expected
 from jaxkv.speculative.method import Start
@@ -172,6 +172,12 @@ def prefill(
     return _prefill(params, rows, chosen, cache, execution, room=room, pseudo=pseudo)[0]
 
 
+def _told_apart(rows: list[np.ndarray], apart: bool) -> list[np.ndarray]:
+    """What stands for each row's text where it is not known: the tokens, and the row's place where these go on from
+    different texts."""
+    return [np.append(place, row) for place, row in enumerate(rows)] if apart else rows
+
+
 def _pending(cache: KVCache | None) -> np.ndarray | None:
     """The tokens that a cache's rows have still to run; None without a cache."""
     return None if cache is None else np.asarray(cache.pending)
@@ -180,6 +186,7 @@ def _pending(cache: KVCache | None) -> np.ndarray | None:
 def _begin(params: Params, prompt: Prompt, cache: KVCache | None, request: Request, execution: Execution) -> Decoding:
     """Prefill, and sample the first token; where the cache goes on alone, its pending token is run next."""
     config, layout, policy, samples = params.config, params.layout, request.policy, request.samples
+    apart = cache is not None and cache.batch > 1  # rows go on from texts of their own
     session = None
     if request.speculative is not None:
         session = Session(request.speculative, params, policy, cache)
@@ -200,6 +207,7 @@ def _begin(params: Params, prompt: Prompt, cache: KVCache | None, request: Reque
         )
         logits = jnp.repeat(logits, samples, axis=0)
         texts = before = cache.texts()
+    draws = draws_of([each.tobytes() for each in before or _told_apart(rows, apart)], samples, cache.draws)
     cache = layout.cache(repeated(cache, samples))
     seen = None
     if request.sampler.repetition_penalty is not None:
@@ -213,13 +221,14 @@ def _begin(params: Params, prompt: Prompt, cache: KVCache | None, request: Reque
         done=layout.put(np.zeros(cache.batch, bool)),
         left=layout.put(np.full(cache.batch, request.max_new_tokens, np.int32)),
         seen=seen,
-        keys=layout.put(row_keys(request.seed, rows, samples)),
+        keys=layout.put(row_keys(request.seed, draws)),
     )
     decoding = Decoding(
         params, request, execution, session, state,
         prompt_tokens=prompt_tokens,
         single=single and samples == 1,
         before=before,
+        draws=draws,
         learned=params.learned_for(policy.learns, policy.name),
         tokens=[[] for _ in range(cache.batch)],
     )  # fmt: skip
@@ -299,6 +308,7 @@ def _prefill(
         policy=policy,
         model=params.fingerprint,
         tokens=None if texts is None else right_padded([np.append(*each) for each in zip(texts, rows, strict=True)]),
+        draws=None if cache is None else cache.draws,
     )
     return cache, logits, expected
 
@@ -372,7 +382,8 @@ def with_room(policy: Policy, config: Any, cache: KVCache, room: int) -> KVCache
     if any(more):
         windows = tuple(spec.window for spec in config.specs)
         layers = tuple(map(policy.read.indexed, grown(layers, on_host(cache.held()), more, windows)))
-    return jax.tree.map(jnp.copy, dataclasses.replace(cache, layers=_keeping(layers, policy), policy=policy))
+    copied = jax.tree.map(jnp.copy, dataclasses.replace(cache, layers=_keeping(layers, policy), policy=policy))
+    return dataclasses.replace(copied, tokens=cache.tokens, draws=cache.draws)
 
 
 def _keeping(layers: tuple[Any, ...], policy: Policy) -> tuple[Any, ...]:

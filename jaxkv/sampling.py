@@ -1,6 +1,7 @@
 """From logits to the next token."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -197,15 +198,23 @@ def _best(logits: Float[Array, "B V"]) -> Int[Array, "B"]:
     return jnp.min(jnp.where(best, token, logits.shape[-1] - 1), axis=-1)
 
 
-def row_keys(seed: int, rows: Sequence[np.ndarray], samples: int) -> Key[Array, "B"]:
-    """A key for each of `samples` copies of every row of tokens, from the seed and how often equal rows stood before.
+def draws_of(texts: Sequence[bytes], samples: int, before: np.ndarray | None = None) -> Int[np.ndarray, "N"]:
+    """Which random numbers each of `samples` copies of every row draws by: those of its number among equal texts.
 
-    No row's key depends on the others' text.
+    A row that goes on keeps the number that it drew by `before`, as far as no equal text has it already. No row's
+    number depends on another text.
     """
-    times: dict[bytes, int] = {}
+    taken: dict[bytes, set[int]] = {}
     numbers = []
-    for row in rows:
-        before = times.get(row.tobytes(), 0)
-        numbers.extend(range(before, before + samples))
-        times[row.tobytes()] = before + samples
-    return jax.vmap(lambda number: jax.random.fold_in(jax.random.key(seed), number))(jnp.array(numbers))
+    for text, number in zip(texts, np.zeros(len(texts), int) if before is None else before, strict=True):
+        used = taken.setdefault(text, set())
+        for _ in range(samples):
+            number = next(free for free in itertools.count(int(number)) if free not in used)
+            used.add(number)
+            numbers.append(number)
+    return np.array(numbers, np.int32)
+
+
+def row_keys(seed: int, draws: Int[np.ndarray, "N"]) -> Key[Array, "N"]:
+    """A key for each row, from the seed and the number that it draws by."""
+    return jax.vmap(lambda number: jax.random.fold_in(jax.random.key(seed), number))(jnp.asarray(draws))

@@ -22,7 +22,7 @@ from jaxkv.errors import BadCheckpoint, BadValue, JaxkvError, MissingModel, Unkn
 from jaxkv.evaluation.forced import follow
 from jaxkv.lowering import lower
 from jaxkv.prompts import rows_of
-from jaxkv.sampling import Sampler
+from jaxkv.sampling import Sampler, draws_of
 from jaxkv.store.cache import one_row
 
 FAMILY = "llama3"
@@ -360,6 +360,29 @@ def test_samples_and_seeds(tiny):
     assert jaxkv.generate(params, ids(9), seed=4, **options).tokens[0].tolist() != out.tokens[0].tolist()
 
 
+def test_samples_go_on_as_they_began(tiny, tmp_path):
+    """Each by its own random numbers, as far as one longer call, also out of a file; and a question asked of different
+    texts is answered as each alone answers it."""
+    params, options = tiny(FAMILY), dict(stop_tokens=(), temperature=1.5, seed=3)
+    whole = jaxkv.generate(params, ids(9), samples=3, max_new_tokens=16, **options)
+    begun = jaxkv.generate(params, ids(9), samples=3, max_new_tokens=8, **options)
+    jaxkv.save(begun.cache, tmp_path / "begun")
+    for cache in (begun.cache, jaxkv.restore(tmp_path / "begun", params)):
+        more = jaxkv.generate(params, cache=cache, max_new_tokens=8, **options)
+        assert np.concatenate([begun.tokens, more.tokens], axis=1).tolist() == whole.tokens.tolist()
+    alone = jaxkv.generate(params, cache=one_row(begun.cache, 2), max_new_tokens=8, **options)
+    assert alone.tokens[0].tolist() == whole.tokens[2, 8:].tolist()
+
+    cache = jaxkv.prefill(params, [ids(9), ids(5, 1)])
+    for known in (cache, dataclasses.replace(cache, tokens=None)):
+        both = jaxkv.generate(params, [ids(4, 2)] * 2, cache=known, max_new_tokens=8, **options)
+        for row in range(2):
+            alone = jaxkv.generate(params, ids(4, 2), cache=one_row(known, row), max_new_tokens=8, **options)
+            assert alone.tokens[0].tolist() == both.tokens[row].tolist()
+    assert draws_of([b"a", b"b", b"a"], 2).tolist() == [0, 1, 0, 1, 2, 3]
+    assert draws_of([b"a", b"a", b"b"], 1, np.array([1, 1, 1])).tolist() == [1, 2, 1]
+
+
 @pytest.mark.parametrize(
     "options, allowed",
     [
@@ -420,7 +443,7 @@ def test_a_cache_of_another_model_or_policy_is_refused(tiny, tmp_path):
     cache = jaxkv.prefill(params, ids(20), policy=policy)
     with pytest.raises(BadCheckpoint, match="made by model"):
         jaxkv.generate(other, ids(3), cache=cache)
-    with pytest.raises(BadCheckpoint, match="made under 'tova'"):
+    with pytest.raises(BadCheckpoint, match=r"made under 'tova'.*\(budget is 12 there, 13 now\)"):
         jaxkv.generate(params, ids(3), cache=cache, policy=jaxkv.policy("tova", budget=13))
     with pytest.raises(BadValue, match="no sampled token"):
         jaxkv.generate(params, cache=cache)

@@ -1,6 +1,7 @@
 """A request, made ready on the host by whoever asks: everything that the engine's thread will only hand to programs."""
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ class Prefix:
     filled: np.ndarray  # slots per KV head of each layer
     pending: int
     text: np.ndarray | None
+    draws: int  # by which random numbers its samples draw first
 
     @classmethod
     def of(cls, cache: KVCache) -> "Prefix":
@@ -40,7 +42,7 @@ class Prefix:
         text = cache.texts()
         return cls(
             cache.layers, int(np.asarray(cache.lengths)[0]), slots_filled(cache), int(np.asarray(cache.pending)[0]),
-            None if text is None else text[0],
+            None if text is None else text[0], 0 if cache.draws is None else int(cache.draws[0]),
         )  # fmt: skip
 
 
@@ -118,6 +120,13 @@ def shapes_of(params: Params, policy: Policy, learned: Learned, longest: int, ro
             "are compiled for: an engine takes policies whose layers have budgets of their own, such as 'adakv-h2o'"
         )
 
+    most = params.config.max_position - room if policy.bound_to_text else sys.maxsize  # tokens of a prompt
+    if longest > most:
+        raise BadValue(
+            f"longest={longest} and max_new_tokens={room}: expected at most {params.config.max_position} together, the "
+            "model's context; give less, or a policy with positions in the cache, such as policy('streaming-llm')"
+        )
+
     def at(tokens: int) -> tuple[Plan, PromptBlocks, np.ndarray]:
         shape = np.zeros(1, int), np.zeros(params.config.num_layers, np.int64), np.array([tokens])
         return planned(policy, params.config, *shape, room, parts=layout.parts, learned=learned)
@@ -129,21 +138,22 @@ def shapes_of(params: Params, policy: Policy, learned: Learned, longest: int, ro
     slots = np.max([plan.slots for plan in plans.values()], axis=0)
     block = at(longest)[1].size
     every = sorted({min(rounded(count, sizes), block) for count in range(1, block + 1)})
-    several = policy.rope != "text" or block + 1 + room <= params.config.max_position  # blocks in a prompt
+    several = block + 1 <= most  # blocks in a prompt
     later = _looks(policy, at(block + 1)[0].look) if several else ()
-    most = max((tokens for tokens, plan in plans.items() if not plan.look), default=0)  # the longest that is kept whole
-    while 0 < most < longest and not at(most + 1)[0].look:
-        most += 1
-    least = min((tokens for tokens, plan in plans.items() if plan.look), default=block)  # the shortest that is scored
+    whole = max((tokens for tokens, plan in plans.items() if not plan.look), default=0)  # the longest that is kept so
+    while 0 < whole < longest and not at(whole + 1)[0].look:
+        whole += 1
+    # the shortest that is scored
+    least = min((tokens for tokens, plan in plans.items() if plan.look), default=min(block, most))
     while least > 1 and at(least - 1)[0].look:
         least -= 1
-    if most == longest or False in later:
-        most = block
+    if whole == longest or False in later:
+        whole = block
     least = min(rounded(least, sizes), block // FEW)
     scores = policy.prefill is not None
     return Shapes(
         slots=tuple(map(int, slots)),
-        whole=tuple(size for size in every if size <= rounded(most, sizes)) if most else (),
+        whole=tuple(size for size in every if size <= rounded(whole, sizes)) if whole else (),
         scored=tuple(size for size in every if scores and size >= least),
         every=tuple(every) if scores else (),
         block=block,

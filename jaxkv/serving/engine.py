@@ -411,7 +411,7 @@ class Engine:
             self._reading = _Reading(dataclasses.replace(work, pseudo=programs.ahead(part, passed), first=None))
             return
         kept = self._programs.kept(passed.layers)
-        for number, answer in enumerate(work.answers):
+        for number, answer in enumerate(work.answers, 0 if work.prefix is None else work.prefix.draws):
             row, first = self._programs.begin(work, passed, number)
             reading.rows.append((answer, row))
             self._firsts.append((answer, first, kept))

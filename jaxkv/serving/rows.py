@@ -93,7 +93,7 @@ def begin(
     """A row behind its prompt, whose first token has been drawn; `cache` comes and goes without its layers. Where rows
     draft, `text` is what it drafts from, before that token.
 
-    `number` tells samples of one prompt apart, as `row_keys` does.
+    `number` tells samples of one prompt apart, as `draws_of` does.
     """
     keys = jax.random.fold_in(jax.random.key(seed), number)[None]
     state, token = emit(sampler, stop, DecodeState(cache, left <= 0, left, seen, keys), logits)

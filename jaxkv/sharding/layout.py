@@ -164,7 +164,7 @@ class Layout:
             if all(leaf.sharding.num_devices == 1 for leaf in jax.tree.leaves(cache)):
                 return cache
             here = jax.tree.map(lambda leaf: jnp.asarray(on_host(leaf)), cache)
-            return dataclasses.replace(here, tokens=cache.tokens)
+            return dataclasses.replace(here, tokens=cache.tokens, draws=cache.draws)
         layers = tuple(layer.divisible(self.parts) for layer in cache.layers)
         small = {name: self.put(getattr(cache, name)) for name in ("lengths", "limits", "pending")}
         return dataclasses.replace(cache, layers=self.layers(layers), **small)

@@ -16,7 +16,7 @@ from jaxkv.store.pairs import lent
 from jaxkv.store.together import opened
 
 
-@functools.partial(jax.tree_util.register_dataclass, drop_fields=("tokens",))
+@functools.partial(jax.tree_util.register_dataclass, drop_fields=("tokens", "draws"))
 @dataclasses.dataclass(frozen=True)
 class KVCache:
     """The bounded cache of a batch, and where each row stands in its text.
@@ -28,8 +28,9 @@ class KVCache:
     `policy` and `model` say under what the cache was made: another policy's statistics or another model's keys would
     be meaningless here.
     `tokens [B, N]` is the text itself: the `lengths[b]` tokens that row b has seen, -1 behind them; None where nobody
-    knows. It stays on the host: no leaf of the tree, so no program is compiled for its length, and `jax.tree.map`
-    gives a cache without it. No size below counts it.
+    knows. `draws [B]` tells rows of one text apart, such as samples of a prompt: each goes on drawing by its own random
+    numbers; None where all have the first. Both stay on the host: no leaves of the tree, so no program is compiled for
+    a text's length, and `jax.tree.map` gives a cache without them. No size below counts them.
     """
 
     layers: tuple[Any, ...]
@@ -39,6 +40,7 @@ class KVCache:
     policy: Any = dataclasses.field(default=None, metadata={"static": True})
     model: str = dataclasses.field(default="", metadata={"static": True})
     tokens: Int[np.ndarray, "B N"] | None = None
+    draws: Int[np.ndarray, "B"] | None = None
 
     def __repr__(self) -> str:
         """One line, and no array."""
@@ -89,6 +91,7 @@ def one_row(cache: KVCache, index: int) -> KVCache:
         limits=cache.limits[:, row],
         pending=cache.pending[row],
         tokens=None if cache.tokens is None else cache.tokens[row],
+        draws=None if cache.draws is None else cache.draws[row],
     )
 
 
@@ -104,6 +107,7 @@ def repeated(cache: KVCache, times: int) -> KVCache:
         limits=jnp.repeat(cache.limits, times, axis=1),
         pending=repeat(cache.pending),
         tokens=None if cache.tokens is None else np.repeat(cache.tokens, times, axis=0),
+        draws=None if cache.draws is None else np.repeat(cache.draws, times),
     )
 
 

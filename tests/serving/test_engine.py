@@ -282,6 +282,10 @@ def test_what_an_engine_does_not_take(params):
             Engine(params, sized("h2o"), rows=0)
         with pytest.raises(BadValue, match="context"):
             Engine(params, jaxkv.policy("full"), longest=10**6)
+        with pytest.raises(BadValue, match="longest=2040 and max_new_tokens=16: expected at most 2048 together"):
+            Engine(params, jaxkv.policy("full"), longest=2040, max_new_tokens=16)
+        few = Engine(params, jaxkv.policy("full"), longest=10, max_new_tokens=5)  # blocks as long as the context
+        assert max(few.shapes.whole) >= 10
         full = Engine(params, jaxkv.policy("full", block=32), longest=64, max_new_tokens=8)
         with pytest.raises(BadValue, match="slots in a layer"):
             full.submit(ids(90), max_new_tokens=8)

@@ -31,7 +31,7 @@ def both():
     alone = jax.jit(lambda sampler, *rest: sampler.sample(*rest), static_argnums=0)
 
     def draw(samplers, logits, seen, seed):
-        keys = row_keys(seed, [np.array([n]) for n in range(len(samplers))], 1)
+        keys = row_keys(seed, np.zeros(len(samplers), np.int32))
         at = jnp.arange(len(samplers), dtype=jnp.int32) + seed
         every = drawn(RowSampler.of(samplers), logits, seen, keys, at)
         own = [
