@@ -830,11 +830,11 @@ def _eval(command: Eval) -> int:
     }
     settings = evaluation.changed(evaluation.load(command.run), changes, command.tasks, each, command.parts)
     out = command.out or os.path.join("results", settings.name)
-    params = jaxkv.load(settings.model, dtype=settings.dtype, weights=settings.weights)
-    if command.plan:
-        print(evaluation.cost(params, settings))
-        return 0
     try:
+        params = jaxkv.load(settings.model, dtype=settings.dtype, weights=settings.weights)
+        if command.plan:
+            print(evaluation.cost(params, settings))
+            return 0
         store = evaluation.evaluate(params, settings, out, progress=_Jobs())
     except KeyboardInterrupt:
         kept = len(list(Store(out).records()))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.checks import MOST, check_arguments, fits, shown
+from jaxkv.checks import check_arguments, fits, shown
 from jaxkv.errors import BadCheckpoint, BadValue
 from jaxkv.plan import SIZES
 from jaxkv.policies.catalogue import catalogue
@@ -72,8 +72,12 @@ def checked_request(
         stop_tokens = params.config.stop_tokens
     else:
         stop_tokens = sequence_of("stop_tokens", stop_tokens, int, "token ids, () for none, or None for the model's")
-        if not all(0 <= token <= MOST for token in stop_tokens):
-            raise BadValue(f"stop_tokens={shown(stop_tokens)}: expected token ids, which are never below 0")
+        wrong = [token for token in stop_tokens if not 0 <= token < params.config.vocab_size]
+        if wrong:
+            raise BadValue(
+                f"stop_tokens={shown(stop_tokens)}, and {wrong[0]} is none of the model's: expected token ids from 0 "
+                f"to {params.config.vocab_size - 1}"
+            )
     stop = (stop,) if isinstance(stop, str) else () if stop is None else stop
     stop = sequence_of("stop", stop, str, "text, or several texts")
     if "" in stop:
@@ -145,10 +149,12 @@ def checked_policy(params: Params, policy: Policy | None, cache: KVCache | None)
     if policy is None:
         return cache.policy
     if policy != cache.policy and dataclasses.replace(policy, block=full.block) != full:
+        fields = [field.name for field in dataclasses.fields(policy)]
+        name = next(name for name in fields if getattr(policy, name) != getattr(cache.policy, name))
         raise BadCheckpoint(
-            f"the cache was made under {cache.policy.name!r} (budget {cache.policy.budget}, ratio "
-            f"{cache.policy.ratio}), not under {policy.name!r} as given: leave policy= out, or give policy('full') "
-            "to keep everything that follows"
+            f"the cache was made under {cache.policy.name!r}, not under {policy.name!r} as given ({name} is "
+            f"{shown(getattr(cache.policy, name))} there, {shown(getattr(policy, name))} now): leave policy= out, or "
+            "give policy('full') to keep everything that follows"
         )
     return policy
 

@@ -43,8 +43,8 @@ class StopStrings:
         if complete:
             return text
         text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # the first bytes of a character whose rest is still to come
-        partial = [n for stop in self.strings for n in range(1, len(stop)) if text.endswith(stop[:n])]
-        return text[: len(text) - max(partial, default=0)]
+        begun = ((stop, n) for stop in self.strings for n in range(1, min(len(stop), len(text) + 1)))
+        return text[: len(text) - max((n for stop, n in begun if text.endswith(stop[:n])), default=0)]
 
     def _words(self, tokens: list[int]) -> str:
         return decoded(self.tokenizer, tokens)

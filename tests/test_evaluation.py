@@ -354,6 +354,10 @@ def test_a_stopped_run_goes_on(finished, lettered, tmp_path, monkeypatch):
     (again,) = computed
     assert (again["key"], again["answer"]) == (wanted[-1]["key"], wanted[-1]["answer"])
     assert [record["key"] for record in other.records()] == [record["key"] for record in wanted]
+    short = {"name": "niah-multikey", "lengths": [8], "examples": 1}
+    with pytest.raises(BadValue, match="not even its question fits"):
+        runner.evaluate(lettered, settings.from_dict({**RUN, "tasks": [short]}), tmp_path / "none", model="tiny")
+    assert not (tmp_path / "none").exists(), "the corrected run may take its place"
     with pytest.raises(BadValue, match=r"other settings \(seed: 0 there, 1 now\)"):
         runner.evaluate(lettered, settings.from_dict({**RUN, "seed": 1}), tmp_path, model="tiny")
     task = {**RUN["tasks"][0], "limit": 1}

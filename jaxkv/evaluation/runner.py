@@ -93,9 +93,8 @@ def evaluate(
     """
     if params.tokenizer is None:
         raise BadValue("an evaluation asks questions in text, and these params have no tokenizer: load them with one")
-    store = Store(folder)
+    store, work = Store(folder), planned(params, settings)  # a run that cannot be planned leaves no folder behind
     done = store.open(to_dict(settings), model or params.fingerprint)
-    work = planned(params, settings)
     stale = store.leave_out({key for step in work.steps for key in step.keys})
     steps = [step for step in work.steps if not done.issuperset(step.keys)]
     told = progress or (lambda *_: None)

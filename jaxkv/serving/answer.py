@@ -61,7 +61,7 @@ class Answer:
         self.times = Times(time.perf_counter())
         self.cancelled, self.tells = False, tells
         self.group: Answer = self  # the first sample of the same prompt
-        self._most, self._stop_tokens, self._stop = most, frozenset(stop_tokens), stop
+        self._most, self.stop_tokens, self._stop = most, frozenset(stop_tokens), stop
         self._wake, self._runs = wake, runs
         self._changed, self._watchers = threading.Condition(), []
         self._shown, self._reading = Growing(stop.tokenizer), threading.Lock()
@@ -157,7 +157,7 @@ class Answer:
             self.chances.extend(chances[:count])
             self.tokens.extend(tokens[:count])
             self.kept = min(kept, float(self.seen))  # the cache may hold what came behind a stop string
-            if stopped or (self.tokens and self.tokens[-1] in self._stop_tokens):
+            if stopped or (self.tokens and self.tokens[-1] in self.stop_tokens):
                 self._end(STOP)
             elif len(self.tokens) >= self._most:
                 self._end(LENGTH)

@@ -178,7 +178,6 @@ class Server:
         if not self._ready:
             raise Wrong(503, "the programs are being compiled: ask again soon", headers={"retry-after": "5"})
         engine, answers = self.engine, []
-        stops = frozenset(engine.params.config.stop_tokens) | frozenset(wanted.stop_token_ids or ())
 
         def submit() -> None:
             settings = wanted.settings(engine, self._limits.max_tokens)
@@ -198,7 +197,7 @@ class Server:
             raise
         for answer in answers:
             answer.watch(self._counting(answer))
-        return [Reader(answer, engine.params.tokenizer, stops) for answer in answers]
+        return [Reader(answer, engine.params.tokenizer) for answer in answers]
 
     def _counting(self, answer: Answer) -> Callable[[], None]:
         counted = threading.Lock()

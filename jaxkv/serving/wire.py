@@ -11,7 +11,16 @@ import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError, from_json
 
 from jaxkv.errors import BadValue
@@ -84,6 +93,15 @@ class TextFormat(Strict):
     type: Literal["text"]
 
 
+def _unmoved(given: Any) -> Any:
+    if given:
+        raise PydanticCustomError("unmoved", "this server moves no chances so: expected nothing, 0 or an empty object")
+    return given
+
+
+Unmoved = AfterValidator(_unmoved)
+
+
 class Wanted(Strict):
     """What both kinds of requests may say; of what this server has not, that it shall not be done."""
 
@@ -102,9 +120,9 @@ class Wanted(Strict):
     metadata: dict[str, Any] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    logit_bias: Annotated[dict[str, Any], Unmoved] | None = None
+    presence_penalty: Annotated[float, Unmoved] | None = None
+    frequency_penalty: Annotated[float, Unmoved] | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -206,6 +224,12 @@ class Chat(Wanted):
 
     def settings(self, engine: Engine, default: int) -> dict[str, Any]:
         """As those of all requests."""
+        both = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise BadValue(
+                f"max_tokens={self.max_tokens} and max_completion_tokens={self.max_completion_tokens}: expected one of "
+                "the two"
+            )
         if self.top_logprobs and not self.logprobs:
             raise BadValue(f"top_logprobs={self.top_logprobs}: expected logprobs=true beside it, or leave it out")
         return super().settings(engine, default)
@@ -268,8 +292,8 @@ class Piece:
 class Reader:
     """Reads an answer in pieces."""
 
-    def __init__(self, answer: Answer, tokenizer: Any, stop_tokens: frozenset[int]):
-        self.answer, self._tokenizer, self._stop_tokens = answer, tokenizer, stop_tokens
+    def __init__(self, answer: Answer, tokenizer: Any):
+        self.answer, self._tokenizer = answer, tokenizer
         self._shown, self._told, self._growing = 0, 0, Growing(tokenizer)
 
     def piece(self) -> Piece:
@@ -279,7 +303,7 @@ class Reader:
         new, self._shown = text[self._shown :], max(self._shown, len(text))
         before, self._told = self._told, count
         chances = self.answer.chances[before:count]
-        if finish == STOP and chances and chances[-1].token in self._stop_tokens:
+        if finish == STOP and chances and chances[-1].token in self.answer.stop_tokens:
             chances = chances[:-1]  # the token that ends a text is no part of it
         return Piece(new, chances, finish, before)
 

@@ -182,6 +182,7 @@ def test_log_probabilities_of_a_chat(running, client):
 WRONG = [
     ({"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias"),
     ({"prompt": "a", "temperature": "hot"}, 400, "temperature"),
+    ({"prompt": "a", "stop_token_ids": [10**12]}, 400, "none of the model's"),
     ({"prompt": "a", "temperature": -1}, 400, "temperature"),
     ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens=0"),
     ({"prompt": "a", "max_tokens": 10**30}, 400, "max_tokens"),

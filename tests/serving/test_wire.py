@@ -56,9 +56,9 @@ def test_a_wrong_message_is_blamed_where_it_is(data, where, says):
         ({"prompt": [[1], [2, "a"]]}, "prompt.1.1", "integer"),
         ({"stop": ""}, "stop", "at least 1 character"),
         ({"stop": ["a", ""]}, "stop.1", "at least 1 character"),
-        ({"presence_penalty": 1}, "presence_penalty", "less than or equal to 0"),
+        ({"presence_penalty": 1}, "presence_penalty", "moves no chances"),
         ({"presence_penalty": False}, "presence_penalty", "number"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "at most 0"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "moves no chances"),
         ({"store": True}, "store", "False"),
         ({"service_tier": "flex"}, "service_tier", "'auto' or 'default'"),
         ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", "False"),
@@ -100,6 +100,7 @@ ENGINE = SimpleNamespace(policy=SimpleNamespace(name="tova"), params=None)
         (Chat, {"top_logprobs": 3}, "top_logprobs=3: expected logprobs=true"),
         (Chat, {"top_logprobs": 21, "logprobs": True}, "top_logprobs=21: expected 0 to 20"),
         (Chat, {"top_logprobs": -1, "logprobs": True}, "top_logprobs=-1: expected 0 to 20"),
+        (Chat, {"max_tokens": 4, "max_completion_tokens": 2}, "max_tokens=4 and max_completion_tokens=2"),
         (Completion, {"logprobs": -1}, "logprobs=-1: expected 0 to 20"),
         (Completion, {"stream_options": {"include_usage": True}}, "stream_options without stream"),
     ],
@@ -110,10 +111,10 @@ def test_what_would_be_passed_over_is_refused(kind, given, says):
         parsed(kind, body(**text, **given)).settings(ENGINE, 16)
 
 
-def told(tokenizer, ids, *, best=(), stop=(), step=3):
+def told(tokenizer, ids, *, best=(), stop=(), ends=(), step=3):
     """The log-probabilities of a completion with these tokens as it is streamed, and its text."""
-    answer = Answer(1, 1, len(ids), (), StopStrings(stop, tokenizer), True, lambda: None, lambda: True)
-    reader = Reader(answer, tokenizer, frozenset())
+    answer = Answer(1, 1, len(ids), ends, StopStrings(stop, tokenizer), True, lambda: None, lambda: True)
+    reader = Reader(answer, tokenizer)
     written = Written(parsed(Completion, body(prompt="a", logprobs=5)), "tiny", tokenizer)
     pieces = []
     for at in range(0, len(ids), step):
@@ -141,6 +142,12 @@ def test_of_tokens_that_look_alike_the_likeliest_is_told(smollm2):
     best = [(alike[0], -1.0), (65, -2.0), (alike[1], -3.0)]
     ((logprobs,), _) = told(smollm2.tokenizer, [65], best=best)
     assert logprobs["top_logprobs"] == [{"\ufffd": -1.0, word_of(smollm2.tokenizer, 65): -2.0}]
+
+
+def test_the_token_that_ends_a_text_is_not_told():
+    """Whoever named it: the model, or the request by its id or its name."""
+    ((logprobs,), sent) = told(Letters(), Letters()("abc")["input_ids"], ends=Letters()("c")["input_ids"], step=100)
+    assert logprobs["tokens"] == ["a", "b"] and sent == "abc"
 
 
 def test_no_token_begins_behind_the_text():
