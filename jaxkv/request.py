@@ -72,11 +72,12 @@ def checked_request(
         stop_tokens = params.config.stop_tokens
     else:
         stop_tokens = sequence_of("stop_tokens", stop_tokens, int, "token ids, () for none, or None for the model's")
-        wrong = [token for token in stop_tokens if not 0 <= token < params.config.vocab_size]
+        own, most = params.config.stop_tokens, params.config.vocab_size
+        wrong = [token for token in stop_tokens if not (0 <= token < most or token in own)]
         if wrong:
             raise BadValue(
                 f"stop_tokens={shown(stop_tokens)}, and {wrong[0]} is none of the model's: expected token ids from 0 "
-                f"to {params.config.vocab_size - 1}"
+                f"to {most - 1}"
             )
     stop = (stop,) if isinstance(stop, str) else () if stop is None else stop
     stop = sequence_of("stop", stop, str, "text, or several texts")

@@ -114,7 +114,7 @@ SERVED = {"name": "dapq-longflow", "budget": 16, "block": 16, "count": 6}
 DRAWS = (
     {},
     {"temperature": 1.2, "top_p": 0.7, "seed": -(2**40)},
-    {"temperature": 0.9, "top_k": 30, "repetition_penalty": 1.2, "stop_tokens": [*range(0, 200, 14)]},
+    {"temperature": 0.9, "top_k": 30, "repetition_penalty": 1.2, "stop_tokens": [*range(0, 190, 14)]},
 )
 REQUESTS = [
     (
