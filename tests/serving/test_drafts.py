@@ -18,7 +18,7 @@ from jaxkv.speculative import AASD, Conditional, DraftModel, PromptLookup, SelfD
 FAMILY = "llama3"
 GOLDENS = Path(__file__).parents[1] / "goldens"
 WIDE = AASD(depth=4, siblings=(2, 1), low=1.0, fallback=False)  # siblings everywhere, and a tree in every pass
-STOPS = (), (11, 200), (5,)
+STOPS = (), (11, 150), (5,)
 
 
 def ids(length, seed=0):
