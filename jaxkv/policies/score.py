@@ -29,12 +29,12 @@ Stats = dict[str, Float[Array, "B Hk S"]]
 
 def of_entries(kind: str, value: Any, positions: Int[Array, "B Hk S"]) -> Any:
     """What a score of this kind said of the entries: a float, or one of each entry. Raises `BadValue`."""
-    shape, dtype = ((), None) if value is None else (jnp.shape(value), jnp.result_type(value))
+    shape, dtype = _form(value)
     try:
         fits = np.broadcast_shapes(shape, positions.shape) == positions.shape and len(shape) in (0, positions.ndim)
     except ValueError:
         fits = False
-    if not fits or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+    if not fits or not _floats(dtype):
         raise BadValue(
             f"score {kind!r} gave {dtype} {shape}: expected a float32 for each of the entries, "
             f"{positions.shape} (row, KV head, slot)"
@@ -50,13 +50,22 @@ def of_tokens(score: "Score", said: Any, shape: tuple[int, ...]) -> Stats:
             f"expected a dictionary with none but those that its `stats` names, {list(score.stats)}"
         )
     for name, stat in said.items():
-        found, dtype = ((), None) if stat is None else (jnp.shape(stat), jnp.result_type(stat))
-        if dtype is None or found != shape or not jnp.issubdtype(dtype, jnp.floating):
+        found, dtype = _form(stat)
+        if found != shape or not _floats(dtype):
             raise BadValue(
                 f"score {score.kind!r} gave the statistic {name!r} as {dtype} {found}: "
                 f"expected a float32 for each of the tokens, {shape} (row, KV head, token)"
             )
     return dict(said)
+
+
+def _form(value: Any) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of what a score said; no dtype of nothing."""
+    return ((), None) if value is None else (jnp.shape(value), jnp.result_type(value))
+
+
+def _floats(dtype: Any) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
 Rotate = Callable[[jax.Array, jax.Array], jax.Array]
