@@ -544,7 +544,7 @@ def _cache(command: Cache) -> int:
     if command.json:
         print(json.dumps([{**dataclasses.asdict(each), "folder": str(each.folder)} for each in found]))
         return 0
-    print(f"at most {programs.LIMIT / 2**20:.0f} MiB of compiled programs for each jaxlib and CPU")
+    print(f"at most {programs.LIMIT / 2**20:.0f} MiB of compiled programs stay at a start, for each jaxlib and CPU")
     for each in found:
         print(f"{each.folder}  {each.programs} programs, {each.bytes / 2**20:.1f} MiB")
     if not found:

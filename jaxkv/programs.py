@@ -1,5 +1,6 @@
 """Compiled programs: those that stay in a folder of the user's, and those that a process holds; both are bounded."""
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -75,8 +76,9 @@ def keep_programs(folder: str | os.PathLike | None = None, *, limit: int = LIMIT
     """From here on JAX writes what it compiles into a folder, and later processes read it there; gives the folder.
 
     By default the folder is in jaxkv's cache folder (`$JAXKV_CACHE`, else `~/.cache/jaxkv`), a part of its own for each
-    jaxlib and CPU; JAX itself tells programs apart by their text, flags and devices. At most `limit` bytes stay, those
-    that were used last. A folder that was chosen before, as by `JAX_COMPILATION_CACHE_DIR`, is left as it is.
+    jaxlib and CPU; JAX itself tells programs apart by their text, flags and devices. Of what lies there now, at most
+    `limit` bytes stay, those that were used last. A folder that was chosen before, as by `JAX_COMPILATION_CACHE_DIR`,
+    is left as it is.
     Raises `BadValue` for a limit below 1 and a folder that cannot be written.
     """
     import jax
@@ -91,12 +93,12 @@ def keep_programs(folder: str | os.PathLike | None = None, *, limit: int = LIMIT
         target.mkdir(parents=True, exist_ok=True)
         if folder is None:
             _forget_unused(target)
+        _forget_beyond(target, limit)  # not JAX's own bound: under it each program added reads when all were used last
     except OSError as error:
         raise BadValue(f"{target} cannot be written ({error}): give another folder, or set JAXKV_CACHE") from error
     if not os.access(target, os.W_OK):
         raise BadValue(f"{target} cannot be written: give another folder, or set JAXKV_CACHE")
     jax.config.update("jax_compilation_cache_dir", str(target))
-    jax.config.update("jax_compilation_cache_max_size", limit)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # the small ones are many
     return target
 
@@ -112,7 +114,7 @@ def kept() -> list[Kept]:
     """What is kept, by jaxlib and CPU."""
     root = _root()
     folders = sorted(folder for folder in root.iterdir() if folder.is_dir()) if root.is_dir() else []
-    sizes = [[file.stat().st_size for file in folder.glob("*-cache")] for folder in folders]
+    sizes = [[facts.st_size for _, facts in _programs(folder)] for folder in folders]
     return [Kept(folder, len(each), sum(each)) for folder, each in zip(folders, sizes, strict=True)]
 
 
@@ -141,3 +143,25 @@ def _forget_unused(own: Path) -> None:
         times = [file.stat().st_mtime for file in (folder, *folder.glob("*"))] if folder.is_dir() else []
         if folder != own and times and max(times) < time.time() - UNUSED:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _forget_beyond(folder: Path, limit: int) -> None:
+    """Removes from a folder the programs that were used longest ago, until at most `limit` bytes are left.
+
+    When a file was read last is told to about a day; where the system does not keep it, when it was written.
+    """
+    files = [(max(facts.st_atime, facts.st_mtime), facts.st_size, file) for file, facts in _programs(folder)]
+    total = 0
+    for _, size, file in sorted(files, reverse=True):
+        total += size
+        if total > limit:
+            file.unlink(missing_ok=True)
+
+
+def _programs(folder: Path) -> list[tuple[Path, os.stat_result]]:
+    """The programs in a folder, but for those that another process removes meanwhile."""
+    found = []
+    for file in folder.glob("*-cache"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append((file, file.stat()))
+    return found

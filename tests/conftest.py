@@ -26,7 +26,6 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAXKV_TESTS_PROGRAMS"] = tempfile.mkdtemp(prefix="jaxkv-tests-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["JAXKV_TESTS_PROGRAMS"]
-    os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(2**31)  # with a bound, a file is locked while it is written
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import jax

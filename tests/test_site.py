@@ -20,7 +20,6 @@ import policy_pages  # noqa: E402
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 MODULES_OF = {"orbax-checkpoint": "orbax", "pytest-xdist": "xdist"}  # the others are called as their modules
 UNIMPORTED = {  # extra -> what is used in another way than by an import
-    "": {"filelock": "jax imports it where a bounded folder of programs is asked for"},
     "docs": {"furo": 'html_theme = "furo"', "sphinx-copybutton": '"sphinx_copybutton"'},
     "dev": {
         "ipykernel": "nbclient starts it", "pytest-xdist": "-n auto", "beartype": "beartype.beartype",

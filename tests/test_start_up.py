@@ -76,15 +76,29 @@ def test_a_later_process_finds_the_programs(tmp_path, monkeypatch, capsys):
     assert programs.kept() == []
 
 
+@pytest.mark.usefixtures("nothing_chosen")
 def test_the_folder_is_bounded(tmp_path):
-    code = """
-import jax, jaxkv
-folder = jaxkv.keep_programs({folder!r}, limit=20000)
-for k in range(12):
-    jax.jit(lambda x: x * k + jax.numpy.sort(x))(jax.numpy.arange(100.0 + k))
-print(sum(file.stat().st_size for file in folder.glob("*-cache")))
+    """What was used last stays; files of others are left alone."""
+    now = time.time()
+    for age, name in enumerate(("new-cache", "older-cache", "old-cache", "oldest-cache", "else")):
+        (tmp_path / name).write_bytes(b"x" * 100)
+        os.utime(tmp_path / name, (now - 10**6 * age, now - 10**7))
+    os.utime(tmp_path / "oldest-cache", (now - 10**8, now))  # written now, and read at a time that is not kept
+    assert programs.keep_programs(tmp_path, limit=350) == tmp_path
+    assert {file.name for file in tmp_path.iterdir()} == {"new-cache", "older-cache", "oldest-cache", "else"}
+
+
+def test_a_program_more_costs_the_same_beside_many(tmp_path):
+    """JAX looks at no other program when it adds one, as it would under a bound of its own."""
+    code = f"""
+import jax, jaxkv, numpy as np
+folder = jaxkv.keep_programs({str(tmp_path)!r})
+(folder / "other-cache").write_bytes(b"x")
+(folder / "other-atime").mkdir()  # reading it would be an error
+jax.jit(lambda x: x * 3 + 7)(np.ones(5, np.float32))
+print(len(list(folder.glob("*-cache"))) > 1)
 """
-    assert 0 < int(told(code.format(folder=str(tmp_path / "here")))) <= 20000
+    assert told(code) == "True"
 
 
 def test_what_was_chosen_before_stays(tmp_path):
