@@ -178,7 +178,7 @@ def assert_filled(cache, chosen):
             assert (empty < 0).all(), "behind the empty slots, or before them where slots share their code"
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @chiefly("h2o", "dapq-longflow", "adakv-h2o", bounded=True)
 @pytest.mark.parametrize("block", [7, pytest.param(2048, marks=pytest.mark.slow)])
 def test_budget_holds_at_prefill_and_decode(tiny, name, block):
@@ -225,7 +225,7 @@ def test_enough_budget_is_the_full_cache(tiny, name):
         np.testing.assert_allclose(np.where(held, mine.values, 0), np.where(held, theirs.values, 0), atol=2e-5)
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @chiefly("streaming-llm", "dapq-longflow", "adakv-h2o")
 @pytest.mark.parametrize("size", [{"budget": 16}, pytest.param({"ratio": 0.5}, marks=pytest.mark.slow)], ids=str)
 def test_padding_and_batch_change_nothing(tiny, name, size):

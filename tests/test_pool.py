@@ -337,18 +337,22 @@ def test_ragged_decode_is_each_head_by_itself(how, shape, group, rule, counts, d
     run = jax.jit(run, static_argnames="with_mass")
     out = run(token, held, whole(slot), judge)
     near = {"rtol": 2e-5, "atol": 1e-5} if dtype == "float32" else {"rtol": 2e-2, "atol": 2e-2}
+    alone = jax.jit(functools.partial(decode_attend_score, **options))
+    query, key, value, keys, values = map(np.asarray, (query, key, value, keys, values))
     for row in range(2):
         for head in range(heads):
             own = slice(offsets[row, head], offsets[row, head + 1])
-            one = lambda x, own=own, row=row: jnp.asarray(x[row, own])[None, None]  # noqa: E731
+            one = lambda x, own=own, row=row: jnp.asarray(x[row, own][None, None])  # noqa: E731
             mine = slice(head * groups, (head + 1) * groups)
-            lone = decode_attend_score(
-                Token(query[row, mine][None], *(x[row, head][None, None] for x in (key, value)), whole([many])),
-                Held(one(keys), one(values), one(held.positions), one(added) if counts else None),
+            lone = alone(
+                Token(
+                    jnp.asarray(query[row, mine][None]), *(jnp.asarray(x[row, head][None, None]) for x in (key, value)),
+                    whole([many]),
+                ),
+                Held(one(keys), one(values), whole(positions[row, own][None, None]), one(added) if counts else None),
                 whole([[second[row, head]]]),
-                Judge(whole([sizes[row, head]]), judge.recents[row : row + 1], one(weight), one(bias), rule, group),
-                **options,
-            )
+                Judge(whole([sizes[row, head]]), whole(recents[row : row + 1]), one(weight), one(bias), rule, group),
+            )  # fmt: skip
             text = lambda x: np.asarray(x, np.float32)  # noqa: E731
             np.testing.assert_allclose(text(out.output[row, mine]), text(lone.output[0]), **near)
             np.testing.assert_allclose(out.lse[row, mine], lone.lse[0], rtol=2e-5, atol=1e-5)

@@ -39,14 +39,14 @@ def tiered(codecs, balance):
     keys[..., 5] += 40
     positions = np.where(rng.random((ROWS, HEADS, SLOTS)) < 0.7, np.arange(SLOTS), -1)
     positions[1] = -1
+    return _held(codecs, balance, *(x.astype(np.float32) for x in (keys, values)), positions.astype(np.int32))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _held(codecs, balance, keys, values, at):
     of_keys, of_values, centred = BALANCES[balance]
     held = tier.empty(
         ROWS, HEADS, SLOTS, DIM, jnp.dtype("float32"), codecs, balanced=(of_keys, of_values), centred=centred
-    )
-    at, keys, values = (
-        jnp.asarray(positions, jnp.int32),
-        jnp.asarray(keys, jnp.float32),
-        jnp.asarray(values, jnp.float32),
     )
     there, rows = at >= 0, jnp.ones(ROWS, bool)
     if held.keys is not None:
@@ -63,8 +63,13 @@ def asked(held, softcap=None):
     query = jnp.asarray(np.random.default_rng(2).standard_normal((ROWS, HEADS * GROUP, DIM)), jnp.float32)
     position = jnp.asarray([SLOTS, SLOTS, -1], jnp.int32)
     softmax = {"scale": 0.125, "softcap": softcap}
-    part, after = held.step(Layout(None), query, position, None, **softmax)
-    return part, after, held.attend(query[:, :, None], position[:, None], **softmax).now()
+
+    @jax.jit  # anew for each call, whose kernel may be another
+    def both(held):
+        step = held.step(Layout(None), query, position, None, **softmax)
+        return *step, held.attend(query[:, :, None], position[:, None], **softmax).now()
+
+    return both(held)
 
 
 def assert_same(part, after, block, held):

@@ -340,9 +340,9 @@ def test_prompts_whose_programs_are_there_do_not_wait_for_the_others(params, mon
 
 def test_what_waits_for_programs_is_answered_before_the_engine_stops(params):
     policy, ask = sized("laq-h2o"), {"max_new_tokens": 6, "stop_tokens": ()}
-    with Engine(params, policy, rows=4, longest=140, max_new_tokens=12, steps=4) as engine:
-        answer = engine.submit(ids(100, 3), **ask)
-    assert answer.tokens == alone(params, policy, ids(100, 3), **ask)
+    with Engine(params, policy, rows=2, longest=30, max_new_tokens=12, steps=4) as engine:
+        answer = engine.submit(ids(24, 3), **ask)
+    assert answer.tokens == alone(params, policy, ids(24, 3), **ask)
 
 
 def test_programs_that_cannot_be_made_end_an_engine(params, monkeypatch):
