@@ -302,9 +302,11 @@ class Eval:
     policies: tuple[str, ...] = ()
     """Instead of the run's policies: names, .toml files, or "all" of the catalogue."""
     budgets: tuple[int, ...] = ()
-    """Instead of the run's budgets and ratios."""
+    """Tokens kept per KV head, instead of the run's sizes."""
     ratios: tuple[float, ...] = ()
-    """Fractions removed, instead of the run's budgets and ratios."""
+    """Fractions removed, instead of the run's sizes."""
+    bytes: tuple[int, ...] = ()
+    """What the keys and values of a row may take, instead of the run's sizes."""
     weights: Literal["int8", "int4", "file"] | None = None
     """Keep the model's matrices in blocks of 8 or 4 bits, or as a GGUF file has them (by default they are floats)."""
     data: str | None = None
@@ -823,8 +825,8 @@ def _eval(command: Eval) -> int:
     given = ("model", "dtype", "weights", "policies", "budgets", "ratios", "data", "batch", "block", "share_prefill")
     asked = {name: getattr(command, name) for name in given}
     changes = {name: value for name, value in asked.items() if value not in (None, ()) and value is not False}
-    if command.budgets or command.ratios:
-        changes |= {"budgets": command.budgets, "ratios": command.ratios}
+    if command.budgets or command.ratios or command.bytes:
+        changes |= {"budgets": command.budgets, "ratios": command.ratios, "bytes": command.bytes}
     each = {
         name: value for name in ("limit", "longest", "lengths") if (value := getattr(command, name)) not in (None, ())
     }

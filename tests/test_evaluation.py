@@ -1,5 +1,6 @@
 """Evaluation: tasks pinned by hashes, scorers on hand-made cases, runs that resume, fidelity, reports."""
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -11,7 +12,7 @@ import pytest
 import jaxkv
 from jaxkv import cli
 from jaxkv.errors import BadValue, UnknownName
-from jaxkv.evaluation import Example, Question, asking, datasets, runner, scorers, settings, summary, tasks
+from jaxkv.evaluation import Example, Question, asking, datasets, jobs, runner, scorers, settings, summary, tasks
 from jaxkv.evaluation.example import fitted
 from jaxkv.evaluation.fidelity import fidelity, reference, shares
 from jaxkv.evaluation.forced import follow
@@ -223,11 +224,43 @@ def test_settings():
         ({"tasks": [{"name": "passky"}]}, UnknownName),
         ({"tasks": [{"name": "passkey", "file": "x"}]}, BadValue),
         ({"fidelity": {"texts": 0}}, BadValue),
+        ({"policies": ["tova"], "budgets": [64], "bytes": [4096]}, BadValue),
+        ({"policies": ["tova"], "bytes": [0]}, BadValue),
     ):
         with pytest.raises(error):
             settings.from_dict(table)
     with pytest.raises(UnknownName, match="default"):
         settings.load("defautl")
+
+
+INT4 = {"keys": {"kind": "int", "bits": 4}, "values": {"kind": "int", "bits": 4}}
+BYTES = {"policies": ["full", "tova", {"name": "tova", "store": INT4, "label": "tova in 4 bits"}], "bytes": [40_000]}
+
+
+def test_sizes_in_bytes_are_budgets_of_the_model(lettered):
+    """The same bytes hold more entries of fewer bits; what they cannot hold is not measured, and said so."""
+    full, whole, coded = (jobs.measurable(lettered, cell) for cell in settings.from_dict(BYTES).cells())
+    assert full.size is None and whole.size == coded.size == 40_000
+    for cell in (whole, coded):
+        assert cell.policy.bytes is None and cell.policy.budget == cell.budget
+        held = jaxkv.prefill(lettered, ids(1, 600), policy=cell.policy, room=1).kv_bytes
+        assert 0.9 * 40_000 < held <= 40_000
+    assert coded.budget > 2 * whole.budget
+    (few,) = (jobs.measurable(lettered, cell) for cell in settings.from_dict({**BYTES, "bytes": [9]}).cells()[1:2])
+    assert few.policy is None and "raise bytes=" in few.reason
+    assert len({jobs.key_of(cell, "aware", "x") for cell in (whole, dataclasses.replace(whole, bytes=40_100))}) == 2
+
+
+@pytest.mark.long
+def test_a_run_at_equal_bytes(lettered, tmp_path):
+    run = {**RUN, **BYTES, "budgets": (), "retention": None, "bytes": [40_000, 60_000]}
+    store = runner.evaluate(lettered, settings.from_dict(run), tmp_path, model="tiny")
+    rows = summary.quality(store.records())
+    assert [(row["policy"], row["budget"]) for row in rows if row["mode"] == "aware"] == [
+        ("full", None), *((name, size) for name in ("tova", "tova in 4 bits") for size in (40_000, 60_000)),
+    ]  # fmt: skip
+    assert {record["bytes"] for record in store.records() if record["policy"] != "full"} == {40_000, 60_000}
+    assert "60000" in summary.text_table(rows) and report([tmp_path]).exists()
 
 
 def ids(rows: int, length: int) -> np.ndarray:

@@ -14,6 +14,7 @@ from jaxkv.evaluation.example import Example
 from jaxkv.evaluation.results import Record
 from jaxkv.evaluation.settings import Cell, Settings
 from jaxkv.policies.policy import Policy
+from jaxkv.sizes import fitted
 from jaxkv.weights.params import Params
 
 HELD = 8192  # tokens of prompts whose caches wait for each other
@@ -41,7 +42,7 @@ class Job:
     @property
     def title(self) -> str:
         """What the progress line shows."""
-        size = self.cell.budget if self.cell.ratio is None else self.cell.ratio
+        size = self.cell.size
         names = ", ".join(sorted({example.task for example, _ in self.rows}))
         return f"{self.cell.label}{'' if size is None else f' at {size}'}, {self.mode}: {names}"
 
@@ -71,15 +72,23 @@ def key_of(cell: Cell, mode: str, what: str) -> str:
     policy = cell.policy
     if policy is not None:
         policy = dataclasses.replace(policy, title="", paper="", fidelity="", differs="")
-    return hashlib.sha256(f"{cell.label}|{policy!r}|{mode}|{what}".encode()).hexdigest()[:16]
+    said = repr(policy) if cell.bytes is None else f"{policy!r} in {cell.bytes} bytes"
+    return hashlib.sha256(f"{cell.label}|{said}|{mode}|{what}".encode()).hexdigest()[:16]
 
 
 def measurable(params: Params, cell: Cell) -> Cell:
-    """The cell; without its policy where that needs numbers that were not measured on this model."""
-    if cell.policy is None or all(name in params.learned for name in cell.policy.learns):
+    """The cell, with the budget that its bytes allow on this model; without its policy where that needs numbers that
+    were not measured on it, or more bytes."""
+    if cell.policy is None:
         return cell
-    lost = ", ".join(name for name in cell.policy.learns if name not in params.learned)
-    return dataclasses.replace(cell, policy=None, reason=f"{lost}: not measured on this model (jaxkv calibrate)")
+    if lost := ", ".join(name for name in cell.policy.learns if name not in params.learned):
+        return dataclasses.replace(cell, policy=None, reason=f"{lost}: not measured on this model (jaxkv calibrate)")
+    try:
+        learned = params.learned_for(cell.policy.learns, cell.policy.name)
+        policy = fitted(cell.policy, params.config, params.dtype, learned, params.layout.parts)
+    except BadValue as error:
+        return dataclasses.replace(cell, policy=None, reason=str(error))
+    return dataclasses.replace(cell, policy=policy, budget=cell.budget if cell.bytes is None else policy.budget)
 
 
 def jobs(settings: Settings, examples: list[Example], cells: Sequence[Cell], tokenizer: Any) -> Iterator[Job]:
@@ -137,7 +146,7 @@ def shares(settings: Settings, examples: list[Example], cells: Sequence[Cell], t
 def side_by_side(settings: Settings, found: Sequence[Share]) -> Iterator[list[Share]]:
     """Neighbouring questions whose answers decode together: prompts padded to one length, as many as make the sizes of
     one policy fill a batch, and no more than `HELD` tokens."""
-    sizes = max(1, len(settings.budgets) + len(settings.ratios))
+    sizes = max(1, len(settings.budgets) + len(settings.ratios) + len(settings.bytes))
     alike = lambda share: (one_prefill.padded(len(share.ids)), share.row[0].max_new_tokens, share.cells)  # noqa: E731
     for (length, *_), some in itertools.groupby(found, alike):
         yield from map(list, itertools.batched(some, max(1, min(settings.batch // sizes, HELD // length))))
@@ -215,5 +224,7 @@ def about(job: Job, row: tuple[Example, int]) -> Record:
 
 
 def cell_said(cell: Cell) -> Record:
-    said = {"policy": cell.label, "budget": cell.budget, "ratio": cell.ratio}
+    said: Record = {"policy": cell.label, "budget": cell.budget, "ratio": cell.ratio}
+    if cell.bytes is not None:
+        said["bytes"] = cell.bytes
     return said if cell.policy is None else {**said, "fidelity": cell.policy.fidelity, "bounded": cell.policy.bounded}

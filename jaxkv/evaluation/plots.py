@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.evaluation.retention import Retention
-from jaxkv.evaluation.summary import Record, answers, grouped, name_of, quality, wilson
+from jaxkv.evaluation.summary import Record, answers, asked, grouped, name_of, quality, wilson
 
 # Colours that people with any colour vision tell apart (Okabe and Ito), and a marker each: readable in grey as well.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#8C6D31", "#B2182B", "#4D4D4D")
@@ -67,11 +67,11 @@ def _lines(axes: Any, rows: Sequence[Record], value: Any, styles: dict[str, Any]
     ticks = sorted({round(row["at"]) for row in rows if row["at"] is not None and row["budget"] is not None})
     if ticks:
         axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.set_xticks(ticks, [_size(tick, rows, "") for tick in ticks])
         axes.minorticks_off()
     if len(ticks) == 1:  # what stands side by side is no other budget
         axes.set_xlim(ticks[0] / 1.5, ticks[0] * 1.5)
-    axes.set_xlabel("tokens kept per KV head")
+    axes.set_xlabel("bytes of keys and values per row" if _in_bytes(rows) else "tokens kept per KV head")
     axes.grid(alpha=0.25)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -126,7 +126,7 @@ def _by_budget(rows: Sequence[Record], value: Any, title: str) -> list[tuple[str
     """A panel for each budget; policies without one stand in all."""
     sizes = sorted({row["budget"] for row in rows if row["budget"] is not None})
     of = lambda size: [row for row in rows if row["budget"] in (size, None)]  # noqa: E731
-    return [(f"{title}, {size:g} kept", of(size), value) for size in sizes] or [(title, list(rows), value)]
+    return [(f"{title}, {_size(size, rows)}", of(size), value) for size in sizes] or [(title, list(rows), value)]
 
 
 def _legend(figure: Any, axes: Any) -> None:
@@ -206,7 +206,7 @@ def _task_map(rows: Sequence[Record], panels: Sequence[tuple[str, str]]) -> Any:
             if row["mode"] == mode and row["budget"] in (size, None) and task in row["tasks"]:
                 found[row["policy"]][at] = row["tasks"][task].value
     said = [
-        "\n".join([task, *([mode] if len(modes) > 1 else []), *([f"{size:g} kept"] if size is not None else [])])
+        "\n".join([task, *([mode] if len(modes) > 1 else []), *([_size(size, rows)] if size is not None else [])])
         for mode, task, size in columns
     ]
     return _score_map(found, said)
@@ -239,7 +239,7 @@ def needle_figure(records: Sequence[Record]) -> Any:
     Where all prompts have one length: a line per policy, a column per depth and budget.
     """
     found = [r for r in answers(records) if r.get("depth") is not None and r.get("length") is not None]
-    sizes = sorted({size for record in found if (size := _size(record)) is not None})
+    sizes = sorted({size for record in found if (size := asked(record)) is not None})
     names = list(dict.fromkeys(name_of(record) for record in found))
     depths, lengths = sorted({r["depth"] for r in found}), sorted({r["length"] for r in found})
     if len(lengths) == 1:
@@ -251,7 +251,7 @@ def needle_figure(records: Sequence[Record]) -> Any:
                     some := [
                         r["score"]
                         for r in found
-                        if name_of(r) == name and r["depth"] == depth and _size(r) in (size, None)
+                        if name_of(r) == name and r["depth"] == depth and asked(r) in (size, None)
                     ]
                 )
                 else None
@@ -259,7 +259,7 @@ def needle_figure(records: Sequence[Record]) -> Any:
             ]
             for name in names
         }
-        said = [f"depth {depth:g}" + (f"\n{size:g} kept" if size is not None else "") for depth, size in columns]
+        said = [f"depth {depth:g}" + (f"\n{_size(size, found)}" if size is not None else "") for depth, size in columns]
         return _score_map(shares, said)
     wide = max(1.1, 0.42 * len(lengths) + 0.5)
     figure = _figure(max(5.8, 1.6 + wide * max(1, len(sizes))), 0.8 + (0.17 * len(depths) + 0.45) * len(names))
@@ -269,7 +269,7 @@ def needle_figure(records: Sequence[Record]) -> Any:
         for column in range(max(1, len(sizes))):
             axes = grid[line, column]
             cells = np.full((len(depths), len(lengths)), np.nan)
-            mine = [r for r in found if name_of(r) == name and _size(r) in (None, sizes[column] if sizes else None)]
+            mine = [r for r in found if name_of(r) == name and asked(r) in (None, sizes[column] if sizes else None)]
             for (depth, length), some in grouped(mine, lambda r: (r["depth"], r["length"])).items():
                 cells[depths.index(depth), lengths.index(length)] = wilson([r["score"] for r in some]).value
             image = axes.imshow(cells, cmap=SHADES, vmin=0, vmax=1, aspect="auto")
@@ -278,7 +278,7 @@ def needle_figure(records: Sequence[Record]) -> Any:
             axes.set_xticks(range(len(lengths)), [str(n) for n in lengths] if last else [], fontsize=6, rotation=90)
             axes.set_yticks(range(len(depths)), [f"{d:g}" for d in depths] if not column else [], fontsize=5)
             if not line and sizes:
-                axes.set_title(f"{sizes[column]:g}", fontsize=8)
+                axes.set_title(_size(sizes[column], found, ""), fontsize=8)
         grid[line, 0].set_ylabel(_name(name), rotation=0, ha="right", va="center", fontsize=8)
     figure.suptitle("Score by depth of the answer (down) and length of the prompt, by budget", fontsize=9)
     figure.colorbar(image, ax=grid, shrink=0.5, aspect=30)
@@ -443,5 +443,10 @@ def _laid_out(picture: Retention, tokens: int, limit: int, columns: int) -> list
     return out
 
 
-def _size(record: Record) -> int | float | None:
-    return record["budget"] if record["ratio"] is None else record["ratio"]
+def _in_bytes(rows: Sequence[Record]) -> bool:
+    return any(row.get("bytes") is not None for row in rows)
+
+
+def _size(size: int | float, rows: Sequence[Record], kept: str = " kept") -> str:
+    """A size of these rows in words."""
+    return f"{size / 1e6:.3g} MB" if _in_bytes(rows) else f"{size:g}{kept}"

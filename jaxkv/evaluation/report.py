@@ -75,7 +75,7 @@ def _retentions(records: Sequence[Record]) -> list[Record]:
 
 
 def _title(record: Record) -> str:
-    size = record["budget"] if record["ratio"] is None else record["ratio"]
+    size = summary.asked(record)
     return record["policy"] if size is None else f"{record['policy']} at {size}"
 
 

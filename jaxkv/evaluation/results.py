@@ -20,7 +20,7 @@ from jaxkv.folders import appearing, writing
 
 Record = dict[str, Any]
 COLUMNS = (
-    "kind", "source", "policy", "budget", "ratio", "mode", "task", "haystack", "length", "depth", "score",
+    "kind", "source", "policy", "budget", "ratio", "bytes", "mode", "task", "haystack", "length", "depth", "score",
     "prompt_tokens", "kept", "cache_bytes", "tokens_per_second", "prefill_seconds", "decode_seconds", "kl", "top1",
     "perplexity", "full_perplexity", "mass", "overlap", "answer", "answers", "key",
 )  # fmt: skip

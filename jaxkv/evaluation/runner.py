@@ -134,8 +134,8 @@ def planned(params: Params, settings: Settings) -> Work:
     own = [job for job in own if job.rows]
     fidelity_steps, retention_steps = _fidelity_steps(params, settings, cells), _retention_steps(params, settings)
     by_cell = [(job.cell, _step(params, alone, job)) for job in own] + fidelity_steps
-    order = {(cell.label, cell.budget, cell.ratio): place for place, cell in enumerate(cells)}
-    by_cell.sort(key=lambda one: order[one[0].label, one[0].budget, one[0].ratio])  # stable
+    order = {(cell.label, cell.size): place for place, cell in enumerate(cells)}
+    by_cell.sort(key=lambda one: order[one[0].label, one[0].size])  # stable
     together = jobs.side_by_side(settings, shared)
     steps = [_shared_step(params, settings, some) for some in together] + [step for _, step in by_cell]
     others = {
@@ -354,7 +354,7 @@ def _fidelity_steps(params: Params, settings: Settings, cells: Sequence[Cell]) -
         return {"kind": "fidelity", "key": key, "source": "jaxkv", **cell_said(cell), "length": wanted.prompt}
 
     def step(*some: Cell) -> tuple[Cell, Step]:
-        size = some[0].budget if some[0].ratio is None else some[0].ratio
+        size = some[0].size
         own = f"{some[0].label}{'' if size is None else f' at {size}'}"
         title = f"{own if len(some) == 1 else f'{len(some)} policies and sizes'}: fidelity"
         keys = tuple(key_of(cell, "fidelity", what) for cell in some)
@@ -382,7 +382,7 @@ def _retention_steps(params: Params, settings: Settings) -> list[Step]:
         picture = retained(params, prompt, cell.policy, steps=wanted.steps, every=wanted.every)
         yield [{"kind": "retention", "key": key, "source": "jaxkv", **cell_said(cell), **picture.to_dict()}]
 
-    chosen = dataclasses.replace(settings, policies=wanted.policies, budgets=(wanted.budget,), ratios=())
+    chosen = dataclasses.replace(settings, policies=wanted.policies, budgets=(wanted.budget,), ratios=(), bytes=())
     for cell in chosen.cells():
         key = key_of(cell, "retention", f"story, {wanted!r}")
         title = f"{cell.label} at {wanted.budget}: retention"

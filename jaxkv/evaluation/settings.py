@@ -21,7 +21,8 @@ from jaxkv.policies.policy import from_dict as made_of
 from jaxkv.policies.policy import to_dict as table_of
 
 MODES = ("aware", "agnostic")
-SIZES = ("budgets", "ratios")
+KINDS = ("budget", "ratio", "bytes")  # of a policy's size
+SIZES = ("budgets", "ratios", "bytes")
 OF_A_POLICY = tuple(field.name for field in dataclasses.fields(Policy))
 
 
@@ -108,20 +109,27 @@ def at_least_one(table: Any, *names: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One policy at one budget: a column of the results."""
+    """One policy at one budget: a column of the results. Under `bytes` the budget is what a model can have for them."""
 
     label: str
     policy: Policy | None  # None: the budget cannot hold what the policy protects
     budget: int | None
     ratio: int | float | None
     reason: str = ""
+    bytes: int | None = None
+
+    @property
+    def size(self) -> int | float | None:
+        """What was asked for: bytes of a row, the ratio, or the budget; None where nothing is evicted."""
+        return next((each for each in (self.bytes, self.ratio, self.budget) if each is not None), None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings(Checked):
     """A whole run. `policies` are names, .toml files, or tables of one of these and options; "all" is the whole
     catalogue. What stands in such a file is read at once and becomes part of the settings, as the `table` of its name.
-    A table's own `budgets` or `ratios` stand in place of the run's.
+    `budgets` are tokens per KV head, `ratios` the shares of a prompt that go, and `bytes` what the keys and values of a
+    row may take (as `jaxkv.policy(bytes=)`), with no other size beside them; a table's own stand in place of the run's.
     `parts` are Python files or modules that register parts of one's own.
     `modes`: "aware" runs context and question as one prompt; "agnostic" compresses the context first and runs the
     question on that cache, under the policy too or, with `after="full"`, with nothing evicted any more (as kvpress
@@ -140,6 +148,7 @@ class Settings(Checked):
     policies: tuple[Any, ...] = ("full", "snapkv")
     budgets: tuple[int, ...] = ()
     ratios: tuple[float, ...] = ()
+    bytes: tuple[int, ...] = ()
     modes: tuple[str, ...] = ("aware",)
     after: str = "policy"
     batch: int = 8
@@ -161,7 +170,7 @@ class Settings(Checked):
                 raise unknown("mode", mode, MODES)
         if self.after not in ("policy", "full"):
             raise BadValue(f"after={self.after!r}: expected 'policy' or 'full'")
-        at_least_one(self, "batch", "budgets", "block")
+        at_least_one(self, "batch", "budgets", "block", "bytes")
         for name in ("policies", "modes"):
             if not getattr(self, name):
                 raise BadValue(f"{name} is empty: expected at least one, or there is nothing to measure")
@@ -182,23 +191,26 @@ class Settings(Checked):
                 out.append(Cell(label, sized(chosen, **options), None, None))
                 continue
             given = own or {size: getattr(self, size) for size in SIZES}
-            sizes: list[tuple[int | None, int | float | None]] = [(each, None) for each in given.get("budgets", ())]
-            sizes += [(None, each) for each in given.get("ratios", ())]
-            if not sizes and (chosen.budget, chosen.ratio) != (None, None):
-                sizes = [(chosen.budget, chosen.ratio)]
+            sizes = [{kind: each} for kind, many in zip(KINDS, SIZES, strict=True) for each in given.get(many, ())]
             if not sizes:
-                own_size = "neither" if chosen.bytes is None else f"neither (its own bytes={chosen.bytes} do not count)"
+                sizes = [{kind: its} for kind in KINDS if (its := getattr(chosen, kind)) is not None]
+            if not sizes:
                 raise BadValue(
-                    f"policy {name!r} needs budgets or ratios, and the run has {own_size}: give budgets = [...]"
+                    f"policy {name!r} needs budgets, ratios or bytes, and the run has none: give budgets = [...]"
                 )
-            for budget, ratio in sizes:
+            for size in sizes:
+                cell = Cell(label, None, size.get("budget"), size.get("ratio"), bytes=size.get("bytes"))
                 try:
-                    out.append(Cell(label, sized(chosen, budget=budget, ratio=ratio, **options), budget, ratio))
+                    out.append(dataclasses.replace(cell, policy=sized(chosen, **size, **options)))
                 except BadValue as error:
-                    if budget is None or budget >= sized(chosen, ratio=0.5, **options).floor:
+                    if cell.budget is None or cell.budget >= sized(chosen, ratio=0.5, **options).floor:
                         raise
-                    out.append(Cell(label, None, budget, ratio, str(error)))
-        labels = [(cell.label, cell.budget, cell.ratio) for cell in out]
+                    out.append(dataclasses.replace(cell, reason=str(error)))
+        if any(cell.bytes is not None for cell in out) and any(cell.size != cell.bytes for cell in out):
+            raise BadValue(
+                "bytes beside budgets or ratios: the results of a run have one kind of size; give another run"
+            )
+        labels = [(cell.label, cell.size) for cell in out]
         for label in labels:
             if labels.count(label) > 1:
                 raise BadValue(f"two policies named {label[0]!r}: give one of them another label=")
@@ -294,11 +306,11 @@ def _read(entry: Any) -> Any:
     if isinstance(options.get("prefill"), dict):  # a whole policy
         whole = {name: options.pop(name) for name in list(options) if name in OF_A_POLICY}
         return {**options, "name": whole["name"], "table": table_of(made_of(whole))}
-    for name in ("budget", "ratio", "bytes", "chosen"):
+    for name in ("budget", "ratio", "chosen"):
         if name in options:
             raise BadValue(
-                f"policies has {name}={shown(options[name])}: sizes stand in budgets = [...] or ratios = [...] (jaxkv "
-                "info says what they take)"
+                f"policies has {name}={shown(options[name])}: sizes stand in budgets = [...], ratios = [...] or "
+                "bytes = [...]"
             )
     for name in SIZES:
         if not isinstance(options.get(name, ()), list | tuple):

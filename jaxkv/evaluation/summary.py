@@ -30,11 +30,15 @@ def wilson(scores: Sequence[float]) -> Mean:
     return Mean(mean, max(0.0, middle - half), min(1.0, middle + half), count)
 
 
+def asked(record: Record) -> int | float | None:
+    """The size that was asked for: bytes of a row, the ratio, or tokens kept; None where nothing is evicted."""
+    return next((size for name in ("bytes", "ratio", "budget") if (size := record.get(name)) is not None), None)
+
+
 def size_of(record: Record) -> int | float | None:
-    """Where the record stands on the budget axis: tokens kept; under a ratio, what its cache held on average."""
-    if record.get("ratio") is not None:
-        return record.get("kept")
-    return record.get("budget")
+    """Where the record stands on the budget axis: bytes or tokens kept; under a ratio, what its cache held on
+    average."""
+    return asked(record) if record.get("ratio") is None else record.get("kept")
 
 
 def answers(records: Iterable[Record]) -> list[Record]:
@@ -56,8 +60,8 @@ def name_of(record: Record) -> str:
 
 
 def column_of(record: Record) -> tuple[str, int | float | None, str]:
-    """Policy, budget or ratio, mode: the column of the results that a record belongs to."""
-    return name_of(record), record["budget"] if record["ratio"] is None else record["ratio"], record.get("mode", "")
+    """Policy, size, mode: the column of the results that a record belongs to."""
+    return name_of(record), asked(record), record.get("mode", "")
 
 
 def quality(records: Iterable[Record]) -> list[Record]:
@@ -68,6 +72,7 @@ def quality(records: Iterable[Record]) -> list[Record]:
             "policy": name,
             "source": some[0]["source"],
             "budget": size,
+            "bytes": some[0].get("bytes"),
             "mode": mode,
             **{name: some[0].get(name) for name in SAID},
             "score": wilson([record["score"] for record in some]),
@@ -101,8 +106,9 @@ def fidelities(records: Iterable[Record]) -> list[Record]:
             {
                 "policy": name_of(record),
                 **{name: record.get(name) for name in SAID},
-                "budget": record["budget"] if record["ratio"] is None else record["ratio"],
-                "at": record["budget"] if record["ratio"] is None else record["length"] * (1 - record["ratio"]),
+                "budget": asked(record),
+                "bytes": record.get("bytes"),
+                "at": asked(record) if record["ratio"] is None else record["length"] * (1 - record["ratio"]),
                 **{name: mean(name) for name in ("kl", "top1", "perplexity", "full_perplexity", "mass", "overlap")},
                 "by_head": record["mass"],
             }
