@@ -206,9 +206,11 @@ class Settings(Checked):
                     if cell.budget is None or cell.budget >= sized(chosen, ratio=0.5, **options).floor:
                         raise
                     out.append(dataclasses.replace(cell, reason=str(error)))
-        if any(cell.bytes is not None for cell in out) and any(cell.size != cell.bytes for cell in out):
+        other = next((cell for cell in out if cell.size != cell.bytes), None)
+        if other is not None and any(cell.bytes is not None for cell in out):
             raise BadValue(
-                "bytes beside budgets or ratios: the results of a run have one kind of size; give another run"
+                f"policy {other.label!r} at {other.size} beside others in bytes: expected one kind of size in a run, "
+                "or its results say nothing of each other; give all of them bytes = [...]"
             )
         labels = [(cell.label, cell.size) for cell in out]
         for label in labels:
