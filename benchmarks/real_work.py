@@ -20,12 +20,12 @@ from benchmarks.report import write
 from jaxkv.evaluation import summary
 from jaxkv.evaluation.results import Record, Store
 
-Cell = tuple[str, float | int | None]  # policy; budget, or ratio
+Cell = tuple[str, float | int | None]  # policy; budget, ratio, or bytes
 
 
 def cell_of(record: Record) -> Cell:
     """The policy and the size of a record."""
-    return record["policy"], record["budget"] if record["ratio"] is None else record["ratio"]
+    return record["policy"], summary.asked(record)
 
 
 def of_task(records: Sequence[Record]) -> tuple[dict[Cell, list[Record]], list[Record]]:
@@ -58,7 +58,7 @@ def percents(found: Sequence[float] | None) -> str:
 
 
 def named(size: float | int | None) -> str:
-    """A column: tokens kept, or the part of the prompt that is kept."""
+    """A column: tokens kept or bytes, or the part of the prompt that is kept."""
     if not isinstance(size, float):
         return "all" if size is None else str(size)
     part = 1 / (1 - size)
@@ -114,8 +114,8 @@ def main() -> None:
         }  # fmt: skip
     if options.first:
         return
-    names = ("name", "model", "weights", "dtype", "batch", "block", "ratios", "budgets")
-    said: dict[str, Any] = {name: run[name] for name in names}
+    names = ("name", "model", "weights", "dtype", "batch", "block", "ratios", "budgets", "bytes")
+    said: dict[str, Any] = {name: run[name] for name in names if name in run}
     print("written to", write(options.name, {"run": said, "measured_on": about["machine"], "tasks": tasks}))
 
 

@@ -26,6 +26,7 @@ from benchmarks.all_policies import ends, rounded
 from benchmarks.real_work import cell_of, interval, named, of_task, percents
 from benchmarks.report import RESULTS, into_page, write, written
 from jaxkv.evaluation import settings, summary
+from jaxkv.evaluation.jobs import measurable
 from jaxkv.evaluation.plots import COLOURS, MARKERS
 from jaxkv.evaluation.results import Store
 from jaxkv.plan import planned
@@ -82,10 +83,10 @@ def rows(params: Params, folder: Path) -> Iterator[dict[str, Any]]:
         lengths += [run.fidelity.prompt] * run.fidelity.texts
     if not lengths:
         raise SystemExit(f"{folder}: no question is answered by all policies yet")
-    for cell in run.cells():
+    for cell in (measurable(params, each) for each in run.cells()):
         if cell.policy is None:
             continue
-        key = (cell.label, cell.budget if cell.ratio is None else cell.ratio)
+        key = (cell.label, cell.size)
         found: Found = {}
         count: dict[str, int] = {}
         for measure, (cells, asked) in answered.items():
