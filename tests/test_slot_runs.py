@@ -48,6 +48,7 @@ def called(function, runs, *before, **how):
     return jax.jit(call)([run.array for run in runs], [run.first for run in runs], *before)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("how", [{"implementation": "reference"}, KERNEL], ids=["reference", "mosaic_tpu"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_runs_are_read_and_written(shape, how):

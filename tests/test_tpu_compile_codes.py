@@ -141,7 +141,7 @@ def test_a_step_over_scales_by_channel_moves_little_more_than_they_are(codecs):
     assert sum(few) <= 0.06 * held  # pieces of memory with the token's scales
 
 
-@pytest.mark.some(1)
+@pytest.mark.long
 @pytest.mark.parametrize("weighed", [False, True], ids=["", "weighed"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_step_under_kivi_lays_nothing_out_anew(shape, weighed):
