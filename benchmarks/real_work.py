@@ -25,7 +25,7 @@ Cell = tuple[str, float | int | None]  # policy; budget, ratio, or bytes
 
 def cell_of(record: Record) -> Cell:
     """The policy and the size of a record."""
-    return record["policy"], summary.asked(record)
+    return record["policy"], summary.asked_size(record)
 
 
 def of_task(records: Sequence[Record]) -> tuple[dict[Cell, list[Record]], list[Record]]:

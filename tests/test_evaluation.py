@@ -261,6 +261,13 @@ def test_a_run_at_equal_bytes(lettered, tmp_path):
     ]  # fmt: skip
     assert {record["bytes"] for record in store.records() if record["policy"] != "full"} == {40_000, 60_000}
     assert "60000" in summary.text_table(rows) and report([tmp_path]).exists()
+    other = Store(tmp_path / "other")
+    other.open(settings.to_dict(settings.from_dict(RUN)), "tiny")
+    other.add({**record, "bytes": None} for record in store.records() if record["policy"] == "full")
+    assert report([tmp_path, other.folder], tmp_path / "both").exists(), "what evicts nothing has no size"
+    other.add([{"key": "x", "kind": "answer", "budget": 64, "ratio": None}])
+    with pytest.raises(BadValue, match="in bytes, others in tokens"):
+        report([tmp_path, other.folder])
 
 
 def ids(rows: int, length: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.evaluation.retention import Retention
-from jaxkv.evaluation.summary import Record, answers, asked, grouped, name_of, quality, wilson
+from jaxkv.evaluation.summary import Record, answers, asked_size, grouped, name_of, quality, wilson
 
 # Colours that people with any colour vision tell apart (Okabe and Ito), and a marker each: readable in grey as well.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#8C6D31", "#B2182B", "#4D4D4D")
@@ -239,7 +239,7 @@ def needle_figure(records: Sequence[Record]) -> Any:
     Where all prompts have one length: a line per policy, a column per depth and budget.
     """
     found = [r for r in answers(records) if r.get("depth") is not None and r.get("length") is not None]
-    sizes = sorted({size for record in found if (size := asked(record)) is not None})
+    sizes = sorted({size for record in found if (size := asked_size(record)) is not None})
     names = list(dict.fromkeys(name_of(record) for record in found))
     depths, lengths = sorted({r["depth"] for r in found}), sorted({r["length"] for r in found})
     if len(lengths) == 1:
@@ -251,7 +251,7 @@ def needle_figure(records: Sequence[Record]) -> Any:
                     some := [
                         r["score"]
                         for r in found
-                        if name_of(r) == name and r["depth"] == depth and asked(r) in (size, None)
+                        if name_of(r) == name and r["depth"] == depth and asked_size(r) in (size, None)
                     ]
                 )
                 else None
@@ -269,7 +269,9 @@ def needle_figure(records: Sequence[Record]) -> Any:
         for column in range(max(1, len(sizes))):
             axes = grid[line, column]
             cells = np.full((len(depths), len(lengths)), np.nan)
-            mine = [r for r in found if name_of(r) == name and asked(r) in (None, sizes[column] if sizes else None)]
+            mine = [
+                r for r in found if name_of(r) == name and asked_size(r) in (None, sizes[column] if sizes else None)
+            ]
             for (depth, length), some in grouped(mine, lambda r: (r["depth"], r["length"])).items():
                 cells[depths.index(depth), lengths.index(length)] = wilson([r["score"] for r in some]).value
             image = axes.imshow(cells, cmap=SHADES, vmin=0, vmax=1, aspect="auto")

@@ -19,7 +19,8 @@ def report(folders: Sequence[str | Path], out: str | Path | None = None) -> Path
     """Draw the results of one or more folders (such as ours and kvpress') into `out` (the first): `report.html`, which
     needs nothing beside it, the same pictures as PNG, `table.md`, and the records as CSV and Parquet.
 
-    Raises `BadValue` for a folder without results and where matplotlib is not installed.
+    Raises `BadValue` for a folder without results, for sizes in tokens beside some in bytes, and where matplotlib is
+    not installed.
     """
     try:
         import matplotlib  # noqa: F401
@@ -32,6 +33,9 @@ def report(folders: Sequence[str | Path], out: str | Path | None = None) -> Path
     records = [record for store in stores for record in store.records()]
     if not records:
         raise BadValue(f"{stores[0].folder} holds no records yet: run jaxkv eval first")
+    sized = [each for each in records if each["kind"] != "retention" and summary.asked_size(each) is not None]
+    if len({"bytes" in each for each in sized}) > 1:
+        raise BadValue(f"{', '.join(map(str, folders))}: some have sizes in bytes, others in tokens; draw each apart")
     folder = Path(out or stores[0].folder).expanduser()
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +79,7 @@ def _retentions(records: Sequence[Record]) -> list[Record]:
 
 
 def _title(record: Record) -> str:
-    size = summary.asked(record)
+    size = summary.asked_size(record)
     return record["policy"] if size is None else f"{record['policy']} at {size}"
 
 

@@ -288,10 +288,10 @@ def from_dict(table: dict[str, Any], folder: Path | None = None) -> Settings:
 
 
 def to_dict(settings: Settings) -> dict[str, Any]:
-    """The settings as plain tables, everything written out, as JSON can hold them; of `parts` names and digests."""
-    out = _plain(dataclasses.asdict(settings))
-    out["parts"] = dict(map(digest, settings.parts))
-    return out if settings.parts else {name: value for name, value in out.items() if name != "parts"}
+    """The settings as plain tables, everything written out, as JSON can hold them; of `parts` names and digests, and no
+    `parts` or `bytes` where there are none."""
+    out = _plain(dataclasses.asdict(settings)) | {"parts": dict(map(digest, settings.parts))}
+    return {name: value for name, value in out.items() if value or name not in ("parts", "bytes")}
 
 
 def _read(entry: Any) -> Any:

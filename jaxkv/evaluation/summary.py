@@ -30,7 +30,7 @@ def wilson(scores: Sequence[float]) -> Mean:
     return Mean(mean, max(0.0, middle - half), min(1.0, middle + half), count)
 
 
-def asked(record: Record) -> int | float | None:
+def asked_size(record: Record) -> int | float | None:
     """The size that was asked for: bytes of a row, the ratio, or tokens kept; None where nothing is evicted."""
     return next((size for name in ("bytes", "ratio", "budget") if (size := record.get(name)) is not None), None)
 
@@ -38,7 +38,7 @@ def asked(record: Record) -> int | float | None:
 def size_of(record: Record) -> int | float | None:
     """Where the record stands on the budget axis: bytes or tokens kept; under a ratio, what its cache held on
     average."""
-    return asked(record) if record.get("ratio") is None else record.get("kept")
+    return asked_size(record) if record.get("ratio") is None else record.get("kept")
 
 
 def answers(records: Iterable[Record]) -> list[Record]:
@@ -61,7 +61,7 @@ def name_of(record: Record) -> str:
 
 def column_of(record: Record) -> tuple[str, int | float | None, str]:
     """Policy, size, mode: the column of the results that a record belongs to."""
-    return name_of(record), asked(record), record.get("mode", "")
+    return name_of(record), asked_size(record), record.get("mode", "")
 
 
 def quality(records: Iterable[Record]) -> list[Record]:
@@ -106,9 +106,9 @@ def fidelities(records: Iterable[Record]) -> list[Record]:
             {
                 "policy": name_of(record),
                 **{name: record.get(name) for name in SAID},
-                "budget": asked(record),
+                "budget": asked_size(record),
                 "bytes": record.get("bytes"),
-                "at": asked(record) if record["ratio"] is None else record["length"] * (1 - record["ratio"]),
+                "at": asked_size(record) if record["ratio"] is None else record["length"] * (1 - record["ratio"]),
                 **{name: mean(name) for name in ("kl", "top1", "perplexity", "full_perplexity", "mass", "overlap")},
                 "by_head": record["mass"],
             }
