@@ -140,22 +140,26 @@ def _cpu() -> str:
 def _forget_unused(own: Path) -> None:
     """Removes the folders beside this one that nobody has used for long."""
     for folder in own.parent.iterdir():
-        times = [file.stat().st_mtime for file in (folder, *folder.glob("*"))] if folder.is_dir() else []
-        if folder != own and times and max(times) < time.time() - UNUSED:
+        if folder == own or not folder.is_dir():
+            continue
+        last = max([folder.stat().st_mtime, *(_used(facts) for _, facts in _programs(folder))])
+        if last < time.time() - UNUSED:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _forget_beyond(folder: Path, limit: int) -> None:
-    """Removes from a folder the programs that were used longest ago, until at most `limit` bytes are left.
-
-    When a file was read last is told to about a day; where the system does not keep it, when it was written.
-    """
-    files = [(max(facts.st_atime, facts.st_mtime), facts.st_size, file) for file, facts in _programs(folder)]
+    """Removes from a folder the programs that were used longest ago, until at most `limit` bytes are left."""
+    files = [(_used(facts), facts.st_size, file) for file, facts in _programs(folder)]
     total = 0
     for _, size, file in sorted(files, reverse=True):
         total += size
         if total > limit:
             file.unlink(missing_ok=True)
+
+
+def _used(facts: os.stat_result) -> float:
+    """When a program was read last, to about a day; where the system does not keep that, when it was written."""
+    return max(facts.st_atime, facts.st_mtime)
 
 
 def _programs(folder: Path) -> list[tuple[Path, os.stat_result]]:

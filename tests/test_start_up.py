@@ -109,10 +109,12 @@ def test_what_was_chosen_before_stays(tmp_path):
 @pytest.fixture
 def nothing_chosen():
     """Without the folder that tests share."""
-    before = jax.config.jax_compilation_cache_dir
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
     jax.config.update("jax_compilation_cache_dir", None)
     yield
-    jax.config.update("jax_compilation_cache_dir", before)
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 @pytest.mark.usefixtures("nothing_chosen")
@@ -125,15 +127,16 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path):
 
 
 def test_what_nobody_uses_any_more_is_removed(tmp_path):
-    old, own = tmp_path / "jaxlib-old", tmp_path / "jaxlib-own"
-    for folder in (old, own):
+    old, read, own = (tmp_path / f"jaxlib-{name}" for name in ("old", "read", "own"))
+    for folder in (old, read, own):
         folder.mkdir()
         (folder / "a-cache").write_text("x")
     past = time.time() - programs.UNUSED - 60
-    for path in (old / "a-cache", old, own / "a-cache"):
+    for path in (old / "a-cache", old, own / "a-cache", own, read):
         os.utime(path, (past, past))
+    os.utime(read / "a-cache", (time.time(), past))
     programs._forget_unused(own)
-    assert not old.exists() and own.exists()
+    assert not old.exists() and own.exists() and read.exists()
 
 
 @given(count=st.integers(1, 10**6), sizes=st.sampled_from([1, 2, 4, 8]))
