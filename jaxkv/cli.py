@@ -822,10 +822,10 @@ def _eval(command: Eval) -> int:
     from jaxkv.evaluation.results import Store
 
     _register(command.parts)
-    given = ("model", "dtype", "weights", "policies", "budgets", "ratios", "data", "batch", "block", "share_prefill")
+    given = ("model", "dtype", "weights", "policies", "data", "batch", "block", "share_prefill")
     asked = {name: getattr(command, name) for name in given}
     changes = {name: value for name, value in asked.items() if value not in (None, ()) and value is not False}
-    if command.budgets or command.ratios or command.bytes:
+    if command.budgets or command.ratios or command.bytes:  # the run's own sizes, of all kinds, go
         changes |= {"budgets": command.budgets, "ratios": command.ratios, "bytes": command.bytes}
     each = {
         name: value for name in ("limit", "longest", "lengths") if (value := getattr(command, name)) not in (None, ())

@@ -134,15 +134,23 @@ def sequence_of(name: str, values: Any, kind: type, expected: str) -> tuple:
     return tuple(map(kind, found))
 
 
+def on_model(params: Params, policy: Policy) -> Policy:
+    """The policy with the budget that its bytes allow on this model; as it is, where it has none. Raises `BadValue`
+    where they are too few."""
+    if policy.bytes is None:
+        return policy
+    learned = params.learned_for(policy.learns, policy.name)
+    return fitted(policy, params.config, params.dtype, learned, params.layout.parts)
+
+
 def checked_policy(params: Params, policy: Policy | None, cache: KVCache | None) -> Policy:
     """The policy to run under, with the budget that its bytes allow. Raises `BadCheckpoint` where the cache was made
     under another model or policy."""
     full = catalogue()["full"]
     if policy is not None and not isinstance(policy, Policy):
         raise BadValue(f"policy={shown(policy)}: expected a Policy, such as jaxkv.policy('dapq-longflow', budget=256)")
-    if policy is not None and policy.bytes is not None:
-        learned = params.learned_for(policy.learns, policy.name)
-        policy = fitted(policy, params.config, params.dtype, learned, params.layout.parts)
+    if policy is not None:
+        policy = on_model(params, policy)
     if cache is None:
         return full if policy is None else policy
     if cache.model != params.fingerprint:

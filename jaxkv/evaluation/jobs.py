@@ -12,9 +12,9 @@ from jaxkv.errors import BadValue
 from jaxkv.evaluation import asking, one_prefill
 from jaxkv.evaluation.example import Example
 from jaxkv.evaluation.results import Record
-from jaxkv.evaluation.settings import Cell, Settings
+from jaxkv.evaluation.settings import SIZES, Cell, Settings
 from jaxkv.policies.policy import Policy
-from jaxkv.sizes import fitted
+from jaxkv.request import on_model
 from jaxkv.weights.params import Params
 
 HELD = 8192  # tokens of prompts whose caches wait for each other
@@ -42,9 +42,8 @@ class Job:
     @property
     def title(self) -> str:
         """What the progress line shows."""
-        size = self.cell.size
         names = ", ".join(sorted({example.task for example, _ in self.rows}))
-        return f"{self.cell.label}{'' if size is None else f' at {size}'}, {self.mode}: {names}"
+        return f"{self.cell.title}, {self.mode}: {names}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +83,7 @@ def measurable(params: Params, cell: Cell) -> Cell:
     if lost := ", ".join(name for name in cell.policy.learns if name not in params.learned):
         return dataclasses.replace(cell, policy=None, reason=f"{lost}: not measured on this model (jaxkv calibrate)")
     try:
-        learned = params.learned_for(cell.policy.learns, cell.policy.name)
-        policy = fitted(cell.policy, params.config, params.dtype, learned, params.layout.parts)
+        policy = on_model(params, cell.policy)
     except BadValue as error:
         return dataclasses.replace(cell, policy=None, reason=str(error))
     return dataclasses.replace(cell, policy=policy, budget=cell.budget if cell.bytes is None else policy.budget)
@@ -146,7 +144,7 @@ def shares(settings: Settings, examples: list[Example], cells: Sequence[Cell], t
 def side_by_side(settings: Settings, found: Sequence[Share]) -> Iterator[list[Share]]:
     """Neighbouring questions whose answers decode together: prompts padded to one length, as many as make the sizes of
     one policy fill a batch, and no more than `HELD` tokens."""
-    sizes = max(1, len(settings.budgets) + len(settings.ratios) + len(settings.bytes))
+    sizes = max(1, sum(len(getattr(settings, name)) for name in SIZES))
     alike = lambda share: (one_prefill.padded(len(share.ids)), share.row[0].max_new_tokens, share.cells)  # noqa: E731
     for (length, *_), some in itertools.groupby(found, alike):
         yield from map(list, itertools.batched(some, max(1, min(settings.batch // sizes, HELD // length))))

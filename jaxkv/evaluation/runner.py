@@ -354,9 +354,7 @@ def _fidelity_steps(params: Params, settings: Settings, cells: Sequence[Cell]) -
         return {"kind": "fidelity", "key": key, "source": "jaxkv", **cell_said(cell), "length": wanted.prompt}
 
     def step(*some: Cell) -> tuple[Cell, Step]:
-        size = some[0].size
-        own = f"{some[0].label}{'' if size is None else f' at {size}'}"
-        title = f"{own if len(some) == 1 else f'{len(some)} policies and sizes'}: fidelity"
+        title = f"{some[0].title if len(some) == 1 else f'{len(some)} policies and sizes'}: fidelity"
         keys = tuple(key_of(cell, "fidelity", what) for cell in some)
         work = len(some) * wanted.texts * (wanted.prompt + wanted.continuation)
         return some[0], Step(title, keys, work, lambda done: records(some, done))
@@ -385,6 +383,6 @@ def _retention_steps(params: Params, settings: Settings) -> list[Step]:
     chosen = dataclasses.replace(settings, policies=wanted.policies, budgets=(wanted.budget,), ratios=(), bytes=())
     for cell in chosen.cells():
         key = key_of(cell, "retention", f"story, {wanted!r}")
-        title = f"{cell.label} at {wanted.budget}: retention"
+        title = f"{cell.title}: retention"
         out.append(Step(title, (key,), wanted.prompt + wanted.steps, lambda _, cell=cell, key=key: step(cell, key)))
     return out

@@ -21,8 +21,7 @@ from jaxkv.policies.policy import from_dict as made_of
 from jaxkv.policies.policy import to_dict as table_of
 
 MODES = ("aware", "agnostic")
-KINDS = ("budget", "ratio", "bytes")  # of a policy's size
-SIZES = ("budgets", "ratios", "bytes")
+SIZES = {"budgets": "budget", "ratios": "ratio", "bytes": "bytes"}  # of a run -> of a policy
 OF_A_POLICY = tuple(field.name for field in dataclasses.fields(Policy))
 
 
@@ -123,6 +122,11 @@ class Cell:
         """What was asked for: bytes of a row, the ratio, or the budget; None where nothing is evicted."""
         return next((each for each in (self.bytes, self.ratio, self.budget) if each is not None), None)
 
+    @property
+    def title(self) -> str:
+        """The label, and the size where there is one."""
+        return self.label if self.size is None else f"{self.label} at {self.size}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings(Checked):
@@ -191,9 +195,9 @@ class Settings(Checked):
                 out.append(Cell(label, sized(chosen, **options), None, None))
                 continue
             given = own or {size: getattr(self, size) for size in SIZES}
-            sizes = [{kind: each} for kind, many in zip(KINDS, SIZES, strict=True) for each in given.get(many, ())]
+            sizes = [{kind: each} for many, kind in SIZES.items() for each in given.get(many, ())]
             if not sizes:
-                sizes = [{kind: its} for kind in KINDS if (its := getattr(chosen, kind)) is not None]
+                sizes = [{kind: its} for kind in SIZES.values() if (its := getattr(chosen, kind)) is not None]
             if not sizes:
                 raise BadValue(
                     f"policy {name!r} needs budgets, ratios or bytes, and the run has none: give budgets = [...]"
