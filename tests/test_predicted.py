@@ -85,7 +85,7 @@ def test_predictors_are_those_of_least_squares(tiny):
     in NumPy, on keys and values that a cache without codes holds."""
     params, rng = tiny(FAMILY), np.random.default_rng(0)
     stretches = [rng.integers(0, 100, 90).astype(np.int32) for _ in range(2)]
-    found = _predictors(params, stretches)
+    found = _predictors(params, stretches, lambda: None)
     plain = jaxkv.policy("full", rope="cache")
     held = [jaxkv.prefill(params, tokens, policy=plain).layers for tokens in stretches]
     low, up = (
