@@ -3,8 +3,8 @@ one.
 
     python -m benchmarks.start_up
 
-Everything runs `--rounds` times; medians in seconds. "first" has an empty folder of compiled programs, "later" what the
-first left there.
+Everything runs `--rounds` times; medians in seconds. "first" has an empty folder of compiled programs, "again" what the
+first left there; "beside others" a folder in which as many programs lie as `--others` says, none of which it can use.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import unittest.mock
 import urllib.request
 from pathlib import Path
 
@@ -27,6 +28,7 @@ QUESTIONS = (
     "Name three colours.",
     "How many days has a week, and which is the first?",
 )
+OTHER = 10_000  # bytes of a program that lies there for another use
 NEW_LENGTH = """
 import time, numpy as np, jaxkv
 jaxkv.keep_programs()
@@ -47,6 +49,17 @@ def took(command: list[str], cache: Path) -> tuple[float, str]:
     environment = {**os.environ, "JAXKV_CACHE": str(cache)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return time.perf_counter() - started, done.stdout
+
+
+def fill(cache: Path, count: int) -> None:
+    """Put files of a program's usual size into the folder of compiled programs, that JAX finds no use for."""
+    from jaxkv.programs import own_folder
+
+    with unittest.mock.patch.dict(os.environ, JAXKV_CACHE=str(cache)):
+        folder = own_folder()
+    folder.mkdir(parents=True)
+    for number in range(count):
+        (folder / f"jit_other-{number:064x}-cache").write_bytes(bytes(OTHER))
 
 
 def until_ready(cache: Path) -> float:
@@ -72,6 +85,7 @@ def main() -> None:
     """Measure, print the table, store the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--others", type=int, default=3000)
     options = parser.parse_args()
     python, found = [sys.executable], {}
 
@@ -91,6 +105,12 @@ def main() -> None:
                 add(f"jaxkv generate, {first}", took(command, cache)[0])
             add(
                 "jaxkv generate, again",
+                took([*python, "-m", "jaxkv.cli", "generate", QUESTIONS[0], "--chat"], cache)[0],
+            )
+            shutil.rmtree(cache / "programs", ignore_errors=True)
+            fill(cache, options.others)
+            add(
+                f"jaxkv generate, first, beside {options.others} others",
                 took([*python, "-m", "jaxkv.cli", "generate", QUESTIONS[0], "--chat"], cache)[0],
             )
             shutil.rmtree(cache / "programs", ignore_errors=True)
