@@ -473,7 +473,7 @@ def _loaded(command: Generate | Chat | Warmup | Serve, mesh: Any = None) -> Any:
 def _piped() -> str:
     """The text on standard input. Raises `BadValue` where it is none."""
     try:
-        return sys.stdin.read()
+        return sys.stdin.read().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise BadValue(f"standard input is not {error.encoding} ({error.reason}): pipe text in") from None
 
@@ -526,7 +526,7 @@ def _serve(command: Serve) -> int:
         queue=command.queue, speculative=method, scan_layers=True,
     )  # fmt: skip
     for name, file in prefixes:
-        engine.store(name, jaxkv.prefill(params, file.read_text(encoding="utf-8"), policy=chosen))
+        engine.store(name, jaxkv.prefill(params, file.read_text(encoding="utf-8-sig"), policy=chosen))
     if engine.leads:
         _note(f"{command.model} under {_size(chosen)}, {command.rows} rows: http://{command.host}:{command.port}")
     serve(

@@ -72,8 +72,9 @@ def test_an_edited_fidelity_file_is_measured_again(lettered, quick, tmp_path):
     text.write_text("some words to go on with")
     table = {"texts": 1, "prompt": 8, "continuation": 2, "file": str(text)}
     run = settings.from_dict({"policies": ["full"], "fidelity": table})
-    for words, times in (("some words to go on with", 1), ("some words to go on with", 1), ("others", 2)):
-        text.write_text(words)
+    marked = "\ufeffothers"  # with a byte order mark, which is no part of the text
+    for words, times in ((text.read_text(), 1), (text.read_text(), 1), ("others", 2), (marked, 2)):
+        text.write_text(words, encoding="utf-8")
         store = runner.evaluate(lettered, run, out)
         assert quick == ["fidelity"] * times and len(list(store.records())) == 1
     for content in (b"", b"\xff\xfe\xfa"):

@@ -311,7 +311,7 @@ def text_of(file: str) -> str:
     if not file:
         return texts.prose()
     try:
-        return Path(file).expanduser().read_text(encoding="utf-8")
+        return Path(file).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise BadValue(
             f"fidelity file {file!r} cannot be read ({first_line(error)}): expected text in UTF-8"
