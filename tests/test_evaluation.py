@@ -251,6 +251,13 @@ def test_sizes_in_bytes_are_budgets_of_the_model(lettered):
     assert len({jobs.key_of(cell, "aware", "x") for cell in (whole, dataclasses.replace(whole, bytes=40_100))}) == 2
 
 
+def test_sizes_in_words():
+    """A ratio is what goes; the words say what stays."""
+    words = [summary.in_words(size, [{"bytes": None}]) for size in (None, 0.890625, 0, 64)]
+    assert words == ["all", "10.9 % kept", "100 % kept", "64 kept"]
+    assert summary.in_words(4_000_000, [{"bytes": 4_000_000}]) == "4 MB"
+
+
 @pytest.mark.long
 def test_a_run_at_equal_bytes(lettered, tmp_path):
     run = {**RUN, **BYTES, "budgets": (), "retention": None, "bytes": [40_000, 60_000]}
@@ -260,7 +267,7 @@ def test_a_run_at_equal_bytes(lettered, tmp_path):
         ("full", None), *((name, size) for name in ("tova", "tova in 4 bits") for size in (40_000, 60_000)),
     ]  # fmt: skip
     assert {record["bytes"] for record in store.records() if record["policy"] != "full"} == {40_000, 60_000}
-    assert "60000" in summary.text_table(rows) and report([tmp_path]).exists()
+    assert " 0.06 MB |" in summary.text_table(rows) and report([tmp_path]).exists()
     other = Store(tmp_path / "other")
     other.open(settings.to_dict(settings.from_dict(RUN)), "tiny")
     other.add({**record, "bytes": None} for record in store.records() if record["policy"] == "full")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.evaluation.retention import Retention
-from jaxkv.evaluation.summary import Record, answers, asked_size, grouped, name_of, quality, wilson
+from jaxkv.evaluation.summary import Record, answers, asked_size, grouped, has_bytes, in_words, name_of, quality, wilson
 
 # Colours that people with any colour vision tell apart (Okabe and Ito), and a marker each: readable in grey as well.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#8C6D31", "#B2182B", "#4D4D4D")
@@ -67,11 +67,11 @@ def _lines(axes: Any, rows: Sequence[Record], value: Any, styles: dict[str, Any]
     ticks = sorted({round(row["at"]) for row in rows if row["at"] is not None and row["budget"] is not None})
     if ticks:
         axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [_size(tick, rows, "") for tick in ticks])
+        axes.set_xticks(ticks, [f"{tick / 1e6:.3g} MB" if has_bytes(rows) else str(tick) for tick in ticks])
         axes.minorticks_off()
     if len(ticks) == 1:  # what stands side by side is no other budget
         axes.set_xlim(ticks[0] / 1.5, ticks[0] * 1.5)
-    axes.set_xlabel("bytes of keys and values per row" if _in_bytes(rows) else "tokens kept per KV head")
+    axes.set_xlabel("bytes of keys and values per row" if has_bytes(rows) else "tokens kept per KV head")
     axes.grid(alpha=0.25)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -126,7 +126,7 @@ def _by_budget(rows: Sequence[Record], value: Any, title: str) -> list[tuple[str
     """A panel for each budget; policies without one stand in all."""
     sizes = sorted({row["budget"] for row in rows if row["budget"] is not None})
     of = lambda size: [row for row in rows if row["budget"] in (size, None)]  # noqa: E731
-    return [(f"{title}, {_size(size, rows)}", of(size), value) for size in sizes] or [(title, list(rows), value)]
+    return [(f"{title}, {in_words(size, rows)}", of(size), value) for size in sizes] or [(title, list(rows), value)]
 
 
 def _legend(figure: Any, axes: Any) -> None:
@@ -205,10 +205,9 @@ def _task_map(rows: Sequence[Record], panels: Sequence[tuple[str, str]]) -> Any:
         for at, (mode, task, size) in enumerate(columns):
             if row["mode"] == mode and row["budget"] in (size, None) and task in row["tasks"]:
                 found[row["policy"]][at] = row["tasks"][task].value
-    said = [
-        "\n".join([task, *([mode] if len(modes) > 1 else []), *([_size(size, rows)] if size is not None else [])])
-        for mode, task, size in columns
-    ]
+    mode_of = lambda mode: [mode] if len(modes) > 1 else []  # noqa: E731
+    size_of = lambda size: [] if size is None else [in_words(size, rows)]  # noqa: E731
+    said = ["\n".join([task, *mode_of(mode), *size_of(size)]) for mode, task, size in columns]
     return _score_map(found, said)
 
 
@@ -259,7 +258,9 @@ def needle_figure(records: Sequence[Record]) -> Any:
             ]
             for name in names
         }
-        said = [f"depth {depth:g}" + (f"\n{_size(size, found)}" if size is not None else "") for depth, size in columns]
+        said = [
+            f"depth {depth:g}" + (f"\n{in_words(size, found)}" if size is not None else "") for depth, size in columns
+        ]
         return _score_map(shares, said)
     wide = max(1.1, 0.42 * len(lengths) + 0.5)
     figure = _figure(max(5.8, 1.6 + wide * max(1, len(sizes))), 0.8 + (0.17 * len(depths) + 0.45) * len(names))
@@ -280,7 +281,7 @@ def needle_figure(records: Sequence[Record]) -> Any:
             axes.set_xticks(range(len(lengths)), [str(n) for n in lengths] if last else [], fontsize=6, rotation=90)
             axes.set_yticks(range(len(depths)), [f"{d:g}" for d in depths] if not column else [], fontsize=5)
             if not line and sizes:
-                axes.set_title(_size(sizes[column], found, ""), fontsize=8)
+                axes.set_title(in_words(sizes[column], found), fontsize=8)
         grid[line, 0].set_ylabel(_name(name), rotation=0, ha="right", va="center", fontsize=8)
     figure.suptitle("Score by depth of the answer (down) and length of the prompt, by budget", fontsize=9)
     figure.colorbar(image, ax=grid, shrink=0.5, aspect=30)
@@ -349,7 +350,8 @@ def fidelity_figure(rows: Sequence[Record]) -> Any:
 def heads_figure(rows: Sequence[Record]) -> Any:
     """Attention mass kept by layer and KV head, a panel per policy at the middle budget."""
     sizes = sorted({row["budget"] for row in rows if row["budget"] is not None})
-    some = [row for row in rows if row["budget"] == sizes[len(sizes) // 2]]
+    size = sizes[len(sizes) // 2]
+    some = [row for row in rows if row["budget"] == size]
     layers, heads = np.array(some[0]["by_head"]).shape
     columns = min(len(some), 10)
     lines = math.ceil(len(some) / columns)
@@ -365,7 +367,7 @@ def heads_figure(rows: Sequence[Record]) -> Any:
     for line in grid:
         line[0].set_ylabel("layer", fontsize=8)
     figure.supxlabel("KV head", fontsize=8)
-    figure.suptitle(f"Attention mass of the prompt kept at {sizes[len(sizes) // 2]:g} tokens", fontsize=9)
+    figure.suptitle(f"Attention mass of the prompt kept ({in_words(size, rows)})", fontsize=9)
     figure.colorbar(image, ax=grid, shrink=0.8 / lines, aspect=20, fraction=0.05)
     return figure
 
@@ -443,12 +445,3 @@ def _laid_out(picture: Retention, tokens: int, limit: int, columns: int) -> list
         out.append((at, line, column, word))
         column += len(word)
     return out
-
-
-def _in_bytes(rows: Sequence[Record]) -> bool:
-    return any(row.get("bytes") is not None for row in rows)
-
-
-def _size(size: int | float, rows: Sequence[Record], kept: str = " kept") -> str:
-    """A size of these rows in words."""
-    return f"{size / 1e6:.3g} MB" if _in_bytes(rows) else f"{size:g}{kept}"

@@ -80,7 +80,7 @@ def _retentions(records: Sequence[Record]) -> list[Record]:
 
 def _title(record: Record) -> str:
     size = summary.asked_size(record)
-    return record["policy"] if size is None else f"{record['policy']} at {size}"
+    return record["policy"] if size is None else f"{record['policy']}, {summary.in_words(size, [record])}"
 
 
 def _page(records: Any, about: list[Record], images: dict[str, str], rows: Any, found: Any) -> str:
@@ -108,6 +108,7 @@ def _page(records: Any, about: list[Record], images: dict[str, str], rows: Any, 
             for number, record in enumerate(_retentions(records))
         ],
         words=summary.WORDS,
+        said=lambda row: summary.in_words(row["budget"], [row]),
         percent=lambda share: f"{100 * share:.0f}",
         about="\n\n".join(json.dumps(each, indent=1) for each in about),
         # In a script element only "</" would end the element, so that is what must not occur.

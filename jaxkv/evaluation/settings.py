@@ -12,6 +12,7 @@ from jaxkv.configs import config_files, read_toml
 from jaxkv.errors import BadValue, unknown
 from jaxkv.evaluation.published import NAMES
 from jaxkv.evaluation.scorers import SCORERS
+from jaxkv.evaluation.summary import in_words
 from jaxkv.evaluation.tasks import TASKS
 from jaxkv.evaluation.texts import HAYSTACKS
 from jaxkv.policies.catalogue import catalogue, is_file, named, sized
@@ -125,7 +126,7 @@ class Cell:
     @property
     def title(self) -> str:
         """The label, and the size where there is one."""
-        return self.label if self.size is None else f"{self.label} at {self.size}"
+        return self.label if self.size is None else f"{self.label}, {in_words(self.size, [{'bytes': self.bytes}])}"
 
 
 @dataclasses.dataclass(frozen=True)

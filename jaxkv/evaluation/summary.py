@@ -1,6 +1,7 @@
 """Records -> the rows of tables and pictures: means with 95 % intervals."""
 
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -33,6 +34,21 @@ def wilson(scores: Sequence[float]) -> Mean:
 def asked_size(record: Record) -> int | float | None:
     """The size that was asked for: bytes of a row, the ratio, or tokens kept; None where nothing is evicted."""
     return next((size for name in ("bytes", "ratio", "budget") if (size := record.get(name)) is not None), None)
+
+
+def in_words(size: int | float | None, rows: Sequence[Record]) -> str:
+    """A size of these rows (or records) as tables and pictures say it: megabytes, tokens kept, or of a ratio, which is
+    the share of a prompt that goes, the per cent kept."""
+    if size is None:
+        return "all"
+    if has_bytes(rows):
+        return f"{size / 1e6:.3g} MB"
+    return f"{100 * (1 - size):.3g} % kept" if size < 1 else f"{size} kept"
+
+
+def has_bytes(rows: Sequence[Record]) -> bool:
+    """Whether the sizes of rows (or records) are bytes; they are of one kind."""
+    return any(row.get("bytes") is not None for row in rows)
 
 
 def size_of(record: Record) -> int | float | None:
@@ -129,11 +145,12 @@ def text_table(rows: Sequence[Record], found: Sequence[Record] = ()) -> str:
     decoding, score with interval per budget and mode; then KL. "-" is what no record says."""
     columns = sorted({(row["mode"], row["budget"]) for row in rows if row["budget"] is not None})
     modes = {mode for mode, _ in columns}
-    label = lambda mode, size: f"{size}" if len(modes) < 2 else f"{mode} {size}"  # noqa: E731
+    said = functools.partial(in_words, rows=[*rows, *found])
+    label = lambda mode, size: said(size) if len(modes) < 2 else f"{mode} {said(size)}"  # noqa: E731
     kl = {(row["policy"], row["budget"]): row["kl"] for row in found}
-    sizes = sorted({size for _, size in kl if size is not None}) or ["all"] * bool(kl)
-    said = {row["policy"]: (row["fidelity"] or "-", WORDS.get(row["bounded"], "-")) for row in [*rows, *found]}
-    head = ["policy", *SAID, *(label(*column) for column in columns), *(f"KL at {size}" for size in sizes)]
+    sizes = sorted({size for _, size in kl if size is not None}) or [None] * bool(kl)
+    facts = {row["policy"]: (row["fidelity"] or "-", WORDS.get(row["bounded"], "-")) for row in [*rows, *found]}
+    head = ["policy", *SAID, *(label(*column) for column in columns), *(f"KL at {said(size)}" for size in sizes)]
     lines = [head, ["---"] * 3 + ["---:"] * (len(head) - 3)]
     for name in dict.fromkeys(row["policy"] for row in [*rows, *found]):
         mine = {(row["mode"], row["budget"]): row["score"] for row in rows if row["policy"] == name}
@@ -144,5 +161,5 @@ def text_table(rows: Sequence[Record], found: Sequence[Record] = ()) -> str:
         for size in sizes:
             value = kl.get((name, size), kl.get((name, None)))
             cells.append("-" if value is None else f"{value:.3f}")
-        lines.append([name, *said[name], *cells])
+        lines.append([name, *facts[name], *cells])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
