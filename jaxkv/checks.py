@@ -152,7 +152,7 @@ def _any(value: Any) -> bool:
 
 
 Rule = tuple[Any, Callable[[Any], bool], str]  # type, range, and both in words
-COUNT: Rule = (int, lambda x: 1 <= x <= MOST, "a whole number of at least 1")
+COUNT: Rule = (int, lambda x: 1 <= x <= MOST, f"a whole number from 1 to {MOST}")
 SWITCH: Rule = (bool, _any, "True or False")
 HEARD: Rule = (Any, lambda x: x is None or callable(x), "a function of (what, done, of), or None")
 ARGUMENTS: dict[str, Rule] = {
@@ -167,9 +167,9 @@ ARGUMENTS: dict[str, Rule] = {
     ),
     "max_new_tokens": COUNT,
     "samples": COUNT,
-    "sizes": (int, lambda x: 1 <= x <= MOST, "a whole number of sizes per doubling, at least 1"),
+    "sizes": (int, lambda x: 1 <= x <= MOST, f"a whole number of sizes per doubling, from 1 to {MOST}"),
     "seed": (int, lambda x: -(2**63) <= x < 2**63, "a whole number of 64 bits"),
-    "room": (int, lambda x: 0 <= x <= MOST, "a whole number of tokens, 0 or more"),
+    "room": (int, lambda x: 0 <= x <= MOST, f"a whole number of tokens, from 0 to {MOST}"),
     "implementation": (
         str | None,
         lambda x: x in (None, "reference", "mosaic_tpu", "mosaic_gpu_sm90"),
@@ -186,7 +186,7 @@ ARGUMENTS: dict[str, Rule] = {
     "queue": COUNT,
     "budget": COUNT,
     "tokens": COUNT,
-    "count": (int, lambda x: 1 <= x <= MOST, "a whole number of topics, at least 1"),
+    "count": (int, lambda x: 1 <= x <= MOST, f"a whole number of topics, from 1 to {MOST}"),
     "length": COUNT,
     "windows": COUNT,
     "utterances": COUNT,
