@@ -67,7 +67,7 @@ def _lines(axes: Any, rows: Sequence[Record], value: Any, styles: dict[str, Any]
     ticks = sorted({round(row["at"]) for row in rows if row["at"] is not None and row["budget"] is not None})
     if ticks:
         axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [f"{tick / 1e6:.3g} MB" if has_bytes(rows) else str(tick) for tick in ticks])
+        axes.set_xticks(ticks, [in_words(tick, rows) if has_bytes(rows) else str(tick) for tick in ticks])
         axes.minorticks_off()
     if len(ticks) == 1:  # what stands side by side is no other budget
         axes.set_xlim(ticks[0] / 1.5, ticks[0] * 1.5)
