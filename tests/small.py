@@ -28,7 +28,7 @@ SMALL = {  # published windows are longer than the tiny prompts
     "compactor": {"sinks": 2, "recent": 2, "chunk": 8},
     "criticalkv": {"window": 4},
     "critical-adakv": {"window": 4},
-    "cur": {"every": 4, "local": 4},
+    "cur": {"local": 4},
     "duo": {"sinks": 2, "recent": 4},
     "ems": {"question": 4, "prefill_recent": 4, "decode_recent": 4},
     "epicache": {"count": 6, "sinks": 2},
@@ -55,7 +55,6 @@ SMALL = {  # published windows are longer than the tiny prompts
     "laq-longflow": {"count": 4, "draft_window": 6},
     "lazyeviction": {"window": 4, "decode_recent": 4, "every": 4},
     "leank": {"residual": 8, "initial": 2},
-    "leverage": {"every": 4},
     "look-m": {"sinks": 2, "every": 4},
     "mikv": {"slots": 8, "times": 0.5},
     "minicache": {"after": 0.0},  # of two layers

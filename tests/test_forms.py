@@ -830,6 +830,7 @@ class CriticalKv(SnapKv):
 
 
 SMALL_MERGING = {"sinks": 2, "every": 4}
+VALUES = {"observe": {"kind": "current-query"}, "score": {"kind": "attention-value"}, "aggregate": {"group": "mean"}}
 CASES = {  # the rule, our options, the seed of a prompt without near ties
     "mikv": (MiKv, {"times": 0.5, "channels": 8}, 0),
     "vatp": (Vatp, {"sinks": 2}, 0),
@@ -863,10 +864,10 @@ CASES = {  # the rule, our options, the seed of a prompt without near ties
     "ada-pyramidkv": (AdaPyramidKv, {"window": 6, "beta": 5.0, "pool": "avg", "kernel": 5}, 0),
     "quest": (Quest, {"count": 16, "page": 4, "dense": 1}, 0),
     "keydiff": (KeyDiff, {"every": 4}, 0),
-    "leverage": (Leverages, {"every": 4}, 0),
+    "leverage": (Leverages, {"decode": {"score": {"kind": "leverage"}, "every": 4}}, 0),
     "lagkv": (LagKv, {"lag": 4, "every": 4}, 0),
-    "cur": (Cur, {"local": 4, "every": 4}, 0),
-    "criticalkv": (CriticalKv, {"window": 6}, 0),
+    "cur": (Cur, {"decode": {"score": {"kind": "cur"}, "select": {"sinks": 4}, "every": 4}, "local": 4}, 0),
+    "criticalkv": (CriticalKv, {"window": 6, "decode": VALUES}, 0),
     "compactor": (Compactor, {"sinks": 2, "recent": 2}, 0),
 }
 
