@@ -101,6 +101,7 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "knorm": TINY,
     "kv-adaquant": CODED,
     "kv-heads": DIRECTIONS,
+    "kvcompose": Check(KVPRESS, PREFILL, "test_family.py::test_composite_tokens_as_in_kvpress"),
     "kvcrush": Check(FORM, PART, "test_family.py::test_an_even_sample_of_behaviour"),
     "kvmerger": FORMS,
     "kvzip": RELEASED,

@@ -114,7 +114,7 @@ def test_what_a_layer_says_of_itself(golden, case):
     part = Density(spare=2, spare_last=1)
     at = at[:, :: keys.shape[1] // golden[f"{case}/k"].shape[1]]  # of the KV heads
     seen = ScoreInputs(positions=at, by_query=jnp.asarray(np.stack(mass), jnp.float32))  # the layers as rows
-    profiles = part.profile(seen, 0)
+    profiles = part.profile(seen, jnp.zeros(at.shape), 0)
     close(profiles[:, 0], golden[f"{case}/spread"])
     assert [part.shares(layer, len(keys)) for layer in range(len(keys))] == [False, False, True, True, False]
     each, held = jnp.array([prompt // 2]), jnp.full((len(keys), 1), prompt)

@@ -201,6 +201,36 @@ def test_replay_as_in_kvpress(goldens, tiny, scored, family, method, ratio):
             np.testing.assert_array_equal(held[held >= 0], np.flatnonzero(kept[head]))
 
 
+COMPOSED = [
+    pytest.param(family, ratio, marks=() if (family, ratio) == ("llama3", "0.5") else pytest.mark.slow)
+    for family in FAMILIES[:-1]
+    for ratio in ("0.25", "0.5", "0.75")
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "ratio"), COMPOSED)
+def test_composite_tokens_as_in_kvpress(goldens, tiny, scored, family, ratio):
+    """KVCompose: scores, how many tokens each layer keeps of the budget of all, and which each of its heads."""
+    golden = arrays(goldens / "kvpress" / f"{family}-compose.npz")
+    params, ids = tiny(family), golden["ids"][0]
+    if family == "mistral":
+        facts = json.loads((goldens / "tiny" / family / "config-full.json").read_text())
+        params = dataclasses.replace(params, config=ModelConfig.from_hf(facts))
+    cache, worths = scored(params, ids, jaxkv.policy("kvcompose", budget=int(len(ids) * (1 - float(ratio)))))
+    sizes = set()
+    for index, (layer, ours) in enumerate(zip(cache.views, worths, strict=True)):
+        scores, kept, margin = (
+            golden[f"kvcompose/r{ratio}/layer{index}/{name}"] for name in ("scores", "kept_mask", "margin")
+        )
+        assert margin.min() > CLEAR
+        np.testing.assert_allclose(ours, scores, rtol=RTOL)
+        for head, held in enumerate(heads_of(layer)):
+            np.testing.assert_array_equal(held[held >= 0], np.flatnonzero(kept[head]))
+        sizes.add(int(kept[0].sum()))
+    assert len(sizes) > 1
+
+
 # What follows needs no model: arrays of one row, two heads, S entries in shuffled slots.
 
 S, HEADS, DIMS = 24, 2, 8

@@ -20,7 +20,7 @@ from watched import watched
 
 import jaxkv
 from jaxkv.errors import BadValue
-from jaxkv.policies import Cake, Density, Global, Lazy, Prefix, Uniform, catalogue
+from jaxkv.policies import Cake, Composite, Density, Global, Lazy, Prefix, Uniform, catalogue
 from jaxkv.policies.across import Across
 from jaxkv.run import decode_logits
 from jaxkv.store import Entries, Pool
@@ -30,7 +30,7 @@ FAMILY = "llama3"
 TOKENS, BUDGET = 70, 24
 ACROSS = [name for name, policy in sorted(catalogue().items()) if isinstance(policy.allocate, Across)]
 NAMES = [pytest.param(name, marks=() if name == "global-h2o" else pytest.mark.slow) for name in ACROSS]
-SHARES = [Global(1.0), Prefix(1.0), Cake(1.0, window=4), Density(1.0), Lazy(1.0, sinks=0, recent=1)]
+SHARES = [Global(1.0), Prefix(1.0), Composite(1.0), Cake(1.0, window=4), Density(1.0), Lazy(1.0, sinks=0, recent=1)]
 EVEN = [pytest.param(each, marks=() if isinstance(each, Global) else pytest.mark.slow) for each in SHARES]
 
 

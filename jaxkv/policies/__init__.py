@@ -2,6 +2,7 @@
 
 from jaxkv.policies.across import Across as Across
 from jaxkv.policies.across import Cake as Cake
+from jaxkv.policies.across import Composite as Composite
 from jaxkv.policies.across import Density as Density
 from jaxkv.policies.across import Global as Global
 from jaxkv.policies.across import Lazy as Lazy

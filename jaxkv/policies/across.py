@@ -71,12 +71,12 @@ class Across(Shared):
 
     def choose(self, contest: Contest) -> Choice:
         """The best entries of one layer, as many as its ceiling lets it keep: its candidates for the division."""
-        profile = None if contest.inputs is None else self.profile(contest.inputs, contest.slots)
         worth = contest.worth(None, contest.each)
-        place = contest.positions, contest.owner
-        if profile is not None:
-            by_head = self.worth(contest.by_head(worth), contest.by_head(contest.positions), profile)
-            worth = by_head.reshape(worth.shape)
+        place, profile = (contest.positions, contest.owner), None
+        if contest.inputs is not None:
+            by_head = contest.by_head(worth)
+            profile = self.profile(contest.inputs, by_head, contest.slots)
+            worth = self.worth(by_head, contest.by_head(contest.positions), profile).reshape(worth.shape)
         most = jnp.minimum(self.ceiling(contest.each), contest.slots)
         if self.alike:
             kept = best(worth, *place, jnp.repeat(most[:, None], contest.heads, axis=1))
@@ -107,8 +107,8 @@ class Across(Shared):
             return jnp.full_like(each, 2**30)
         return jnp.floor(each.astype(jnp.float32) * self.most).astype(jnp.int32)
 
-    def profile(self, inputs: ScoreInputs, ranks: int) -> Float[Array, "B _"]:
-        """What a layer says of itself; `ranks` is the static ceiling."""
+    def profile(self, inputs: ScoreInputs, worth: Float[Array, "B Hk S"], ranks: int) -> Float[Array, "B _"]:
+        """What a layer says of itself, whose entries are `worth` so much; `ranks` is the static ceiling."""
         raise NotImplementedError
 
     def quotas(
@@ -141,7 +141,7 @@ class Global(Across):
     cascades: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset()
 
-    def profile(self, inputs: ScoreInputs, ranks: int) -> Float[Array, "B _"]:
+    def profile(self, inputs: ScoreInputs, worth: Float[Array, "B Hk S"], ranks: int) -> Float[Array, "B _"]:
         return jnp.zeros((inputs.at.shape[0], 0), jnp.float32)
 
 
@@ -164,7 +164,7 @@ class Prefix(Across):
         """The safeguard, or what is protected."""
         return _floor(self.safeguard, limits, phases)
 
-    def profile(self, inputs: ScoreInputs, ranks: int) -> Float[Array, "B R"]:
+    def profile(self, inputs: ScoreInputs, worth: Float[Array, "B Hk S"], ranks: int) -> Float[Array, "B R"]:
         """F(n - 1) of each further entry that a head keeps, -1 for those that are protected."""
         assert inputs.mass is not None and inputs.protected is not None
         safe = jnp.sum(inputs.protected & inputs.live, axis=-1, keepdims=True, dtype=jnp.int32)
@@ -177,13 +177,52 @@ class Prefix(Across):
         return jnp.mean(jnp.where(rank < 0, -1.0, before), axis=1)
 
     def quotas(self, profiles, each, guard, most, held):
-        rank = jnp.arange(profiles.shape[-1])
-        before = jnp.where(rank < guard[:, None], -1.0, jnp.where(rank < most[:, None], profiles, jnp.inf))
-        before = jnp.where(rank < held[..., None], before, jnp.inf)
-        layers, batch, ranks = before.shape
-        line = -jnp.moveaxis(before, 0, 1).reshape(batch, 1, layers * ranks)
-        chosen = highest(line, layers * each) & (line > -jnp.inf)
-        return jnp.moveaxis(jnp.sum(chosen.reshape(batch, layers, ranks), axis=-1, dtype=jnp.int32), 0, 1)
+        return by_rank(-profiles, each, guard, most, held)
+
+
+@dataclasses.dataclass(frozen=True)
+class Composite(Across):
+    """The best composite tokens of all layers stay: a layer's n-th is the n-th best entry of each of its heads.
+
+    It is worth the mean of what these are worth. The first layer counts by the largest of all layers at each n, so that
+    none holds more. Source: KVCompose (arXiv 2509.05165), its structured form, as in kvpress.
+    """
+
+    safeguard: float = 0.0
+    most: float = 0.0
+    kind: ClassVar[str] = "composite"
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def guard(self, limits: Int[Array, "B"], phases: Sequence[Any]) -> Int[Array, "B"]:
+        """The safeguard, or what is protected."""
+        return _floor(self.safeguard, limits, phases)
+
+    def profile(self, inputs: ScoreInputs, worth: Float[Array, "B Hk S"], ranks: int) -> Float[Array, "B R"]:
+        """What the n-th composite token is worth, n up to `ranks`."""
+        best_first = -jnp.sort(-jnp.where(inputs.live, worth, -jnp.inf), axis=-1)[..., :ranks]
+        fill = ((0, 0), (0, 0), (0, max(ranks - best_first.shape[-1], 0)))
+        return jnp.mean(jnp.pad(best_first, fill, constant_values=-jnp.inf), axis=1)
+
+    def quotas(self, profiles, each, guard, most, held):
+        return by_rank(profiles.at[0].set(jnp.max(profiles, axis=0)), each, guard, most, held)
+
+
+def by_rank(
+    worth: Float[Array, "N B R"],
+    each: Int[Array, "B"],
+    guard: Int[Array, "B"],
+    most: Int[Array, "B"],
+    held: Int[Array, "N B"],
+) -> Int[Array, "N B"]:
+    """How many entries per head every layer keeps, whose n-th is `worth` so much and none more than the one before:
+    `each` on average, the first `guard` whatever they are worth, none beyond `most` or what is held."""
+    rank = jnp.arange(worth.shape[-1])
+    worth = jnp.where(rank < guard[:, None], jnp.inf, jnp.where(rank < most[:, None], worth, -jnp.inf))
+    worth = jnp.where(rank < held[..., None], worth, -jnp.inf)
+    layers, batch, ranks = worth.shape
+    line = jnp.moveaxis(worth, 0, 1).reshape(batch, 1, layers * ranks)
+    chosen = highest(line, layers * each) & (line > -jnp.inf)
+    return jnp.moveaxis(jnp.sum(chosen.reshape(batch, layers, ranks), axis=-1, dtype=jnp.int32), 0, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +281,7 @@ class Cake(Weighed):
         """The safeguard, or what is protected."""
         return _floor(self.safeguard, limits, phases)
 
-    def profile(self, inputs: ScoreInputs, ranks: int) -> Float[Array, "B 1"]:
+    def profile(self, inputs: ScoreInputs, worth: Float[Array, "B Hk S"], ranks: int) -> Float[Array, "B 1"]:
         mass, real = window_attention(inputs, self.window)
         before = inputs.live & (inputs.at < (inputs.next - self.window)[:, None, None])
         mass = jnp.where(before[:, :, None, None], mass, 0.0)
@@ -303,7 +342,7 @@ class Density(Across):
     def widest(self, slots: int) -> int:
         return math.ceil(math.e * slots) + 1  # no weight is more than e times another
 
-    def profile(self, inputs: ScoreInputs, ranks: int) -> Float[Array, "B 1"]:
+    def profile(self, inputs: ScoreInputs, worth: Float[Array, "B Hk S"], ranks: int) -> Float[Array, "B 1"]:
         assert inputs.by_query is not None
         live = jnp.repeat(inputs.live, inputs.by_query.shape[1] // inputs.live.shape[1], axis=1)
         count = jnp.maximum(jnp.sum(live, axis=-1, dtype=jnp.float32), 2.0)
@@ -361,7 +400,7 @@ class Lazy(Weighed):
                 "attention, above 0 and up to 1, and numbers of tokens (recent=0: the safeguard's)"
             )
 
-    def profile(self, inputs: ScoreInputs, ranks: int) -> Float[Array, "B 1"]:
+    def profile(self, inputs: ScoreInputs, worth: Float[Array, "B Hk S"], ranks: int) -> Float[Array, "B 1"]:
         assert inputs.mass is not None
         mass = jnp.where(inputs.live, inputs.mass, 0.0)
         assert inputs.limits is not None
@@ -380,4 +419,4 @@ class Lazy(Weighed):
         return jnp.where(lazy, positions.astype(jnp.float32), worth)
 
 
-KINDS = {part.kind: part for part in (Global, Prefix, Cake, Density, Lazy)}
+KINDS = {part.kind: part for part in (Global, Prefix, Composite, Cake, Density, Lazy)}

@@ -32,6 +32,9 @@ class Aggregate(Checked):
     With a `decay` below 1 a query of the prompt counts decay^a, a being the number of the block's tokens behind it
     (A2SF, arXiv 2407.20485). With `probes` above 0 only that share of the text's queries counts, the last ones, and of
     those before them about as many, drawn by their positions (ZipCache, arXiv 2405.14256).
+
+    With `common` above 0 each KV head gets that many times the mean over the layer's KV heads on top of its own, for
+    slots in which all of them hold the same token, as they do in a prompt's new block (KVCompose, arXiv 2509.05165).
     """
 
     queries: str = "mean"
@@ -44,6 +47,7 @@ class Aggregate(Checked):
     decay: float = 1.0
     pooled: str = "heads"
     probes: float = 0.0
+    common: float = 0.0
 
     def __post_init__(self):
         for field, allowed in (
@@ -64,6 +68,8 @@ class Aggregate(Checked):
             raise BadValue(f"probes={self.probes}: expected a share of the queries, up to 0.5; 0 for all of them")
         if self.best < 0:
             raise BadValue(f"best={self.best}: expected a number of query heads, or 0 for all")
+        if not 0 <= self.common < float("inf"):
+            raise BadValue(f"common={self.common}: expected how many times the mean of the heads counts, 0 for not")
 
     @property
     def needs(self) -> frozenset[str]:
@@ -108,10 +114,15 @@ class Aggregate(Checked):
         apart: Bool[Array, "B Hk S"],
         learned: Mapping[str, Array] | None = None,
     ) -> Float[Array, "B Hk S"]:
-        """Along the text and over the group, in the order that `pooled` says."""
+        """Along the text and over the group, in the order that `pooled` says; then what is `common`."""
         if self.pooled == "groups":
-            return self.along_text(self.over_group(mass, positions.shape[1], learned), positions, apart)
-        return self.over_group(self.along_text(mass, positions, apart), positions.shape[1], learned)
+            own = self.along_text(self.over_group(mass, positions.shape[1], learned), positions, apart)
+        else:
+            own = self.over_group(self.along_text(mass, positions, apart), positions.shape[1], learned)
+        if not self.common:
+            return own
+        same = jnp.all(positions == positions[:, :1], axis=1, keepdims=True)
+        return own + jnp.where(same, self.common * jnp.mean(own, axis=1, keepdims=True), 0.0)
 
     def over_group(
         self, mass: Float[Array, "B Hq S"], kv_heads: int, learned: Mapping[str, Array] | None = None

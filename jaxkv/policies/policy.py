@@ -152,6 +152,8 @@ class Policy(Checked):
             raise BadValue("aggregate best= picks heads at prefill only: leave it out of the decode phase")
         if self.decode is not None and HIDDEN in self.decode.aggregate.needs:
             raise BadValue("aggregate weigh='output' reads the hidden states of a prompt: leave it out at decode")
+        if self.decode is not None and self.decode.aggregate.common:
+            raise BadValue("aggregate common= is of a prompt, whose heads hold the same tokens: leave it out at decode")
         if self.fidelity not in FIDELITIES or (self.fidelity == "simplified") != bool(self.differs):
             raise BadValue(
                 f"fidelity={self.fidelity!r}, differs={self.differs!r}: expected 'faithful', 'ours', '' (not said) or "

@@ -3,12 +3,13 @@
     python tests/oracle/make_kvpress.py [path/to/SmolLM2-135M-Instruct.Q4_1.gguf]
 
 `kvpress/<model>.npz` holds the methods that jaxkv has first, `kvpress/<model>-more.npz` those that follow, and
-`kvpress/<model>-family.npz`, `-calibrated.npz`, `-pools.npz` and `-replay.npz` (tiny models) the last ones. The keys:
+`kvpress/<model>-family.npz`, `-calibrated.npz`, `-pools.npz`, `-replay.npz` and `-compose.npz` (tiny models) the last
+ones. The keys:
 `ids` int32 [1, S]; `<method>/r<ratio>/layer<i>/scores` float32 [Hk, S], higher = keep; `.../kept` int16 [Hk, n],
 sorted; `.../margin` float32 [Hk]: the lowest kept score less the highest dropped one, relative to the larger of the two
 (0: a tie, where any choice is right).
-AdaKV's and KVzip's heads keep different numbers: `.../kept_mask` bool [Hk, S] in place of `kept`, and one margin for
-the layer.
+AdaKV's and KVzip's heads and KVCompose's layers keep different numbers: `.../kept_mask` bool [Hk, S] in place of
+`kept`, and one margin for the layer.
 ChunkKV ranks chunks, not tokens: its margin is that of the mean scores of chunks, the same for all heads.
 """
 
@@ -181,6 +182,8 @@ REPLAY = {
     "kvzip": (lambda r: kvpress.KVzipPress(r, layerwise=True), "sdpa"),
     "kvzip-plus": (lambda r: kvpress.KVzipPress(r, layerwise=True, kvzip_plus_normalization=True), "sdpa"),
 }
+# KVCompose looks with the prompt behind itself; the layers share one budget.
+COMPOSE = {"kvcompose": (lambda r: kvpress.KVComposePress(compression_ratio=r), "sdpa")}
 INSTRUCTION = (7, 11, 13)  # stands for the tokens of KVzip's instruction
 
 # family -> (configuration file, methods, more methods)
@@ -346,10 +349,31 @@ def replay(model, ids: torch.Tensor, press) -> dict[int, dict[str, np.ndarray]]:
     return seen
 
 
+def composed(model, ids: torch.Tensor, press) -> dict[int, dict[str, np.ndarray]]:
+    """What KVCompose scored and kept in each layer."""
+    seen: dict[int, dict[str, np.ndarray]] = {}
+
+    def told(model):
+        line = press.composite_scores_per_layer.float().numpy()
+        counts = press.important_per_layer
+        between = margins(line.reshape(1, -1), (np.arange(line.shape[1]) < counts[:, None]).reshape(1, -1))
+        for index, heads in enumerate(press.important_mask_per_kv_head):
+            scores, mask = press.scores[index].float().numpy().copy(), torch.stack(heads).numpy()
+            margin = np.minimum(between, margins(scores, mask).min(keepdims=True))
+            seen[index] = {"scores": scores, "kept_mask": mask, "margin": margin}
+
+    press.compress_cache = told
+    with torch.no_grad(), press(model):
+        model(ids, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
+    return seen
+
+
 def prefill(model, ids: torch.Tensor, press) -> dict[int, dict[str, np.ndarray]]:
     """What the press scored and kept in each layer during one prefill."""
     if isinstance(press, kvpress.KVzipPress):
         return replay(model, ids, press)
+    if isinstance(press, kvpress.KVComposePress):
+        return composed(model, ids, press)
     seen: dict[int, dict[str, np.ndarray]] = {}
     with torch.no_grad(), watch(press, seen)(model):
         # The cache is made without the config, as in kvpress' pipeline: every layer is a full one.
@@ -419,13 +443,15 @@ def tiny(family: str, config_file: str) -> dict:
     return models
 
 
-def last_methods(family: str, models: dict, name: str, methods: dict, first: int) -> None:
+def last_methods(
+    family: str, models: dict, name: str, methods: dict, first: int, ratios: tuple[float, ...] = (0.3, 0.5, 0.75)
+) -> None:
     """`kvpress/<family>-<name>.npz`: the methods on ids of their own, from a `first` seed on."""
     vocabulary = models["sdpa"].config.get_text_config().vocab_size
     for seed in range(first, first + 500):
         ids = 3 + torch.randperm(vocabulary - 3, generator=torch.Generator().manual_seed(seed))[None, :120]
         try:
-            arrays = run(models, ids, methods, (0.3, 0.5, 0.75), need=MARGIN)
+            arrays = run(models, ids, methods, ratios, need=MARGIN)
         except NearTie as tie:
             print(f"  seed {seed}: {tie}: trying the next")
         else:
@@ -460,6 +486,7 @@ def main() -> None:
         last_methods(family, models, "pools", LAST_POOLS.get(family, POOLS), 2000)
         if family != "gemma3_text":  # KVzip refuses it
             last_methods(family, models, "replay", REPLAY, 3000)
+            last_methods(family, models, "compose", COMPOSE, 5000, (0.25, 0.5, 0.75))  # whole numbers of three layers
         if family in CALIBRATED:
             config = models["sdpa"].config
             heads = config.num_attention_heads, config.num_key_value_heads
