@@ -207,8 +207,9 @@ class Serve:
     spread: Spread = Spread()
     rows: int = 8
     """Requests that run at a time."""
-    longest: int = 2048
-    """Prompt tokens that rows have slots for, where the policy keeps them all while decoding."""
+    longest: int | None = None
+    """Prompt tokens that rows have slots for, where the policy keeps them all while decoding: 2048, or what the model's
+    context leaves beside the new ones."""
     max_new_tokens: int = 512
     """New tokens, likewise."""
     block: int | None = None

@@ -22,6 +22,7 @@ from jaxkv.store import KVCache
 from jaxkv.weights.params import Params
 
 STOPS = 16  # the most stop tokens of a request
+LONGEST = 2048  # prompt tokens that an engine's rows have slots for by default
 FEW = 4  # a prompt that is scored is longer than a budget: its first block is padded to a quarter of a block, or more
 
 
@@ -103,6 +104,12 @@ class Asked:
     def waiting(self) -> bool:
         """Whether somebody still waits for it."""
         return not all(answer.ended for answer in self.answers)
+
+
+def most_asked(params: Params, policy: Policy, room: int) -> int:
+    """The prompt tokens that rows have slots for where nobody says how many: LONGEST, or what the model's context
+    leaves beside `room` new ones."""
+    return max(min(LONGEST, params.config.max_position - room), 1) if policy.bound_to_text else LONGEST
 
 
 def shapes_of(params: Params, policy: Policy, learned: Learned, longest: int, room: int, sizes: int) -> Shapes:

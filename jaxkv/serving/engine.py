@@ -25,7 +25,7 @@ from jaxkv.policies.policy import Policy
 from jaxkv.request import check_model, checked_policy, checked_request
 from jaxkv.sampling import Sampler
 from jaxkv.serving.answer import CANCELLED, FAILED, Answer, Chance
-from jaxkv.serving.asked import Asked, Prefix, asked, shapes_of
+from jaxkv.serving.asked import Asked, Prefix, asked, most_asked, shapes_of
 from jaxkv.serving.drafts import Drafts
 from jaxkv.serving.first_pass import FirstPass
 from jaxkv.serving.programs import Passed, Programs, Static
@@ -80,13 +80,13 @@ class Engine:
     """Runs requests side by side, each with the tokens that `jaxkv.generate` alone gives it.
 
     `rows` requests run at a time and `queue` more may wait. A row has the slots that the policy needs for a prompt of
-    `longest` tokens and `max_new_tokens` new ones: its budget, where it evicts while decoding, and then longer texts
-    fit as well. Prompts run in the policy's blocks, at most `blocks` of them between chunks of `steps` decode steps
-    (fewer while rows are free and prompts wait); `sizes` of a first block per doubling are compiled. `speculative`,
-    such as `jaxkv.speculative.PromptLookup()`, has rows draft and verify together, each by its own text. It takes
-    every policy but those that divide a budget over layers (one that looks ahead reads a prompt twice), and meshes that
-    leave rows whole; on many hosts process 0 takes the requests, and the others `follow`. What it does not take is a
-    `BadValue` before compilation.
+    `longest` tokens (2048, or what the model's context leaves) and `max_new_tokens` new ones: its budget, where it
+    evicts while decoding, and then longer texts fit as well. Prompts run in the policy's blocks, at most `blocks` of
+    them between chunks of `steps` decode steps (fewer while rows are free and prompts wait); `sizes` of a first block
+    per doubling are compiled. `speculative`, such as `jaxkv.speculative.PromptLookup()`, has rows draft and verify
+    together, each by its own text. It takes every policy but those that divide a budget over layers (one that looks
+    ahead reads a prompt twice), and meshes that leave rows whole; on many hosts process 0 takes the requests, and the
+    others `follow`. What it does not take is a `BadValue` before compilation.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Engine:
         policy: Policy | None = None,
         *,
         rows: int = 8,
-        longest: int = 2048,
+        longest: int | None = None,
         max_new_tokens: int = 512,
         steps: int = 8,
         blocks: int = 4,
@@ -107,10 +107,11 @@ class Engine:
     ):
         check_model(params)
         check_arguments(
-            rows=rows, longest=longest, max_new_tokens=max_new_tokens, steps=steps, blocks=blocks, queue=queue,
-            sizes=sizes, implementation=implementation, scan_layers=scan_layers,
+            rows=rows, longest=1 if longest is None else longest, max_new_tokens=max_new_tokens, steps=steps,
+            blocks=blocks, queue=queue, sizes=sizes, implementation=implementation, scan_layers=scan_layers,
         )  # fmt: skip
         self.params, self.policy = params, checked_policy(params, policy, None)
+        longest = most_asked(params, self.policy, max_new_tokens) if longest is None else longest
         self._learned = params.learned_for(self.policy.learns, self.policy.name)
         self._sizes, self._steps, self._blocks, self.queue = sizes, steps, blocks, queue
         drafts = Drafts.of(speculative, params, self.policy, rows, longest, max_new_tokens, steps)

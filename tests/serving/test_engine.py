@@ -284,6 +284,9 @@ def test_what_an_engine_does_not_take(params):
             Engine(params, jaxkv.policy("full"), longest=10**6)
         with pytest.raises(BadValue, match="longest=2040 and max_new_tokens=16: expected at most 2048 together"):
             Engine(params, jaxkv.policy("full"), longest=2040, max_new_tokens=16)
+        with pytest.raises(BadValue, match="longest=1 and max_new_tokens=2048: expected at most 2048 together"):
+            Engine(params, jaxkv.policy("full"), max_new_tokens=2048)
+        assert max(Engine(params, jaxkv.policy("full")).shapes.slots) == 2048  # all of the context, by the defaults
         few = Engine(params, jaxkv.policy("full"), longest=10, max_new_tokens=5)  # blocks as long as the context
         assert max(few.shapes.whole) >= 10
         full = Engine(params, jaxkv.policy("full", block=32), longest=64, max_new_tokens=8)
