@@ -94,32 +94,30 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(folder)
+
+        def generated(question: str) -> float:
+            return took([*python, "-m", "jaxkv.cli", "generate", question, "--chat"], cache)[0]
+
+        def forget() -> None:
+            shutil.rmtree(cache / "programs", ignore_errors=True)
+
         for _ in range(options.rounds):
             add("import jax", took([*python, "-c", "import jax"], cache)[0])
             add("import jaxkv", took([*python, "-c", "import jaxkv"], cache)[0])
             add("jaxkv policies", took([*python, "-m", "jaxkv.cli", "policies"], cache)[0])
-            shutil.rmtree(cache / "programs", ignore_errors=True)
+            forget()
             for question in QUESTIONS:
                 first = "first" if question == QUESTIONS[0] else "another question"
-                command = [*python, "-m", "jaxkv.cli", "generate", question, "--chat"]
-                add(f"jaxkv generate, {first}", took(command, cache)[0])
-            add(
-                "jaxkv generate, again",
-                took([*python, "-m", "jaxkv.cli", "generate", QUESTIONS[0], "--chat"], cache)[0],
-            )
-            shutil.rmtree(cache / "programs", ignore_errors=True)
+                add(f"jaxkv generate, {first}", generated(question))
+            add("jaxkv generate, again", generated(QUESTIONS[0]))
+            forget()
             fill(cache, options.others)
-            add(
-                f"jaxkv generate, first, beside {options.others} others",
-                took([*python, "-m", "jaxkv.cli", "generate", QUESTIONS[0], "--chat"], cache)[0],
-            )
-            shutil.rmtree(cache / "programs", ignore_errors=True)
+            add(f"jaxkv generate, first, beside {options.others} others", generated(QUESTIONS[0]))
+            forget()
             add("jaxkv serve, first", until_ready(cache))
             add("jaxkv serve, again", until_ready(cache))
-            add(
-                "a new length in a known bucket, more than a known one",
-                float(took([*python, "-c", NEW_LENGTH], cache)[1]),
-            )
+            longer = float(took([*python, "-c", NEW_LENGTH], cache)[1])
+            add("a new length in a known bucket, more than a known one", longer)
     rows = [
         (name, f"{statistics.median(each):.2f}", f"{min(each):.2f}", f"{max(each):.2f}") for name, each in found.items()
     ]
