@@ -577,6 +577,23 @@ def test_weighed_by_the_output():
         dataclasses.replace(plus, decode=dataclasses.replace(plus.prefill, observe=observe.CurrentQuery()))
 
 
+def test_what_heads_have_in_common():
+    """Twice the mean of the heads comes on top in the slots in which all hold the same token, and in no other."""
+    mass, positions = np.random.default_rng(5).random((1, 6, 4)).astype(np.float32), np.arange(4, dtype=np.int32)
+    positions = np.stack([positions, positions, [0, 3, 2, -1]]).astype(np.int32)[None]
+    apart = jnp.zeros(positions.shape, bool)
+    own, got = (
+        np.asarray(Aggregate(group="mean", common=common).by_kv_head(jnp.asarray(mass), jnp.asarray(positions), apart))
+        for common in (0.0, 2.0)
+    )
+    np.testing.assert_allclose(own[0], mass[0].reshape(3, 2, 4).mean(1), rtol=RTOL)
+    np.testing.assert_allclose((got - own)[0], [2 * own[0].mean(0) * [1, 0, 1, 0]] * 3, rtol=RTOL, atol=1e-6)
+    with pytest.raises(BadValue, match="common=-1"):
+        Aggregate(common=-1.0)
+    with pytest.raises(BadValue, match="at decode"):
+        jaxkv.policy("kvcompose", budget=9, decode={"aggregate": {"common": 1.0}})
+
+
 # On a model.
 
 
