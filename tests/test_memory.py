@@ -14,7 +14,7 @@ from jaxkv.policies import catalogue
 pytestmark = pytest.mark.usefixtures("unchecked")
 BUDGET, BLOCK = 256, 512
 EACH_WAY = ("streaming-llm", "h2o", "dapq-longflow", "adakv-h2o")  # through prefill and decode
-UNSPARED = {"d2o": {"spare": 0, "spare_last": 0}}  # layers that are spared hold the text
+UNSPARED = {"d2o": {"spare": 0, "spare_last": 0}, "knorm": {"spare": 0}}  # layers that are spared hold the text
 BOUNDED = [
     pytest.param(name, marks=() if name in EACH_WAY else pytest.mark.slow)
     for name, policy in catalogue().items()
