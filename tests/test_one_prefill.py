@@ -27,9 +27,20 @@ def lettered(tiny):
 def data(tmp_path_factory):
     """Two prompts of letters, of 50 and 60 tokens."""
     rng = np.random.default_rng(5)
-    rows = ["".join(chr(at) for at in rng.integers(40, 120, length)) for length in (50, 60)]
+    return _written(tmp_path_factory, [rng.integers(40, 120, length) for length in (50, 60)])
+
+
+@pytest.fixture(scope="module")
+def distinct(tmp_path_factory):
+    """The same, with no letter twice."""
+    rng = np.random.default_rng(5)
+    return _written(tmp_path_factory, [40 + rng.permutation(80)[:length] for length in (50, 60)])
+
+
+def _written(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("data") / "data.jsonl"
-    path.write_text("".join(json.dumps({"context": row, "answers": ["a"]}) + "\n" for row in rows))
+    texts = ["".join(map(chr, row)) for row in rows]
+    path.write_text("".join(json.dumps({"context": text, "answers": ["a"]}) + "\n" for text in texts))
     return path
 
 
@@ -59,7 +70,9 @@ NAMES = [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
-def test_says_what_each_policy_says_alone(lettered, data, tmp_path, name):
+def test_says_what_each_policy_says_alone(lettered, data, distinct, tmp_path, name):
+    # a letter that comes twice has the same keys before RoPE in the first layer, of which rounding chooses
+    data = distinct if name == "leverage" else data
     run = run_of(data, name) if name != "full" else run_of(data)
     shared = runner.evaluate(lettered, run_of(data, *[name][: name != "full"], share_prefill=True), tmp_path / "shared")
     alone = runner.evaluate(lettered, run, tmp_path / "alone")
