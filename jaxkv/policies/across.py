@@ -146,7 +146,29 @@ class Global(Across):
 
 
 @dataclasses.dataclass(frozen=True)
-class Prefix(Across):
+class Ranked(Across):
+    """A layer's profile says what the n-th entry of its heads is worth, never more than the one before; the best of all
+    layers stay, behind the `guard` first ones of each."""
+
+    safeguard: float = 0.0
+    most: float = 0.0
+
+    def guard(self, limits: Int[Array, "B"], phases: Sequence[Any]) -> Int[Array, "B"]:
+        """The safeguard, or what is protected."""
+        return _floor(self.safeguard, limits, phases)
+
+    def quotas(self, profiles, each, guard, most, held):
+        rank = jnp.arange(profiles.shape[-1])
+        worth = jnp.where(rank < guard[:, None], jnp.inf, jnp.where(rank < most[:, None], profiles, -jnp.inf))
+        worth = jnp.where(rank < held[..., None], worth, -jnp.inf)
+        layers, batch, ranks = worth.shape
+        line = jnp.moveaxis(worth, 0, 1).reshape(batch, 1, layers * ranks)
+        chosen = highest(line, layers * each) & (line > -jnp.inf)
+        return jnp.moveaxis(jnp.sum(chosen.reshape(batch, layers, ranks), axis=-1, dtype=jnp.int32), 0, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix(Ranked):
     """Every layer keeps its best tokens up to the same share p of its attention; p is what the budget allows.
 
     F_l(n) = the share that the n best of all tokens hold, mean over the heads; n_l = what is protected + the number of
@@ -155,17 +177,11 @@ class Prefix(Across):
     exact to the token, where the release stops its search for p within 5 tokens of the total and scales the rest.
     """
 
-    safeguard: float = 0.0
-    most: float = 0.0
     kind: ClassVar[str] = "prefix"
     cascades: ClassVar[bool] = True
 
-    def guard(self, limits: Int[Array, "B"], phases: Sequence[Any]) -> Int[Array, "B"]:
-        """The safeguard, or what is protected."""
-        return _floor(self.safeguard, limits, phases)
-
     def profile(self, inputs: ScoreInputs, worth: Float[Array, "B Hk S"], ranks: int) -> Float[Array, "B R"]:
-        """F(n - 1) of each further entry that a head keeps, -1 for those that are protected."""
+        """-F(n - 1) of each further entry that a head keeps, 1 for those that are protected."""
         assert inputs.mass is not None and inputs.protected is not None
         safe = jnp.sum(inputs.protected & inputs.live, axis=-1, keepdims=True, dtype=jnp.int32)
         mass = jnp.where(inputs.live, inputs.mass, 0.0)
@@ -174,28 +190,19 @@ class Prefix(Across):
         before = jnp.cumsum(share, axis=-1) - share
         rank = jnp.arange(ranks) - safe
         before = jnp.take_along_axis(before, jnp.clip(rank, 0, before.shape[-1] - 1), axis=-1)
-        return jnp.mean(jnp.where(rank < 0, -1.0, before), axis=1)
-
-    def quotas(self, profiles, each, guard, most, held):
-        return by_rank(-profiles, each, guard, most, held)
+        return jnp.mean(jnp.where(rank < 0, 1.0, -before), axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
-class Composite(Across):
+class Composite(Ranked):
     """The best composite tokens of all layers stay: a layer's n-th is the n-th best entry of each of its heads.
 
     It is worth the mean of what these are worth. The first layer counts by the largest of all layers at each n, so that
     none holds more. Source: KVCompose (arXiv 2509.05165), its structured form, as in kvpress.
     """
 
-    safeguard: float = 0.0
-    most: float = 0.0
     kind: ClassVar[str] = "composite"
     needs: ClassVar[frozenset[str]] = frozenset()
-
-    def guard(self, limits: Int[Array, "B"], phases: Sequence[Any]) -> Int[Array, "B"]:
-        """The safeguard, or what is protected."""
-        return _floor(self.safeguard, limits, phases)
 
     def profile(self, inputs: ScoreInputs, worth: Float[Array, "B Hk S"], ranks: int) -> Float[Array, "B R"]:
         """What the n-th composite token is worth, n up to `ranks`."""
@@ -204,25 +211,7 @@ class Composite(Across):
         return jnp.mean(jnp.pad(best_first, fill, constant_values=-jnp.inf), axis=1)
 
     def quotas(self, profiles, each, guard, most, held):
-        return by_rank(profiles.at[0].set(jnp.max(profiles, axis=0)), each, guard, most, held)
-
-
-def by_rank(
-    worth: Float[Array, "N B R"],
-    each: Int[Array, "B"],
-    guard: Int[Array, "B"],
-    most: Int[Array, "B"],
-    held: Int[Array, "N B"],
-) -> Int[Array, "N B"]:
-    """How many entries per head every layer keeps, whose n-th is `worth` so much and none more than the one before:
-    `each` on average, the first `guard` whatever they are worth, none beyond `most` or what is held."""
-    rank = jnp.arange(worth.shape[-1])
-    worth = jnp.where(rank < guard[:, None], jnp.inf, jnp.where(rank < most[:, None], worth, -jnp.inf))
-    worth = jnp.where(rank < held[..., None], worth, -jnp.inf)
-    layers, batch, ranks = worth.shape
-    line = jnp.moveaxis(worth, 0, 1).reshape(batch, 1, layers * ranks)
-    chosen = highest(line, layers * each) & (line > -jnp.inf)
-    return jnp.moveaxis(jnp.sum(chosen.reshape(batch, layers, ranks), axis=-1, dtype=jnp.int32), 0, 1)
+        return super().quotas(profiles.at[0].set(jnp.max(profiles, axis=0)), each, guard, most, held)
 
 
 @dataclasses.dataclass(frozen=True)

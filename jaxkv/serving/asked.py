@@ -109,7 +109,12 @@ class Asked:
 def most_asked(params: Params, policy: Policy, room: int) -> int:
     """The prompt tokens that rows have slots for where nobody says how many: LONGEST, or what the model's context
     leaves beside `room` new ones."""
-    return max(min(LONGEST, params.config.max_position - room), 1) if policy.bound_to_text else LONGEST
+    return max(min(LONGEST, _left(params, policy, room)), 1)
+
+
+def _left(params: Params, policy: Policy, room: int) -> int:
+    """The most tokens of a prompt that the model's context leaves beside `room` new ones."""
+    return params.config.max_position - room if policy.bound_to_text else sys.maxsize
 
 
 def shapes_of(params: Params, policy: Policy, learned: Learned, longest: int, room: int, sizes: int) -> Shapes:
@@ -127,7 +132,7 @@ def shapes_of(params: Params, policy: Policy, learned: Learned, longest: int, ro
             "are compiled for: an engine takes policies whose layers have budgets of their own, such as 'adakv-h2o'"
         )
 
-    most = params.config.max_position - room if policy.bound_to_text else sys.maxsize  # tokens of a prompt
+    most = _left(params, policy, room)
     if longest > most:
         raise BadValue(
             f"longest={longest} and max_new_tokens={room}: expected at most {params.config.max_position} together, the "

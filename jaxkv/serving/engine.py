@@ -107,11 +107,12 @@ class Engine:
     ):
         check_model(params)
         check_arguments(
-            rows=rows, longest=1 if longest is None else longest, max_new_tokens=max_new_tokens, steps=steps,
-            blocks=blocks, queue=queue, sizes=sizes, implementation=implementation, scan_layers=scan_layers,
+            rows=rows, max_new_tokens=max_new_tokens, steps=steps, blocks=blocks, queue=queue, sizes=sizes,
+            implementation=implementation, scan_layers=scan_layers,
         )  # fmt: skip
         self.params, self.policy = params, checked_policy(params, policy, None)
         longest = most_asked(params, self.policy, max_new_tokens) if longest is None else longest
+        check_arguments(longest=longest)
         self._learned = params.learned_for(self.policy.learns, self.policy.name)
         self._sizes, self._steps, self._blocks, self.queue = sizes, steps, blocks, queue
         drafts = Drafts.of(speculative, params, self.policy, rows, longest, max_new_tokens, steps)
