@@ -112,6 +112,23 @@ def tiny():
 
 
 @pytest.fixture(scope="session")
+def as_in_kvpress(tiny):
+    """`as_in_kvpress(family)`: the tiny model as kvpress saw it: Mistral without its window."""
+    import dataclasses
+    import json
+
+    from jaxkv.models import ModelConfig
+
+    def load(family: str):
+        if family != "mistral":
+            return tiny(family)
+        facts = json.loads((GOLDENS / "tiny" / family / "config-full.json").read_text())
+        return dataclasses.replace(tiny(family), config=ModelConfig.from_hf(facts))
+
+    return load
+
+
+@pytest.fixture(scope="session")
 def smollm2():
     """SmolLM2-135M-Instruct in float32, from its wheel."""
     import jax.numpy as jnp

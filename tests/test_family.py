@@ -1,7 +1,6 @@
 """The family of methods: scores and kept entries against kvpress, and against small NumPy versions of the papers."""
 
 import dataclasses
-import json
 import re
 import tomllib
 from pathlib import Path
@@ -16,7 +15,6 @@ from ordered import heads_of
 
 import jaxkv
 from jaxkv.errors import BadValue
-from jaxkv.models import ModelConfig
 from jaxkv.models.rope import rotate
 from jaxkv.policies import (
     AccumulatedAttention,
@@ -123,13 +121,10 @@ def _compare(ours, theirs):
     np.testing.assert_allclose(ours[free], theirs[free], rtol=RTOL, atol=RTOL * np.std(theirs[free]) * 0.1)
 
 
-def _check_twin(goldens, tiny, scored, monkeypatch, family, method, ratio):
+def _check_twin(goldens, as_in_kvpress, scored, monkeypatch, family, method, ratio):
     monkeypatch.setattr(Leverage, "gaussian", _sketch)
     golden = arrays(goldens / "kvpress" / f"{family}-{METHODS[method][0]}.npz")
-    params, ids = tiny(family), golden["ids"][0]
-    if family == "mistral":  # as kvpress saw it, without its window
-        facts = json.loads((goldens / "tiny" / family / "config-full.json").read_text())
-        params = dataclasses.replace(params, config=ModelConfig.from_hf(facts))
+    params, ids = as_in_kvpress(family), golden["ids"][0]
     case = f"{method}/r{ratio}"
     layers = sorted({int(key.split("/")[2][5:]) for key in golden if key.startswith(case + "/")})
     budget = golden[f"{case}/layer{layers[0]}/kept"].shape[1]  # ChunkKV's is a multiple of its chunk
@@ -150,15 +145,15 @@ def _check_twin(goldens, tiny, scored, monkeypatch, family, method, ratio):
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
-def test_kvpress_twins(goldens, tiny, scored, monkeypatch, method):
+def test_kvpress_twins(goldens, as_in_kvpress, scored, monkeypatch, method):
     """Scores and kept positions of every layer."""
-    _check_twin(goldens, tiny, scored, monkeypatch, "llama3", method, "0.5")
+    _check_twin(goldens, as_in_kvpress, scored, monkeypatch, "llama3", method, "0.5")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_kvpress_twins_everywhere(goldens, tiny, scored, monkeypatch, family, method):
+def test_kvpress_twins_everywhere(goldens, as_in_kvpress, scored, monkeypatch, family, method):
     """The same at every ratio and for every family; of Gemma, the full layers."""
     if method not in GEMMA and family == "gemma3_text":
         pytest.skip("kvpress scales Gemma's attention by the wrong number, or does not run on it")
@@ -167,7 +162,7 @@ def test_kvpress_twins_everywhere(goldens, tiny, scored, monkeypatch, family, me
     if method in CALIBRATED and family not in ("llama2", "llama3"):
         pytest.skip("there are goldens of two families")
     for ratio in ("0.3", "0.5", "0.75"):
-        _check_twin(goldens, tiny, scored, monkeypatch, family, method, ratio)
+        _check_twin(goldens, as_in_kvpress, scored, monkeypatch, family, method, ratio)
 
 
 REPLAYED = [
@@ -180,13 +175,10 @@ REPLAYED = [
 
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "method", "ratio"), REPLAYED)
-def test_replay_as_in_kvpress(goldens, tiny, scored, family, method, ratio):
+def test_replay_as_in_kvpress(goldens, as_in_kvpress, scored, family, method, ratio):
     """KVzip and KVzip+: scores, and what heads that compete for a layer's budget keep; the instruction in tokens."""
     golden = arrays(goldens / "kvpress" / f"{family}-replay.npz")
-    params, ids = tiny(family), golden["ids"][0]
-    if family == "mistral":
-        facts = json.loads((goldens / "tiny" / family / "config-full.json").read_text())
-        params = dataclasses.replace(params, config=ModelConfig.from_hf(facts))
+    params, ids = as_in_kvpress(family), golden["ids"][0]
     params = dataclasses.replace(params, tokenizer=lambda text, **_: {"input_ids": [7, 11, 13]})
     policy = jaxkv.policy(method, budget=int(len(ids) * (1 - float(ratio))))
     cache, worths = scored(params, ids, dataclasses.replace(policy, allocate=Adaptive(safeguard=0.0)))
@@ -210,13 +202,10 @@ COMPOSED = [
 
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "ratio"), COMPOSED)
-def test_composite_tokens_as_in_kvpress(goldens, tiny, scored, family, ratio):
+def test_composite_tokens_as_in_kvpress(goldens, as_in_kvpress, scored, family, ratio):
     """KVCompose: scores, how many tokens each layer keeps of the budget of all, and which each of its heads."""
     golden = arrays(goldens / "kvpress" / f"{family}-compose.npz")
-    params, ids = tiny(family), golden["ids"][0]
-    if family == "mistral":
-        facts = json.loads((goldens / "tiny" / family / "config-full.json").read_text())
-        params = dataclasses.replace(params, config=ModelConfig.from_hf(facts))
+    params, ids = as_in_kvpress(family), golden["ids"][0]
     cache, worths = scored(params, ids, jaxkv.policy("kvcompose", budget=int(len(ids) * (1 - float(ratio)))))
     sizes = set()
     for index, (layer, ours) in enumerate(zip(cache.views, worths, strict=True)):

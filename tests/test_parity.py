@@ -9,7 +9,6 @@ from archives import arrays
 from ordered import in_text_order
 
 import jaxkv
-from jaxkv.models import ModelConfig
 from jaxkv.policies.observe import PseudoQueries
 from jaxkv.prompts import rows_of
 from jaxkv.store import EMPTY
@@ -46,15 +45,6 @@ def _filled(line) -> np.ndarray:
     return line[:, np.any(line != EMPTY, axis=0)]
 
 
-def _family(goldens, tiny, family):
-    """The tiny model as kvpress saw it: Mistral without its window."""
-    params = tiny(family)
-    if family != "mistral":
-        return params
-    facts = json.loads((goldens / "tiny" / family / "config-full.json").read_text())
-    return dataclasses.replace(params, config=ModelConfig.from_hf(facts))
-
-
 def _layers(golden, case) -> list[int]:
     return sorted({int(key.split("/")[2].removeprefix("layer")) for key in golden if key.startswith(case + "/")})
 
@@ -75,10 +65,10 @@ def _same_scores(method, ours, theirs):
 @pytest.mark.some(1)
 @pytest.mark.parametrize("method", TINY_METHODS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_kvpress_on_tiny_models(goldens, tiny, scored, family, method):
+def test_kvpress_on_tiny_models(goldens, as_in_kvpress, scored, family, method):
     """Scores and kept positions of every layer that kvpress compresses (Gemma: the full ones), at every ratio."""
     golden = arrays(goldens / "kvpress" / f"{family}.npz")
-    params, ids = _family(goldens, tiny, family), golden["ids"][0]
+    params, ids = as_in_kvpress(family), golden["ids"][0]
     name, options = KVPRESS[method]
     for ratio in ("0.3", "0.5", "0.75"):
         case = f"{method}/r{ratio}"

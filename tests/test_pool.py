@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,6 @@ from small import SMALL
 
 import jaxkv
 from jaxkv.errors import BadValue
-from jaxkv.models import ModelConfig
 from jaxkv.policies import Adaptive, Attention, Pyramid, catalogue
 from jaxkv.policies.across import Across
 from jaxkv.store import EMPTY, Entries, Pool, Slots
@@ -74,13 +72,10 @@ def twin(method, budget):
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize(("family", "method", "ratio"), CASES)
-def test_kept_as_in_kvpress(goldens, tiny, family, method, ratio):
+def test_kept_as_in_kvpress(goldens, as_in_kvpress, family, method, ratio):
     """The same entries of every head, in every layer that kvpress compresses, and no more slots than whole pieces."""
     golden = arrays(goldens / "kvpress" / f"{family}-{KVPRESS[method][0]}.npz")
-    params, tokens = tiny(family), golden["ids"][0]
-    if family == "mistral":  # as kvpress saw it, without its window
-        facts = json.loads((goldens / "tiny" / family / "config-full.json").read_text())
-        params = dataclasses.replace(params, config=ModelConfig.from_hf(facts))
+    params, tokens = as_in_kvpress(family), golden["ids"][0]
     case = f"{method}/r{ratio}"
     layers = sorted({int(key.split("/")[2][5:]) for key in golden if key.startswith(case + "/")})
     budget = int(len(tokens) * (1 - float(ratio)))

@@ -322,6 +322,12 @@ class NoTokenizer:
         return torch.tensor([INSTRUCTION if "Repeat" in text else ()], dtype=torch.long)
 
 
+def run_prompt(model, ids: torch.Tensor, press) -> None:
+    """One prefill under the press. The cache is made without the config, as in kvpress' pipeline: no layer slides."""
+    with torch.no_grad(), press(model):
+        model(ids, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
+
+
 def replay(model, ids: torch.Tensor, press) -> dict[int, dict[str, np.ndarray]]:
     """What KVzip scored and kept in each layer."""
     seen: dict[int, dict[str, np.ndarray]] = {}
@@ -342,8 +348,7 @@ def replay(model, ids: torch.Tensor, press) -> dict[int, dict[str, np.ndarray]]:
     module = kvpress.presses.kvzip_press
     tokenizer, module.AutoTokenizer = module.AutoTokenizer, NoTokenizer
     try:
-        with torch.no_grad(), press(model):
-            model(ids, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
+        run_prompt(model, ids, press)
     finally:
         module.AutoTokenizer = tokenizer
     return seen
@@ -363,8 +368,7 @@ def composed(model, ids: torch.Tensor, press) -> dict[int, dict[str, np.ndarray]
             seen[index] = {"scores": scores, "kept_mask": mask, "margin": margin}
 
     press.compress_cache = told
-    with torch.no_grad(), press(model):
-        model(ids, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
+    run_prompt(model, ids, press)
     return seen
 
 
@@ -375,9 +379,7 @@ def prefill(model, ids: torch.Tensor, press) -> dict[int, dict[str, np.ndarray]]
     if isinstance(press, kvpress.KVComposePress):
         return composed(model, ids, press)
     seen: dict[int, dict[str, np.ndarray]] = {}
-    with torch.no_grad(), watch(press, seen)(model):
-        # The cache is made without the config, as in kvpress' pipeline: every layer is a full one.
-        model(ids, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
+    run_prompt(model, ids, watch(press, seen))
     return seen
 
 
