@@ -186,6 +186,7 @@ def test_requests_branch_from_a_stored_prefix(engine, params):
     assert answers[0].prompt_tokens == 3 and answers[0].seen == 77 + 3 + 7
     assert engine.prefixes == ("manual", "talk")
     engine.forget("manual")
+    engine.forget("talk")
     with pytest.raises(UnknownName, match="unknown prefix"):
         engine.submit(ids(3), prefix="manual")
     with pytest.raises(BadValue, match="expected one row"):
