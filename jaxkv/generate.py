@@ -18,6 +18,7 @@ from jaxkv.decoding import CHUNK, Decoding
 from jaxkv.errors import BadValue
 from jaxkv.generation import Generation
 from jaxkv.plan import SIZES, PromptBlocks, lacking, plan, scored
+from jaxkv.policies.allocator import UNLIMITED
 from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.catalogue import policy as by_name
 from jaxkv.policies.observe import Observer
@@ -357,17 +358,19 @@ def behind(params: Params, rows: list[np.ndarray], observe: Observer, blocks: Pr
 
 
 def first_pass(policy: Policy, goes_on: bool = False) -> Policy:
-    """The policy under which a lookahead policy drafts: SnapKV in the same bytes, that is, at the same budget, in the
-    same codecs, and with the same rule for what leaves. Its window is smaller than the budget.
+    """The policy under which a lookahead policy drafts: SnapKV at `draft_times` the budget, in the same codecs, and
+    with the same rule for what leaves. Its window is smaller than its budget.
 
     Where the prompt goes on from a cache, which is bounded already, all that is new is kept.
     """
     assert policy.prefill is not None
     if goes_on:
         return dataclasses.replace(catalogue()["full"], block=policy.block)
-    window, evicted = policy.prefill.observe.draft_window, policy.prefill.evicted
-    window = window if policy.budget is None else max(min(window, policy.budget - 1), 1)
-    draft = by_name("snapkv", budget=policy.budget, ratio=policy.ratio, window=window, evicted=evicted)
+    observe, evicted = policy.prefill.observe, policy.prefill.evicted
+    budget = None if policy.budget is None else min(int(policy.budget * observe.draft_times), UNLIMITED)
+    ratio = None if policy.ratio is None else max(policy.ratio - (observe.draft_times - 1) * (1 - policy.ratio), 0.0)
+    window = observe.draft_window if budget is None else max(min(observe.draft_window, budget - 1), 1)
+    draft = by_name("snapkv", budget=budget, ratio=ratio, window=window, evicted=evicted)
     return dataclasses.replace(draft, rope=policy.rope, block=policy.block, store=policy.store)
 
 

@@ -116,6 +116,7 @@ def test_a_temperature_that_float32_cannot_divide_by_is_greedy(lettered):
         (lambda: jaxkv.policy("cake", budget=64, tau1=INFINITY), "tau1=inf of cake: expected a finite number"),
         (lambda: jaxkv.policy("streaming-llm", budget=64, sinks=1.5), "sinks=1.5 of select: expected a whole number"),
         (lambda: jaxkv.policy("snapkv", budget=99, own_keys="maybe"), "own_keys='maybe'.*true or false"),
+        (lambda: jaxkv.policy("laq", budget=99, draft_times=0.5), "draft_times=0.5: expected 1 or more"),
         (lambda: jaxkv.policy("h2o", budget="many"), "budget='many'"),
         (lambda: jaxkv.policy("h2o", ratio="half"), "ratio='half'"),
         (lambda: jaxkv.policy("h2o", ratio=NAN), "ratio=nan"),

@@ -603,11 +603,13 @@ def test_keys_turned_to_their_places(tiny):
 
 
 @pytest.mark.long
-def test_lookahead_tokens_are_the_drafts(tiny, monkeypatch):
-    """LAQ: the observing tokens are what SnapKV under the same budget goes on with."""
+@pytest.mark.parametrize("size", [{"budget": 16}, {"ratio": 0.6}], ids=str)
+@pytest.mark.parametrize("times", [1, 2])
+def test_lookahead_tokens_are_the_drafts(tiny, monkeypatch, times, size):
+    """LAQ: the observing tokens are what SnapKV under the same budget, or a multiple of it, goes on with."""
     params, ids = tiny("llama3"), _ids(40)
     draft = jaxkv.generate(
-        params, ids, policy=jaxkv.policy("snapkv", budget=16, window=6), max_new_tokens=5, stop_tokens=()
+        params, ids, policy=jaxkv.policy("snapkv", budget=16 * times, window=6), max_new_tokens=5, stop_tokens=()
     )
     seen = []
     prefill = jaxkv.run.prefill
@@ -617,7 +619,8 @@ def test_lookahead_tokens_are_the_drafts(tiny, monkeypatch):
         return prefill(weights, layers, tokens, positions, pseudo, *rest, **options)
 
     monkeypatch.setattr(jaxkv.run, "prefill", watched)
-    ours = jaxkv.prefill(params, ids, policy=jaxkv.policy("laq", budget=16, count=5, draft_window=6))
+    policy = jaxkv.policy("laq", **size, count=5, draft_window=6, draft_times=float(times))
+    ours = jaxkv.prefill(params, ids, policy=policy)
     assert [x.shape[1] for x in seen] == [0, 5] and np.array_equal(seen[1], draft.tokens)
     assert (np.asarray(ours.held()) == 16).all()
 

@@ -155,16 +155,17 @@ class Lookahead(Observer):
     """`count` tokens that the model itself goes on with look, run behind each block like `PseudoQueries`; and with them
     the block's own last `local` ones.
 
-    They come from a first pass: the prompt under SnapKV (window `draft_window`) at the same budget, then `count` greedy
-    tokens; on a cache that is already bounded, everything new is kept for that pass. Two prefills, bounded memory; none
-    are drafted for a prompt that the budget holds whole and them behind it. With `own_keys=False` the keys of the new
-    tokens stay out of the softmax, as in the release. Source: Lookahead Q-Cache
-    (arXiv 2505.20334), which keeps the first pass's queries and the whole prompt's cache in between; here the tokens
-    run again behind the prompt. With `local` 8 its LAQ++.
+    They come from a first pass: the prompt under SnapKV (window `draft_window`) at `draft_times` the budget, then
+    `count` greedy tokens; on a cache that is already bounded, everything new is kept for that pass. Two prefills,
+    bounded memory; none are drafted for a prompt that the budget holds whole and them behind it. With `own_keys=False`
+    the keys of the new tokens stay out of the softmax, as in the release. Source: Lookahead Q-Cache (arXiv 2505.20334),
+    which drafts at the budget, and keeps the first pass's queries and the whole prompt's cache in between; here the
+    tokens run again behind the prompt. With `local` 8 its LAQ++.
     """
 
     count: int = 8
     draft_window: int = 32
+    draft_times: float = 1.0
     own_keys: bool = True
     local: int = 0
     kind: ClassVar[str] = "lookahead"
@@ -177,6 +178,8 @@ class Lookahead(Observer):
                 f"count={self.count}, draft_window={self.draft_window}, local={self.local}: expected at least 1 token "
                 "each, and no local ones or more"
             )
+        if not self.draft_times >= 1:
+            raise BadValue(f"draft_times={self.draft_times}: expected 1 or more, of the budget")
 
     @property
     def extra(self) -> int:

@@ -117,6 +117,7 @@ class FirstPass:
                     f"budget={budget} of a request under policy {policy.name!r}: its first pass would look with "
                     "another window than this engine's programs; expected a larger one"
                 )
+            budget = own.budget
         greedy = dataclasses.replace(
             work.request, policy=static.policy, max_new_tokens=self.count, sampler=Sampler(), samples=1, seed=0,
             stop_tokens=(), stop=(),
