@@ -114,6 +114,7 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "laq-heads": FORMS,
     "laq-longflow": FORMS,
     "laq-plus-plus": FORMS,
+    "laq32-h2o-int4": FORMS,
     "layer-compresskv": RELEASED,
     "layer-defensivekv": Check(CODE, PREFILL, "test_released_scores.py::test_defensivekv_as_released"),
     "lazyeviction": (

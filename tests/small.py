@@ -51,6 +51,7 @@ SMALL = {  # published windows are longer than the tiny prompts
     "laq-plus-plus": {"count": 4, "draft_window": 6, "local": 4, "recent": 4},
     "laq-h2o": {"count": 4, "draft_window": 6},
     "laq-h2o-int4": {"count": 4, "draft_window": 6},
+    "laq32-h2o-int4": {"count": 6, "draft_window": 6, "draft_times": 2.0},
     "laq-heads": {"count": 4, "draft_window": 6},
     "laq-longflow": {"count": 4, "draft_window": 6},
     "lazyeviction": {"window": 4, "decode_recent": 4, "every": 4},

@@ -403,10 +403,10 @@ class Lookahead(Rule):
     """SnapKV drafts, and what the drafted tokens attend to behind the whole prompt stays (the second stage of the
     release: `update_kv_LAQ`, `pyramidkv_utils.py` line 598, without the mask that it takes over from SnapKV)."""
 
-    every, count, drafts = NEVER, 8, SnapKv
+    every, count, drafts, times = NEVER, 8, SnapKv, 1
 
     def prepare(self, tiny, ids):
-        draft = run(tiny, self.drafts(self.budget), ids, self.count, reserve=0).tokens[: self.count]
+        draft = run(tiny, self.drafts(self.times * self.budget), ids, self.count, reserve=0).tokens[: self.count]
         self.length = len(ids)
         _, self.ahead = tiny.prompt([*ids, *draft])
 
@@ -414,7 +414,10 @@ class Lookahead(Rule):
         """By query head; the tokens' own keys stay out."""
         keys = seen.key[:, : self.length].repeat(seen.group, 0)
         logits = seen.query[:, self.length :] @ keys.swapaxes(1, 2) / seen.key.shape[-1] ** 0.5
-        return pooled(softmax(logits).sum(1), 7, "max")
+        return pooled(self.of_all(softmax(logits)), 7, "max")
+
+    def of_all(self, weights):
+        return weights.sum(1)
 
     def prompt(self, seen: Prompt):
         return seen.by_group(self.looked(self.ahead[seen.layer])).mean(1)
@@ -591,6 +594,15 @@ class CodedSums(Coded, LookaheadSums):
     """Ours: the same with all entries in codes, while it drafts too."""
 
     drafts = CodedSnapKv
+
+
+class CodedFar(CodedSums):
+    """Ours: 32 tokens drafted from a larger cache, of which the one counts that attends most to an entry."""
+
+    count, times = 32, 2
+
+    def of_all(self, weights):
+        return weights.max(1)
 
 
 class LookaheadHeads(LookaheadSums):
@@ -849,6 +861,7 @@ CASES = {  # the rule, our options, the seed of a prompt without near ties
     "laq": (Lookahead, {"draft_window": 6}, 75),
     "laq-h2o": (LookaheadSums, {"draft_window": 6}, 0),
     "laq-h2o-int4": (CodedSums, {"draft_window": 6}, 0),
+    "laq32-h2o-int4": (CodedFar, {"draft_window": 6, "draft_times": 2.0}, 0),
     "laq-heads": (LookaheadHeads, {"draft_window": 6}, 0),
     "laq-plus-plus": (LookaheadLocal, {"draft_window": 6}, 0),
     "laq-longflow": (LookaheadLongFlow, {"draft_window": 6}, 0),

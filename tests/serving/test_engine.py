@@ -221,8 +221,9 @@ def test_what_does_not_fit_is_refused_at_once(engine, asked, says):
 
 
 @pytest.mark.long
-def test_a_policy_that_looks_ahead_reads_a_prompt_twice(params):
-    policy = sized("laq-h2o")
+@pytest.mark.parametrize("name", ["laq-h2o", "laq32-h2o-int4"])
+def test_a_policy_that_looks_ahead_reads_a_prompt_twice(params, name):
+    policy = sized(name)
     engine = Engine(params, policy, rows=4, longest=140, max_new_tokens=12, steps=4)
     engine.warm()
     work = [(ids(length, length), {"max_new_tokens": 11, "stop_tokens": ()}) for length in (5, 90, 33)]
@@ -239,7 +240,7 @@ def test_a_policy_that_looks_ahead_reads_a_prompt_twice(params):
     prompt, asked = work[1]
     assert small.tokens == alone(params, dataclasses.replace(policy, budget=36), prompt, **asked)
     with pytest.raises(BadValue, match="first pass would look with another window"):
-        engine.submit(ids(90), budget=policy.prefill.observe.draft_window)
+        engine.submit(ids(90), budget=int(policy.prefill.observe.draft_window / policy.prefill.observe.draft_times))
 
 
 @pytest.mark.long
