@@ -42,6 +42,7 @@ CASES = [
     for axes in MESHES
 ]
 LENGTHS = (45, 9, 30, 17, 26, 33, 12, 40)
+STEP = 1.0  # of codes: rounding, which is a mesh's own, may move a number by one
 
 
 def policy(name, budget=16, **options):
@@ -108,7 +109,7 @@ def test_a_mesh_gives_what_one_device_gives(goldens, name, axes):
     folder = goldens / "tiny" / "llama3"
     out = generated(calibrated(jaxkv.load(folder, mesh=on(MESHES[axes]))), name)
     assert out.tokens.tolist() == expected(folder, name).tokens.tolist()
-    assert_same_cache(out.cache, expected(folder, name).cache)
+    assert_same_cache(out.cache, expected(folder, name).cache, atol=1e-4 if policy(name).store.plain else STEP)
 
 
 @pytest.mark.some(1)
@@ -166,9 +167,10 @@ def really_expected(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", MESHES)  # the outer loop, so that weights are loaded once
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if catalogue()[name].store.plain])
 def test_real_weights_whose_heads_no_axis_divides(name, axes):
-    """9 query heads on 3 KV heads, every policy. (Four layers: the compiler's time is in their number.)"""
+    """9 query heads on 3 KV heads, every policy whose entries are no codes: one that rounding moves by a step decides
+    later what leaves. (Four layers: the compiler's time is in their number.)"""
     out = generated(real(axes), name, first=TIES.get(name, 0))
     assert out.tokens.tolist() == really_expected(name).tokens.tolist()
     assert_same_cache(out.cache, really_expected(name).cache, atol=1e-3)
@@ -281,7 +283,6 @@ BY_TOKEN = {"keys": {"kind": "int", "bits": 4}, "values": {"kind": "int", "bits"
 AS_CODES = {"keys": {"kind": "int", "bits": 8, "hadamard": True}, "values": {"kind": "fp8"}}  # read as they lie
 BY_CHANNEL = {**BY_TOKEN, "keys": {"kind": "int-by-channel", "bits": 4, "tokens": 4}, "residual": 8}
 FITTED = {**BY_TOKEN, "keys": {"kind": "channels", "window": 4}}
-STEP = 1.0  # of 4 bits: rounding, which is a mesh's own, may move a number by one
 
 
 @pytest.mark.long
