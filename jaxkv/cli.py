@@ -21,7 +21,7 @@ from tyro.conf import OmitArgPrefixes, Positional, subcommand
 from jaxkv.errors import BadValue, JaxkvError, unknown
 
 DEFAULT_MODEL = "smollm2-135m"
-DEFAULT_POLICY = "laq-h2o-int4"  # what docs/choosing.md recommends where all must stay in the budget
+DEFAULT_POLICY = "laq32-h2o-int4"  # what docs/choosing.md recommends where all must stay in the budget
 SERVED_BLOCK = 256  # tokens of a prompt between two steps of the rows that run
 DEFAULT_BUDGET = 1024  # under the default policy the bytes of less than 300 entries in bfloat16
 
