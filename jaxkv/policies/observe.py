@@ -28,7 +28,8 @@ class Observer(Checked):
     looks: ClassVar[bool] = True  # whether anybody does
     replays: ClassVar[bool] = False  # each block of the prompt is run again behind itself
     drafts: ClassVar[bool] = False  # the tokens that look come from a first pass
-    draft_window: int = 0  # and that is SnapKV's, with this window
+    draft_window: int = 0  # and that is SnapKV's, with this window,
+    draft_times: float = 1.0  # at so many times the budget
     lead: int = 0  # tokens of the block before that tell where a block begins, for `between`
 
     @property
