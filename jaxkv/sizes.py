@@ -15,6 +15,7 @@ from jaxkv.run import empty_layer
 from jaxkv.store.entries import PIECE, in_pieces
 from jaxkv.store.together import begun
 
+BORDER = 4  # bytes of where a segment of a pool ends, int32
 LEAST = 4096  # a part whose smallest budget is larger than that, and twice what is protected, is wrong
 
 
@@ -36,7 +37,9 @@ def size_of(policy: Policy, config: ModelConfig, dtype: Any, slots: Sequence[int
             _layers(policy, (spec,), str(dtype), (count,), shares(policy, config, layer))[0]
             for layer, (spec, count) in enumerate(zip(config.specs, slots, strict=True))
         ]
-    return Size(sum(size.keys_values for size in each), sum(size.all for size in each))
+    # layers in one line have the border at its end together, where each pool has one of its own
+    borders = sum(shares(policy, config, layer) for layer in range(config.num_layers)) if policy.allocate.divides else 1
+    return Size(sum(size.keys_values for size in each), sum(size.all for size in each) - BORDER * max(borders - 1, 0))
 
 
 @functools.lru_cache(maxsize=4096)

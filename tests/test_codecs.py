@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small
 from archives import arrays
 from held import ONE_HEAD, bytes_of
 from hypothesis import given, settings
@@ -557,19 +558,23 @@ def test_too_few_bytes_and_other_sizes(tiny):
 
 
 @pytest.mark.long
-def test_info_and_stats_agree(tiny, goldens, capsys):
-    """The bytes that info reckons are those that a run holds."""
+@pytest.mark.parametrize("name", ["h2o", "tiered-h2o", "prefixkv", "laq32-h2o-int4"])
+def test_info_and_stats_agree(tiny, goldens, capsys, name):
+    """The bytes that info reckons are those that a run holds: in slots, beside them, in one line of all layers."""
     import json
 
     from jaxkv import cli
 
-    toml = "tiered-h2o"
-    out = jaxkv.generate(tiny(FAMILY), ids(90), policy=jaxkv.policy(toml, budget=24), max_new_tokens=4, stop_tokens=())
-    model = str(goldens / "tiny" / FAMILY)
-    assert cli.main(["info", model, "--policy", toml, "--budget", "24", "--json"]) == 0
+    options = small.SMALL.get(name, {})
+    out = jaxkv.generate(
+        tiny(FAMILY), ids(90), policy=jaxkv.policy(name, budget=24, **options), max_new_tokens=4, stop_tokens=()
+    )
+    said = [word for option, value in options.items() for word in ("--option", f"{option}={value}")]
+    command = ["info", str(goldens / "tiny" / FAMILY), "--policy", name, "--budget", "24", *said, "--json"]
+    assert cli.main(command) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["cache_bytes_under_tiered-h2o_at_budget_24"] == out.stats.cache_bytes
-    assert facts["keys_and_values_bytes_under_tiered-h2o_at_budget_24"] == out.cache.kv_bytes
+    assert facts[f"cache_bytes_under_{name}_at_budget_24"] == out.stats.cache_bytes
+    assert facts[f"keys_and_values_bytes_under_{name}_at_budget_24"] == out.cache.kv_bytes
 
 
 # ---- as released
