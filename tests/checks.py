@@ -58,7 +58,7 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "chunk-topk": TWINS,
     "chunkkv": TWINS,
     "chunkkv-entropy": Check(KVPRESS, PART, "test_family.py::test_kvpress_twins"),
-    "compactor": FORMS,
+    "compactor": (TWINS, FORMS),
     "compresskv": RELEASED,
     "critical-adakv": POOLS,
     "criticalkv": TWINS,

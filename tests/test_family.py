@@ -63,7 +63,8 @@ MORE = {
 FAMILY = {
     "criticalkv-snapkv-w8-k5": ("criticalkv", {"window": 8}, True),
     "leverage-s48": ("leverage", {}, True),
-    "noncausal-c40": ("non-causal", {"prefill_chunk": 40}, True),
+    "noncausal-c40": ("non-causal", {}, True),
+    "compactor-c36": ("compactor", {}, True),
     "chunk-c40-knorm": ("chunk-topk", {"chunk": 40}, False),
     "finch-w8": ("finch", {"question": 8, "recent": 8, "rope": "text"}, True),
     "egchunkkv-c10-knorm": ("chunkkv-entropy", {}, False),
@@ -72,7 +73,8 @@ CALIBRATED = {
     "qfilters": ("q-filters", {}, True),
     "expected-stats-n512": ("expected-attention-stats", {}, True),
 }
-GEMMA = ("keydiff", "cur", "lagkv-l16", "leverage-s48", "noncausal-c40", "chunk-c40-knorm", "egchunkkv-c10-knorm")
+GEMMA = ("keydiff", "cur", "lagkv-l16", "leverage-s48", "noncausal-c40", "compactor-c36", "chunk-c40-knorm")
+GEMMA = (*GEMMA, "egchunkkv-c10-knorm")
 METHODS = {**{name: ("more", *entry) for name, entry in MORE.items()}, **{n: ("family", *e) for n, e in FAMILY.items()}}
 METHODS |= {name: ("calibrated", *entry) for name, entry in CALIBRATED.items()}
 FAMILIES = ["llama2", "llama3", "qwen2", "qwen3", "mistral", "gemma3_text"]
@@ -98,9 +100,12 @@ def _twin(method, budget):
         return dataclasses.replace(
             policy, prefill=Phase(score=KeyNorm(), aggregate=aggregate, select=select), budget=budget
         )
-    if method == "noncausal-c40":
+    if method in ("noncausal-c40", "compactor-c36"):  # `chunk` is a field of select, too
         policy = jaxkv.policy(name, budget=budget)
-        score = dataclasses.replace(policy.prefill.score, chunk=40)
+        score = policy.prefill.score
+        both = method == "compactor-c36"
+        chunks = dataclasses.replace(score.second if both else score, chunk=int(method[-2:]))
+        score = dataclasses.replace(score, second=chunks) if both else chunks
         return dataclasses.replace(policy, prefill=dataclasses.replace(policy.prefill, score=score))
     return jaxkv.policy(name, budget=budget, **options)
 

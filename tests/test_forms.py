@@ -709,7 +709,8 @@ class Quest(Rule):
 
 
 class Compactor(Rule):
-    """The fraction that goes times the leverage of the keys, and non-causal attention by chunks, both as z-scores."""
+    """The fraction that goes times the leverage of the keys, and non-causal attention by chunks, both as z-scores; the
+    first and last two tokens, which stay, are cut off before."""
 
     every, chunk = NEVER, 256
 
@@ -718,20 +719,21 @@ class Compactor(Rule):
 
     def prompt(self, seen: Prompt):
         x = self.unrotated[seen.layer]
+        length, inside = x.shape[1], slice(2, -2)
+        x, query, key, value = (y[:, inside] for y in (x, seen.query, seen.key, seen.value))
         x = (x - x.mean(1, keepdims=True)) @ np.asarray(Leverage(sketch=48).gaussian(*x.shape[::2]), np.float64)
         inverse = np.linalg.inv(x.swapaxes(1, 2) @ x + 0.01 * np.eye(x.shape[-1]))
         hat = np.einsum("hsd,hde,hse->hs", x, inverse, x)
-        length = x.shape[1]
-        around = np.zeros((len(seen.query), length))
-        for start in range(0, length, self.chunk):
+        around = np.zeros(query.shape[:2])
+        for start in range(0, length - 4, self.chunk):
             part = slice(start, start + self.chunk)
-            logits = seen.query[:, part] @ seen.key[:, part].repeat(seen.group, 0).swapaxes(1, 2)
+            logits = query[:, part] @ key[:, part].repeat(seen.group, 0).swapaxes(1, 2)
             around[:, part] = softmax(logits).sum(1)
-        around = seen.by_group(around).mean(1) * np.linalg.norm(seen.value, axis=-1)
+        around = seen.by_group(around).mean(1) * np.linalg.norm(value, axis=-1)
         around = np.stack([np.convolve(row, np.ones(3) / 3, mode="same") for row in around])
         unit = lambda x: (x - x.mean()) / x.std(ddof=1)  # noqa: E731
         worth = (1 - self.budget / length) * unit(hat) + unit(around)
-        return np.where(ends(np.arange(length), 2, length - 2), np.inf, worth)
+        return np.pad(worth, ((0, 0), (2, 2)), constant_values=np.inf)
 
 
 class KeyDiff(Rule):

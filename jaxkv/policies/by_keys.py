@@ -114,7 +114,8 @@ class Leverage(Score):
     """score = x^T (X^T X + 0.01 I)^-1 x of the centred keys before RoPE, through a Gaussian sketch, as z-scores.
 
     `sketch` 0 takes the keys themselves. The sketch is drawn by `seed`, the same for every row. Mean and deviation of
-    the z-score are over the heads and entries of a row. Source: Compactor (arXiv 2507.08143).
+    the z-score are over the heads and entries of a row. What is protected is left out of all of them. Source:
+    Compactor (arXiv 2507.08143).
     """
 
     sketch: int = 48
@@ -134,9 +135,9 @@ class Leverage(Score):
 
     def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
         assert inputs.places is not None
-        live = inputs.live[..., None]
-        keys = jnp.where(live, inputs.turned(inputs.k, -inputs.places), 0.0)
-        x = jnp.where(live, keys - jnp.sum(keys, axis=2, keepdims=True) / count(live, 2, keepdims=True), 0.0)
+        free = inputs.free[..., None]
+        keys = jnp.where(free, inputs.turned(inputs.k, -inputs.places), 0.0)
+        x = jnp.where(free, keys - jnp.sum(keys, axis=2, keepdims=True) / count(free, 2, keepdims=True), 0.0)
         exact = lax.Precision.HIGHEST
         if self.sketch:
             sketch = self.gaussian(x.shape[1], x.shape[-1])
@@ -181,11 +182,12 @@ class Redundancy(Score):
 
 
 def z_score(x: Float[Array, "B Hk S"], inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
-    """(x - mean) / deviation over the heads and entries of each row; the deviation is unbiased and at least 1e-6."""
-    live, axes = inputs.live, (1, 2)
-    many = count(live, axes, keepdims=True)
-    mean = jnp.sum(jnp.where(live, x, 0.0), axis=axes, keepdims=True) / many
-    square = jnp.sum(jnp.where(live, (x - mean) ** 2, 0.0), axis=axes, keepdims=True) / jnp.maximum(many - 1, 1.0)
+    """(x - mean) / deviation over the heads and entries of each row but those that are protected; the deviation is
+    unbiased and at least 1e-6."""
+    free, axes = inputs.free, (1, 2)
+    many = count(free, axes, keepdims=True)
+    mean = jnp.sum(jnp.where(free, x, 0.0), axis=axes, keepdims=True) / many
+    square = jnp.sum(jnp.where(free, (x - mean) ** 2, 0.0), axis=axes, keepdims=True) / jnp.maximum(many - 1, 1.0)
     return (x - mean) / jnp.maximum(jnp.sqrt(square), 1e-6)
 
 

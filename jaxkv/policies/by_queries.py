@@ -123,7 +123,8 @@ class NonCausal(Score):
 
     score = z-score of the mean over 3 neighbours of ||v_j|| sum_i softmax_j(q_i . k_j), mean over the group; there is
     no scale in that softmax. It is fixed as a token enters. The last chunk is as short as it is (kvpress lets its
-    padding leak in). Source: Compactor (arXiv 2507.08143).
+    padding leak in). The sinks and the newest tokens that the phase protects look at themselves alone, and chunks begin
+    behind the sinks. Source: Compactor (arXiv 2507.08143).
     """
 
     chunk: int = 256
@@ -142,31 +143,38 @@ class NonCausal(Score):
             return {"non_causal": jnp.zeros(new.keys.shape[:-1], jnp.float32)}
         assert new.queries is not None and new.positions is not None and new.rotate is not None
         positions, length, kv_heads = new.positions, new.positions.shape[1], new.keys.shape[1]
-        pads = jnp.sum(positions < 0, axis=1, dtype=jnp.int32)  # in front: chunks begin at the row's first token
-        shift = (jnp.arange(length)[None] + pads[:, None]) % length
-        undo = (jnp.arange(length)[None] - pads[:, None]) % length
+        sinks = (positions >= 0) & (positions < new.sinks)
+        newest = ~sinks & (positions > positions[:, -1:] - new.recent)
+        part = jnp.where(positions < 0, 0, jnp.where(sinks, 1, jnp.where(newest, 3, 2)))  # 0: no token
+        before = jnp.sum(part < 2, axis=1, dtype=jnp.int32)  # chunks begin behind them, and they come last
+        shift = (jnp.arange(length)[None] + before[:, None]) % length
+        undo = (jnp.arange(length)[None] - before[:, None]) % length
 
         def chunks(x):
             x = jnp.where((positions >= 0)[:, None, :, None], x.astype(jnp.float32), 0.0)
             return in_chunks(jnp.take_along_axis(x, shift[:, None, :, None], axis=2), self.chunk)
 
         query, key = (chunks(new.rotate(x, positions[:, None])) for x in (new.queries, new.keys))
-        real = in_chunks((jnp.arange(length)[None] < length - pads[:, None])[:, None], self.chunk)[:, 0]
+        belongs = in_chunks(jnp.take_along_axis(part, shift, axis=1)[:, None], self.chunk)[:, 0]
 
         def one(_, each):
-            query, key, real = each
-            query = _grouped(query, kv_heads)
-            logits = jnp.where(real[:, None, None, None], jnp.einsum("bhgtd,bhsd->bhgts", query, key), -1e30)
-            weight = jnp.where(real[:, None, None, :, None], jax.nn.softmax(logits, axis=-1), 0.0)
+            query, key, belongs = each
+            sees = (belongs[:, :, None] == belongs[:, None]) & (belongs[:, :, None] > 0)
+            sees = sees[:, None, None]
+            logits = jnp.where(sees, jnp.einsum("bhgtd,bhsd->bhgts", _grouped(query, kv_heads), key), -1e30)
+            weight = jnp.where(sees, jax.nn.softmax(logits, axis=-1), 0.0)
             return None, jnp.mean(jnp.sum(weight, axis=3), axis=2)
 
-        each = jnp.moveaxis(query, 2, 0), jnp.moveaxis(key, 2, 0), jnp.moveaxis(real, 1, 0)
+        each = jnp.moveaxis(query, 2, 0), jnp.moveaxis(key, 2, 0), jnp.moveaxis(belongs, 1, 0)
         _, total = lax.scan(one, None, each)
         total = jnp.moveaxis(total, 0, 2).reshape(*new.keys.shape[:2], -1)[:, :, :length]
         total = jnp.take_along_axis(total, undo[:, None], axis=2)
         total = jnp.where((positions >= 0)[:, None], total, 0.0)
         total = total * jnp.linalg.norm(new.values.astype(jnp.float32), axis=-1)
-        around = lax.reduce_window(total, 0.0, lax.add, (1, 1, 3), (1, 1, 1), ((0, 0), (0, 0), (1, 1)))
+        alike = (part[:, 1:] == part[:, :-1])[:, None]  # neighbours of one part
+        above = jnp.pad(jnp.where(alike, total[..., :-1], 0.0), ((0, 0), (0, 0), (1, 0)))
+        below = jnp.pad(jnp.where(alike, total[..., 1:], 0.0), ((0, 0), (0, 0), (0, 1)))
+        around = above + total + below
         return {"non_causal": around / 3}
 
     def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:

@@ -347,9 +347,11 @@ class Policy(Checked):
 
     def enter(self, keys: Float[Array, "B Hk T D"], values: Float[Array, "B Hk T D"], **more: Any) -> Stats:
         """The statistics of tokens as they enter the cache; `more` are the other fields of `Entering`."""
-        new = Entering(keys, values, **more)
-        worth = {WORTH: jnp.zeros(keys.shape[:-1], jnp.float32)} if self.ranks else {}
-        return worth | {name: stat for phase in self.phases for name, stat in phase.score.entered(new).items()}
+        stats = {WORTH: jnp.zeros(keys.shape[:-1], jnp.float32)} if self.ranks else {}
+        for phase in self.phases:
+            sinks, recent = phase.protects.sinks, int(phase.protects.recents(np.int64(0)))
+            stats |= phase.score.entered(Entering(keys, values, sinks=sinks, recent=recent, **more))
+        return stats
 
     def allowed(
         self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"], limits: Int[Array, "B"]

@@ -76,7 +76,8 @@ class Entering:
     """Tokens as they enter a layer's cache: keys and queries before RoPE, and how RoPE turns them to positions.
 
     `prompt` tells prefill from decode; `learned` is what was measured on the layer beforehand; `out` is the layer's
-    output matrix by query heads, where the phase that runs needs OUTPUT.
+    output matrix by query heads, where the phase that runs needs OUTPUT. The phase protects the text's first `sinks`
+    tokens and the `recent` last ones of a prompt's block (0 where that is a fraction of the budget).
     """
 
     keys: Float[Array, "B Hk T D"]
@@ -87,6 +88,8 @@ class Entering:
     prompt: bool = True
     learned: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
     out: Float[Array, "Hq D M"] | None = None
+    sinks: int = 0
+    recent: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +129,11 @@ class ScoreInputs:
     def live(self) -> Bool[Array, "B Hk S"]:
         """True for slots that hold an entry."""
         return self.at >= 0
+
+    @property
+    def free(self) -> Bool[Array, "B Hk S"]:
+        """True for the entries that the score decides on: those that nothing protects."""
+        return self.live if self.protected is None else self.live & ~self.protected
 
     @property
     def at(self) -> Int[Array, "B Hk S"]:

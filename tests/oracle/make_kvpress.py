@@ -89,16 +89,24 @@ def finch(ratio: float, window: int):
     return press
 
 
-class Leverage(kvpress.LeverageScorePress):
-    """Leverage scores with the sketch of `sketch_of`, so that another implementation can draw the same."""
+def sketched(score):
+    """A press' `score`, with the sketch of `sketch_of`, so that another implementation can draw the same."""
 
-    def score(self, module, hidden_states, keys, *rest):
+    def scored(self, module, hidden_states, keys, *rest):
         randn = torch.randn
         torch.randn = lambda batch, heads, dims, width, **_: torch.tensor(sketch_of(heads, dims, width))[None]
         try:
-            return super().score(module, hidden_states, keys, *rest)
+            return score(self, module, hidden_states, keys, *rest)
         finally:
             torch.randn = randn
+
+    return scored
+
+
+class Leverage(kvpress.LeverageScorePress):
+    """Leverage scores with that sketch."""
+
+    score = sketched(kvpress.LeverageScorePress.score)
 
 
 def sketch_of(heads: int, dims: int, width: int) -> np.ndarray:
@@ -106,12 +114,19 @@ def sketch_of(heads: int, dims: int, width: int) -> np.ndarray:
     return np.random.default_rng(0).standard_normal((heads, dims, width)).astype(np.float32)
 
 
-# The methods that came last; for the tiny models only. Chunks of 40 divide the 120 tokens: kvpress' non-causal
-# attention lets padding leak into a shorter last chunk.
+class Compactor(kvpress.CompactorPress):
+    """Compactor with that sketch."""
+
+    score = sketched(kvpress.CompactorPress.score)
+
+
+# The methods that came last; for the tiny models only. Chunks of 40 divide the 120 tokens, and 36 those that Compactor
+# has not cut off: kvpress' non-causal attention lets padding leak into a shorter last chunk.
 FAMILY = {
     "criticalkv-snapkv-w8-k5": (lambda r: kvpress.CriticalKVPress(kvpress.SnapKVPress(r, window_size=8)), "sdpa"),
     "leverage-s48": (lambda r: Leverage(r), "sdpa"),
     "noncausal-c40": (lambda r: kvpress.NonCausalAttnPress(r, chunk_size=40), "sdpa"),
+    "compactor-c36": (lambda r: Compactor(r, chunk_size=36), "sdpa"),
     "chunk-c40-knorm": (lambda r: kvpress.ChunkPress(kvpress.KnormPress(r), chunk_length=40), "sdpa"),
     "finch-w8": (lambda r: finch(r, 8), "sdpa"),
     "egchunkkv-c10-knorm": (lambda r: kvpress.EntropyGatedChunkKVPress(kvpress.KnormPress(r), chunk_length=10), "sdpa"),
@@ -155,7 +170,8 @@ def curved(sizes: tuple[int, int, int, int]) -> dict:
 
 
 PLAIN_FAMILY = {
-    name: FAMILY[name] for name in ("leverage-s48", "noncausal-c40", "chunk-c40-knorm", "egchunkkv-c10-knorm")
+    name: FAMILY[name]
+    for name in ("leverage-s48", "noncausal-c40", "compactor-c36", "chunk-c40-knorm", "egchunkkv-c10-knorm")
 }
 CALIBRATED = ("llama2", "llama3")
 LAST = {
