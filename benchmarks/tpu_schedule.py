@@ -120,7 +120,7 @@ def compiled(case: Case) -> dict[str, Any]:
     return {
         "temporary": memory.temp_size_in_bytes,
         "copies": sum(count for name, count in made.items() if name not in MOVES_NOTHING),
-        **beside(text, CALLS[case.kernel, case.work]),
+        **beside(text, CALLS[case.kernel, case.work], math.prod(SIZES[case.dim][i] for i in (0, 1, 3))),
     }
 
 
@@ -229,13 +229,22 @@ def made_of(shape: tuple[int, ...], text: str) -> Counter[str]:
     return Counter(re.findall(rf"= \(?[a-z0-9]+\[(?:{either})\][^=]*? ([a-z-]+)\(", text))
 
 
-def beside(text: str, call: str) -> dict[str, int]:
-    """Operations beside the kernel in a program, or in the loop that has it, and the cycles XLA expects of them."""
+def beside(text: str, call: str, slots: int) -> dict[str, int]:
+    """Operations beside the kernel in a program, or in the loop that has it, and the cycles XLA expects of them; and
+    how often the kernel fetches the positions of the `slots` beside the first time."""
     body = next(part for part in text.split("\n}\n") if re.search(rf"%{call}[.\d]* = ", part))
-    lines = re.findall(r"^ +(?:ROOT )?%\S+ = .*? ([a-z][a-z-]*)\((.*)$", body, re.M)
-    some = [rest for kind, rest in lines if kind not in MOVES_NOTHING | {"constant", "iota"}]
+    lines = re.findall(r"^ +(?:ROOT )?(%\S+) = (.*?) ([a-z][a-z-]*)\((.*)$", body, re.M)
+    some = [rest for _, _, kind, rest in lines if kind not in MOVES_NOTHING | {"constant", "iota"}]
     expected = (re.search(r'estimated_cycles":"(\d+)', rest) for rest in some)
-    return {"beside": len(some), "expected": sum(int(found[1]) for found in expected if found)}
+    kernel = next(rest for name, _, _, rest in lines if re.match(rf"%{call}[.\d]*$", name))
+    sizes = {name: re.match(r"\(?s32\[([\d,]+)\]", shape) for name, shape, *_ in lines}
+    takes = [sizes.get(name) for name in re.findall(r"%[^\s,)]+", kernel.split("), ")[0])]
+    words = sum(math.prod(map(int, size[1].split(","))) >= slots for size in takes if size)
+    return {
+        "beside": len(some),
+        "expected": sum(int(found[1]) for found in expected if found),
+        "again": words - 1,
+    }
 
 
 # ---- the schedule
@@ -339,12 +348,12 @@ def measured(case: Case) -> dict[str, Any]:
     """The case, compiled in a process of its own, and what its schedule says."""
     facts, kernels = dumped(NAME, "--one", case.name)
     steps, found = max(kernels[CALLS[case.kernel, case.work]], key=lambda each: sum(each[1].values()))
-    return {"name": case.name, **facts, "regions": found} | bound(case, steps, found)
+    return {"name": case.name, **facts, "regions": found} | bound(case, steps, found, facts["again"])
 
 
-def bound(case: Case, steps: int, found: dict[str, int]) -> dict[str, Any]:
+def bound(case: Case, steps: int, found: dict[str, int], again: int) -> dict[str, Any]:
     """Bundles and cycles of a block, and the whole kernel's cycles over those of its bytes (or its products); its grid
-    has so many steps on each core."""
+    has so many steps on each core, and it fetches positions so often beside the first time."""
     import jax
 
     chip = CHIPS[case.chip]
@@ -370,8 +379,9 @@ def bound(case: Case, steps: int, found: dict[str, int]) -> dict[str, Any]:
     cache = [held(case, name, (1, kv_heads, slots)) for name in BOTH]
     entry = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)) / (kv_heads * slots)  # bytes of K and V
     needed = entries * (entry + 4 + 4 * scores + 4 * chooses)  # and positions, masses, weights
-    moved = needed + 4 * entries + 4 * entries  # positions again: for the row before, and to see which blocks are due
-    cycles = (needed + 4 * entries) / chip.bytes_per_cycle
+    fetched = needed + 4 * entries * again
+    moved = fetched + 4 * entries  # positions once more: to see which blocks are due
+    cycles = fetched / chip.bytes_per_cycle
     some = len(bands(kv_heads, group)) if case.kernel == "ragged" else 1
     met = (1 + (some - 1) / blocks) / some  # of the heads' bands a block meets one, and one more at every border
     attends, back = met * found["attends"] + found.get("prepares", 0), found.get("looks back", 0)

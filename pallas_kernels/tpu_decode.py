@@ -2,9 +2,10 @@
 
 The blocks of slots are innermost in the grid (`tpu_walk`), so the compiler streams each block of K and V through
 on-chip memory exactly once; blocks in which the row holds nothing are not fetched, nor any of a row that has finished.
-Logits alone stay on the chip, and what is known when a row's last block has been seen (mass, scores, victim) is
-computed under the blocks of the row after it, so that memory does not wait: step (row, block) attends to that block and
-looks back at the same block of the row before.
+Logits and positions alone stay on the chip, and what is known when a row's last block has been seen (mass, scores,
+victim) is computed under the blocks of the row after it, so that memory does not wait: step (row, block) attends to
+that block and looks back at the same block of the row before. Under a sliding window, and where the chip has no room
+for them, positions are fetched again.
 
 The new key and value go into their slot inside the block that holds it, and from there the one tile around it goes back
 to the cache, which is aliased from input to output and otherwise untouched. Heads of a pool whose new tokens meet in
@@ -86,6 +87,7 @@ class _Plan(Walk):
     keys: Form
     values: Form
     together: int = 1  # sets whose query heads fill a register with each other
+    keeps_places: bool = False  # a row's positions stay on the chip until it has been looked back at
 
     @property
     def packs(self) -> int:
@@ -119,6 +121,11 @@ class _Plan(Walk):
             return groups
         rows, each = (self.sets, 1) if groups == 1 else (groups, self.sets)
         return each * blocks_of.round_up(rows, blocks_of.SUBLANES)
+
+    @property
+    def of_row(self) -> tuple[int, int]:
+        """As `of_slots`, of a row's blocks."""
+        return (self.blocks * self.of_slots[0], blocks_of.LANES) if self.pooled else (self.sets, self.width)
 
     @property
     def buffers(self) -> int:
@@ -213,6 +220,9 @@ def step(
     vmem = _vmem_bytes(plan, row_bytes, len(factors) + len(more)) + 2 * block * wide
     vmem += sum(tpu_channels.vmem_bytes(form, sets, block) for form in shared)
     vmem += sum(8 * block * plan.held_rows(form.groups) for form in forms if form.scaled)  # scales, and lows
+    places = 4 * plan.buffers * plan.width * plan.held_rows(1)
+    if window is None and vmem + places <= blocks_of.VMEM_BYTES:  # else a block that nobody sees may have entries
+        plan = dataclasses.replace(plan, keeps_places=True)
     if vmem > blocks_of.VMEM_BYTES:
         raise NotImplementedError(f"{slots} slots of {heads} query heads need {vmem} bytes of on-chip memory")
     if math.prod(plan.steps[:2]) * blocks_of.round_up(blocks, blocks_of.LANES) > MOST_STEPS:
@@ -320,6 +330,8 @@ def step(
         "age": pltpu.VMEM(lanes, jnp.int32),
         "index": pltpu.VMEM(lanes, jnp.int32),
     }
+    if plan.keeps_places:
+        scratch["places"] = pltpu.VMEM((plan.buffers, *plan.of_row), jnp.int32)
     if plan.together > 1 or plan.pooled:
         scratch["seen"] = pltpu.VMEM(plan.of_slots, jnp.int32)
     for name, form, lie, tile in zip(("key", "value"), forms, lies, tiles, strict=True):
@@ -354,8 +366,7 @@ def step(
         (queries, attended(*queries.shape[1:])),
         *((x, attended(*x.shape[1:])) for x in new),
         *zip(lies, caches, strict=True),
-        (by_slot(positions, -1), now),
-        (by_slot(positions, -1), line),
+        *((by_slot(positions, -1), at) for at in ((now,) if plan.keeps_places else (now, line))),
         *((x, attended(*x.shape[1:])) for x in first),
         *scales,
         *((by_slot(factor), line) for factor in factors),
@@ -381,7 +392,8 @@ def step(
             flops=4 * batch * heads * slots * dim,
             transcendentals=(1 + with_mass) * batch * heads * slots,
             bytes_accessed=sum(x.nbytes for x in lies) + 2 * sum(x.size for x, _ in scales)
-            + 4 * (2 + len(factors) + len(more)) * positions.size + sum(4 * shape.size for shape, _ in masses)
+            + 4 * (2 - plan.keeps_places + len(factors) + len(more)) * positions.size
+            + sum(4 * shape.size for shape, _ in masses)
             + queries.nbytes + sum(x.nbytes for x in (*new, *first))
             + math.prod(outs[0][0].shape) * outs[0][0].dtype.itemsize
             + 4 * batch * (heads + kv_heads)
@@ -425,8 +437,9 @@ def _kernel(
     scratch, refs = dict(zip(names, refs[-len(names) :], strict=True)), refs[: -len(names)]
     written = [n for n, form in enumerate((plan.keys, plan.values)) if not form.tokens]
     query, *refs = refs
-    new, (keys, values, places, places_before, *refs) = refs[: len(written)], refs[len(written) :]
+    new, (keys, values, places, *refs) = refs[: len(written)], refs[len(written) :]
     outputs, inputs = refs[-outs:], list(refs[:-outs])
+    fetched_again = None if plan.keeps_places else inputs.pop(0)
     first: list[Any] = [inputs.pop(0) for _ in range(2)] if plan.coded else [None] * 2
     alone, given = first
     asked = inputs.pop(0) if plan.keys.asks else None
@@ -463,6 +476,12 @@ def _kernel(
         return table_ref[plan.at(part, own), block]
 
     at = pl.ds(pl.multiple_of(block * plan.block, plan.block), plan.block)
+
+    def places_of(buffer) -> Any:
+        """Where a row's positions at this block are kept."""
+        rows = plan.of_slots[0]
+        here = (pl.ds(pl.multiple_of(block * rows, rows), rows), ALL) if plan.pooled else (ALL, at)
+        return scratch["places"].at[(buffer, *here)]
 
     def indices() -> jax.Array:
         """Of the block's slots, `[H, S]`, or 128 of a pool in a row."""
@@ -573,6 +592,8 @@ def _kernel(
     def _attend():
         index = indices()
         place = jnp.where(index < plan.slots, places[0], -1)
+        if plan.keeps_places:
+            places_of(buffer)[...] = place
         seen = (place >= 0) & (place <= position)
         if plan.window is not None:
             seen = seen & (position - place < plan.window)
@@ -656,6 +677,12 @@ def _kernel(
 
         each_band(row, through)
 
+    if plan.keeps_places:
+
+        @pl.when(runs & ~is_fetched)  # there is no entry in it
+        def _():
+            places_of(buffer)[...] = jnp.full(plan.of_slots, -1, jnp.int32)
+
     @pl.when(there & (block == plan.blocks - 1))
     def _finish():
         whole = jnp.where(total[...] > 0, total[...], 1.0)
@@ -703,13 +730,14 @@ def _kernel(
 
     @pl.when(runs_before)
     def _choose():
+        before_here = places_of(buffer_before) if fetched_again is None else fetched_again.at[0]
         room: Any = True
         if not plan.pooled:
             room = jnp.sum(scratch["held"][buffer_before], axis=1, keepdims=True) < limits_ref[before]
 
         def of(rows: Any, lanes: Any, index: jax.Array):
             """Worth, age and index of some of the block's slots."""
-            place = places_before[0, rows, lanes]
+            place = before_here[rows, lanes]
             score = None
             if plan.rule is not None:
                 with_mass = plan.with_mass and plan.weight != 0

@@ -84,7 +84,7 @@ def test_a_step_over_codes_moves_little_more_than_they_are(pooled):
         (call,) = pallas_calls(lambda *x: jax.tree.leaves(kernel(*jax.tree.unflatten(form, x))), *flat)  # noqa: B023
         held = 2 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays[1].keys))
         each = 4 * batch * kv_heads * slots  # bytes of what is known of every slot in a word
-        assert held + 3 * each <= call.params["cost_estimate"].bytes_accessed <= 1.05 * (held + 4 * each)
+        assert held + 2 * each <= call.params["cost_estimate"].bytes_accessed <= 1.05 * (held + 3 * each)
 
 
 BY_CHANNEL = {
@@ -137,7 +137,7 @@ def test_a_step_over_scales_by_channel_moves_little_more_than_they_are(codecs):
     *few, moved = sorted(call.params["cost_estimate"].bytes_accessed for call in calls)
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((arrays[1].keys, arrays[1].values)))
     each = 4 * math.prod(shape[:2]) * shape[3]  # bytes of what is known of every slot in a word
-    assert held + each <= moved <= 1.05 * (held + 2 * each)
+    assert held + each <= moved <= 1.05 * (held + each)
     assert sum(few) <= 0.06 * held  # pieces of memory with the token's scales
 
 
