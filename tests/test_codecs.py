@@ -9,7 +9,7 @@ import pytest
 import small
 from archives import arrays
 from held import ONE_HEAD, bytes_of
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ordered import heads_of
 
@@ -236,6 +236,7 @@ def test_blocks_by_an_independent_form(seed, bits, held):
 
 @pytest.mark.long
 @given(seed=st.integers(0, 999), bits=st.sampled_from([8, 4, 2]))
+@example(seed=479, bits=2)  # a number halfway between two codes
 @settings(max_examples=8, deadline=None)
 def test_blocks_are_encoded_when_the_window_is_full(seed, bits):
     """Tokens that come into any slots, and overwrite others: keys are read as they came until R leave the window
@@ -260,7 +261,10 @@ def test_blocks_are_encoded_when_the_window_is_full(seed, bits):
                 for block in {slot // tokens for slot in np.flatnonzero(held > step - residual)}:
                     some = [slot for slot in range(block * tokens, min((block + 1) * tokens, count)) if held[slot] >= 0]
                     found = by_channel(x[some], np.arange(len(some)), tokens, bits)
-                    x[some] = [found[n] for n in range(len(some))]
+                    want = np.array([found[n] for n in range(len(some))])
+                    got = np.asarray(store.keys)[row, head, some]
+                    as_near = np.abs(np.abs(got - x[some]) - np.abs(want - x[some])) < 1e-5
+                    x[some] = np.where(as_near, got, want)  # halfway between two codes it may be either
         assert np.array_equal(np.asarray(store.positions), at)
         np.testing.assert_allclose(np.asarray(store.keys)[at >= 0], read[at >= 0], atol=2e-5)
 
