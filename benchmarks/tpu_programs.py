@@ -81,7 +81,7 @@ def step_of(text: str) -> dict[str, Any]:
     """
     parts = text.split("\n}\n")
     body = max(parts, key=lambda part: len(re.findall(rf"%{KERNELS}[.\d]* = ", part)))
-    lines = re.findall(r"^ +(?:ROOT )?(%\S+) = (.*?) ([a-z][a-z-]*)\((.*)$", body, re.M)
+    lines = tpu_schedule.operations(body)
     made = {name: shapes for name, shapes, *_ in lines}
     kernels: dict[str, Any] = {}
     moved, operations, cycles = 0, 0, 0
@@ -92,7 +92,7 @@ def step_of(text: str) -> dict[str, Any]:
             each.update(calls=1, bytes=int(told["bytes_accessed"]), flops=int(told["flops"]))
         if kind in FREE or "-done" in name + kind:
             continue
-        operands = re.findall(r"%[^\s,)]+", re.split(r"\), |\)$", rest)[0])
+        operands = tpu_schedule.operands(rest)
         if kind in ("slice-start", "copy-start"):  # to on-chip memory, or from it: both arrays' sizes are in the result
             moved += min(in_memory(shapes.replace("S(", ""))[:2])
         elif "gather" in name or kind == "gather":

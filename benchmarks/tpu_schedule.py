@@ -229,16 +229,26 @@ def made_of(shape: tuple[int, ...], text: str) -> Counter[str]:
     return Counter(re.findall(rf"= \(?[a-z0-9]+\[(?:{either})\][^=]*? ([a-z-]+)\(", text))
 
 
+def operations(body: str) -> list[tuple[str, str, str, str]]:
+    """Of each operation in a part of a compiled program its name, the type of its result, its kind, and the rest."""
+    return re.findall(r"^ +(?:ROOT )?(%\S+) = (.*?) ([a-z][a-z-]*)\((.*)$", body, re.M)
+
+
+def operands(rest: str) -> list[str]:
+    """The names of what an operation takes, out of the rest of its line."""
+    return re.findall(r"%[^\s,)]+", re.split(r"\), |\)$", rest)[0])
+
+
 def beside(text: str, call: str, slots: int) -> dict[str, int]:
     """Operations beside the kernel in a program, or in the loop that has it, and the cycles XLA expects of them; and
     how often the kernel fetches the positions of the `slots` beside the first time."""
     body = next(part for part in text.split("\n}\n") if re.search(rf"%{call}[.\d]* = ", part))
-    lines = re.findall(r"^ +(?:ROOT )?(%\S+) = (.*?) ([a-z][a-z-]*)\((.*)$", body, re.M)
+    lines = operations(body)
     some = [rest for _, _, kind, rest in lines if kind not in MOVES_NOTHING | {"constant", "iota"}]
     expected = (re.search(r'estimated_cycles":"(\d+)', rest) for rest in some)
     kernel = next(rest for name, _, _, rest in lines if re.match(rf"%{call}[.\d]*$", name))
     sizes = {name: re.match(r"\(?s32\[([\d,]+)\]", shape) for name, shape, *_ in lines}
-    takes = [sizes.get(name) for name in re.findall(r"%[^\s,)]+", kernel.split("), ")[0])]
+    takes = [sizes.get(name) for name in operands(kernel)]
     words = sum(math.prod(map(int, size[1].split(","))) >= slots for size in takes if size)
     return {
         "beside": len(some),

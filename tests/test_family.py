@@ -73,8 +73,16 @@ CALIBRATED = {
     "qfilters": ("q-filters", {}, True),
     "expected-stats-n512": ("expected-attention-stats", {}, True),
 }
-GEMMA = ("keydiff", "cur", "lagkv-l16", "leverage-s48", "noncausal-c40", "compactor-c36", "chunk-c40-knorm")
-GEMMA = (*GEMMA, "egchunkkv-c10-knorm")
+GEMMA = (
+    "keydiff",
+    "cur",
+    "lagkv-l16",
+    "leverage-s48",
+    "noncausal-c40",
+    "compactor-c36",
+    "chunk-c40-knorm",
+    "egchunkkv-c10-knorm",
+)
 METHODS = {**{name: ("more", *entry) for name, entry in MORE.items()}, **{n: ("family", *e) for n, e in FAMILY.items()}}
 METHODS |= {name: ("calibrated", *entry) for name, entry in CALIBRATED.items()}
 FAMILIES = ["llama2", "llama3", "qwen2", "qwen3", "mistral", "gemma3_text"]
