@@ -49,27 +49,27 @@ def calibrate(
 
     Over `windows` stretches of `length` tokens, without the first four of each: `query_mean [L, Hq, D]` and
     `query_covariance [L, Hq, D, D]` (1/(N-1)) before RoPE (Expected Attention with statistics, as kvpress), and
-    `query_direction [L, Hk, D]`, the first right singular vector of a group's queries after RoPE, turned so that they
-    point along it on average (Q-Filters, arXiv 2503.02812). `key_channels [L, Hk, D]`: mean(q_c^2) * mean(k_c^2) of
-    each channel after RoPE, over a group's query heads (ThinK's measure, arXiv 2407.21018). `key_products` and
-    `value_products [L, N (N + 1) / 2]`: the mean of k k^T after RoPE and of v v^T, k and v being the N = Hk D channels
-    of all heads of a layer; rows of the upper triangle one behind the other (SVD of activations, arXiv 2406.07056).
-    `retrieval [L, Hq]` is, for every token that the model answers with and that stands in a fact hidden in prose, the
-    attention mass that a head puts on the sentence with the fact, once for each time that the token stands there,
-    summed over the answer; a mean over the facts of `needles` that the model tells right (CompressKV's semantic
-    retrieval score, arXiv 2508.02401; where it tells none, the right answers are given instead). `reasoning [L, Hq]`:
-    the same of facts of which a comparison says which one is asked for; of each token of the answer, what of a head's n
-    largest weights lies on the n tokens of the right fact, over n (HeadKV's R2 score, arXiv 2410.19258). `echo` and
-    `induction [L, Hq]`: in random tokens that come four times, the mass of a head on earlier places of the same token,
-    and on those right behind them (RazorAttention, arXiv 2407.15891). `eviction_error [L]` is what is lost of each
-    layer's output where a quarter of a stretch is kept, by CompressKV's choice: ||kept - full||_F / ||full||_F for the
-    queries of the last eighth (the source's own, over our text). `utility_curves [L, 99, Hk]`: the fraction of its
-    entries that a head keeps when 1 to 99 % of all are removed so that least is lost of what the second half of a
-    stretch reads of the first, the heads' entries in the order of LU-KV's score; a mean over the stretches (LU-KV,
-    arXiv 2602.08585; the measure of what is read is ours). `key_similarity [L]`: the cosine between the keys that a
-    layer makes and those it makes where every token sees only its quarter of the stretch, half of the quarter before,
-    and the first tokens; a mean over heads and parts (EpiCache's layer sensitivity, arXiv 2509.17396, at its
-    proportions).
+    `query_direction [L, Hk, D]`, the mean over a group's query heads of the first right singular vectors of their
+    queries after RoPE, each turned so that these point along it on average (Q-Filters, arXiv 2503.02812). `key_channels
+    [L, Hk, D]`: mean(q_c^2) * mean(k_c^2) of each channel after RoPE, over a group's query heads (ThinK's measure,
+    arXiv 2407.21018). `key_products` and `value_products [L, N (N + 1) / 2]`: the mean of k k^T after RoPE and of v
+    v^T, k and v being the N = Hk D channels of all heads of a layer; rows of the upper triangle one behind the other
+    (SVD of activations, arXiv 2406.07056). `retrieval [L, Hq]` is, for every token that the model answers with and that
+    stands in a fact hidden in prose, the attention mass that a head puts on the sentence with the fact, once for each
+    time that the token stands there, summed over the answer; a mean over the facts of `needles` that the model tells
+    right (CompressKV's semantic retrieval score, arXiv 2508.02401; where it tells none, the right answers are given
+    instead). `reasoning [L, Hq]`: the same of facts of which a comparison says which one is asked for; of each token of
+    the answer, what of a head's n largest weights lies on the n tokens of the right fact, over n (HeadKV's R2 score,
+    arXiv 2410.19258). `echo` and `induction [L, Hq]`: in random tokens that come four times, the mass of a head on
+    earlier places of the same token, and on those right behind them (RazorAttention, arXiv 2407.15891). `eviction_error
+    [L]` is what is lost of each layer's output where a quarter of a stretch is kept, by CompressKV's choice: ||kept -
+    full||_F / ||full||_F for the queries of the last eighth (the source's own, over our text). `utility_curves [L, 99,
+    Hk]`: the fraction of its entries that a head keeps when 1 to 99 % of all are removed so that least is lost of what
+    the second half of a stretch reads of the first, the heads' entries in the order of LU-KV's score; a mean over the
+    stretches (LU-KV, arXiv 2602.08585; the measure of what is read is ours). `key_similarity [L]`: the cosine between
+    the keys that a layer makes and those it makes where every token sees only its quarter of the stretch, half of the
+    quarter before, and the first tokens; a mean over heads and parts (EpiCache's layer sensitivity, arXiv 2509.17396,
+    at its proportions).
 
     With `predictors` also `key_predictor [L, N + 1, N]` and `value_predictor [L, 2 N + 1, N]`: what predicts a layer's
     keys before RoPE from those of the layer below, and its values from its keys and the values below, all heads
@@ -170,8 +170,9 @@ def _statistics(sums: tuple[dict[str, jax.Array], ...]) -> dict[str, jax.Array]:
         _, vectors = jnp.linalg.eigh(layer["turned_outer"])
         first = vectors[..., -1]
         along = jnp.einsum("hd,hd->h", first, layer["turned_sum"])
-        directions.append(jnp.where(along < 0, -1.0, 1.0)[:, None] * first)
         squares = jnp.diagonal(layer["key_outer"]).reshape(layer["turned_square"].shape)
+        first = jnp.where(along < 0, -1.0, 1.0)[:, None] * first
+        directions.append(jnp.mean(first.reshape(len(squares), -1, first.shape[-1]), axis=1))
         channels.append(layer["turned_square"] * squares / jnp.square(many))
     return {
         "query_mean": jnp.stack(means),
@@ -238,8 +239,8 @@ class _Sums:
 
 @functools.partial(jax.jit, static_argnames="config")
 def _sums(weights, tokens: Int[Array, "B T"], *, config: ModelConfig) -> tuple[dict[str, jax.Array], ...]:
-    """Per layer the sums of the queries and of their outer products, before RoPE by head and after it by group; and
-    those of keys and values."""
+    """Per layer the sums of the queries and of their outer products by head, before RoPE and after it; those of their
+    squares after it by group; and those of keys and values."""
 
     def look(spec: AttentionSpec, seen: Seen):
         each = seen.query, seen.turned, seen.key, seen.value
@@ -249,8 +250,8 @@ def _sums(weights, tokens: Int[Array, "B T"], *, config: ModelConfig) -> tuple[d
             "count": jnp.float32(query.shape[0] * query.shape[1]),
             "sum": jnp.sum(query, axis=(0, 1)),
             "outer": jnp.einsum("bthd,bthe->hde", query, query),
-            "turned_sum": jnp.sum(group, axis=(0, 1, 3)),
-            "turned_outer": jnp.einsum("bthgd,bthge->hde", group, group),
+            "turned_sum": jnp.sum(turned, axis=(0, 1)),
+            "turned_outer": jnp.einsum("bthd,bthe->hde", turned, turned),
             "turned_square": jnp.sum(jnp.mean(jnp.square(group), axis=3), axis=(0, 1)),
             "key_outer": jnp.einsum("btn,btm->nm", *2 * (key.reshape(*key.shape[:2], -1),)),
             "value_outer": jnp.einsum("btn,btm->nm", *2 * (value.reshape(*value.shape[:2], -1),)),

@@ -46,7 +46,7 @@ SMALL = {  # published windows are longer than the tiny prompts
     "kivi": {"tokens": 4, "residual": 8},
     "kv-adaquant": {"residual": 8},
     "lacache": {"every": 4},
-    "lagkv": {"lag": 4, "every": 4},
+    "lagkv": {"sinks": 4, "lag": 4, "every": 4},
     "laq": {"count": 4, "draft_window": 6},
     "laq-plus-plus": {"count": 4, "draft_window": 6, "local": 4, "recent": 4},
     "laq-h2o": {"count": 4, "draft_window": 6},

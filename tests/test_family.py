@@ -54,7 +54,7 @@ CLEAR = 2e-5  # smallest margin of every golden here: rounding can't change what
 MORE = {
     "keydiff": ("keydiff", {}, True),
     "cur": ("cur", {}, True),
-    "lagkv-l16": ("lagkv", {"lag": 16}, True),
+    "lagkv-l16": ("lagkv", {"sinks": 4, "lag": 16}, True),
     "expected-n512": ("expected-attention", {}, True),
     "expected-n512-e0.01": ("expected-attention", {"prefill_score": {"epsilon": 0.01}}, True),
     "cap": ("capkv", {}, True),
@@ -70,7 +70,7 @@ FAMILY = {
     "egchunkkv-c10-knorm": ("chunkkv-entropy", {}, False),
 }
 CALIBRATED = {
-    "qfilters": ("q-filters", {}, True),
+    "qfilters": ("q-filters", {"prefill_recent": 0}, True),
     "expected-stats-n512": ("expected-attention-stats", {}, True),
 }
 GEMMA = (

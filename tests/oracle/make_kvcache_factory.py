@@ -17,7 +17,12 @@ from released import batch, clear_prompt, model, places, released, under
 WINDOW = 8
 CASES = {  # tokens of the prompt, budget, more of the cluster's arguments
     "snapkv": {"p60-b24": (60, 24, {}), "p90-b32-k7": (90, 32, {"kernel_size": 7})},
-    "pyramidkv": {"p90-b28": (90, 28, {"beta": 20}), "p90-b48": (90, 48, {"beta": 2}), "p60-b32": (60, 32, {})},
+    "pyramidkv": {
+        "p90-b28": (90, 28, {"beta": 20}),
+        "p90-b48": (90, 48, {"beta": 2}),
+        "p60-b32": (60, 32, {}),
+        "p90-b32-max": (90, 32, {"kernel_size": 7, "pooling": "maxpool"}),  # as its runs set it
+    },
     "h2o": {"p60-b16": (60, 16, {}), "p90-b16": (90, 16, {})},
     "streaming-llm": {"p60-b12": (60, 12, {"window_size": 8})},
 }
