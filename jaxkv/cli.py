@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
-from tyro.conf import OmitArgPrefixes, Positional, subcommand
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, subcommand
 
 from jaxkv.errors import BadValue, JaxkvError, unknown
 
@@ -45,7 +45,7 @@ class Cut:
 
     def build(self) -> Any:
         """The policy. Raises `BadValue` for an option that is not name=value."""
-        from jaxkv.policies.catalogue import named, sized
+        from jaxkv.policies.catalogue import SIZES, named, sized
 
         _register(self.parts)
         options = {}
@@ -53,6 +53,8 @@ class Cut:
             name, equals, value = item.partition("=")
             if not equals:
                 raise BadValue(f"option {item!r}: expected name=value, such as window=32")
+            if name in SIZES:
+                raise BadValue(f"option {item!r}: a size is no option of a part, give --{name} {value}")
             options[name] = _value(value)
         chosen, budget = named(self.policy), self.budget
         sizes = (budget, self.ratio, self.bytes, chosen.budget, chosen.ratio, chosen.bytes)
@@ -107,14 +109,15 @@ class Spread:
     """host:port of process 0; on a TPU pod this and the next two are found."""
     num_processes: int | None = None
     process_id: int | None = None
-    host_timeout: int = 60
-    """Seconds after which a missing or silent host ends all of them."""
+    host_timeout: int | None = None
+    """Seconds after which a missing or silent host ends all of them (60)."""
 
     def build(self) -> Any:
         """The mesh, or None for one device; joins the hosts first."""
         if self.mesh is None:
             hosts = {
                 "coordinator": self.coordinator, "num-processes": self.num_processes, "process-id": self.process_id,
+                "host-timeout": self.host_timeout,
             }  # fmt: skip
             for name, value in hosts.items():
                 if value is not None:
@@ -124,7 +127,8 @@ class Spread:
         from jaxkv.sharding import start
         from jaxkv.sharding.mesh import parsed
 
-        start(self.coordinator, self.num_processes, self.process_id, timeout=self.host_timeout)
+        patience = {} if self.host_timeout is None else {"timeout": self.host_timeout}
+        start(self.coordinator, self.num_processes, self.process_id, **patience)
         return jaxkv.mesh(**parsed(self.mesh))
 
 
@@ -137,7 +141,7 @@ class Generate:
     model: str = DEFAULT_MODEL
     """A known name, a Hugging Face folder, a .gguf file, or a hub name."""
     dtype: str | None = None
-    """float32 or bfloat16 (by default float32 on CPU, bfloat16 elsewhere)."""
+    """float32, bfloat16 or float16 (by default float32 on CPU, bfloat16 elsewhere)."""
     weights: Literal["floats", "int8", "int8-g16", "int4", "file"] | None = None
     """How matrices are held; file: in a GGUF file's own blocks, the default on one CPU (elsewhere floats)."""
     cut: Cut = Cut()
@@ -308,7 +312,7 @@ class Eval:
     """Fractions removed, instead of the run's sizes."""
     bytes: tuple[int, ...] = ()
     """What the keys and values of a row may take, instead of the run's sizes."""
-    weights: Literal["int8", "int4", "file"] | None = None
+    weights: Literal["int8", "int8-g16", "int4", "file"] | None = None
     """Keep the model's matrices in blocks of 8 or 4 bits, or as a GGUF file has them (by default they are floats)."""
     data: str | None = None
     """Folder of published data sets, such as LongBench's files (by default they come from the hub)."""
@@ -324,7 +328,7 @@ class Eval:
     """Instead of the run's batch."""
     block: int | None = None
     """Prompt tokens that run at a time, instead of 2048."""
-    share_prefill: bool = False
+    share_prefill: FlagCreatePairsOff[bool] = False
     """Run a prompt once for all policies that can share that, also where the run does not say so."""
     plan: bool = False
     """Say what the run will cost, and run nothing."""
@@ -426,6 +430,7 @@ def _options_of(cls: Any) -> Iterator[str]:
 def _quieten() -> None:
     """Libraries keep to themselves what is of no use here: that there is no TPU, or no torch."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
     if not any(path.exists() for path in (Path("/dev/accel0"), Path("/dev/vfio"))):
         # libtpu, where it is installed for its compiler, would look for a TPU at length and complain
@@ -509,10 +514,12 @@ def _serve(command: Serve) -> int:
     import jaxkv
     from jaxkv.serving import Engine
     from jaxkv.serving.http import Limits
-    from jaxkv.serving.serve import check, serve
+    from jaxkv.serving.serve import check, check_free, serve
 
     token = os.environ.get("JAXKV_TOKEN") if command.token is None else command.token
     check(port=command.port, token=token, grace=command.grace)
+    if not command.spread.process_id:
+        check_free(command.host, command.port)
     limits = Limits(body=command.body, seconds=command.seconds)
     chosen, method = command.cut.build(), command.drafting.build()
     own = command.block is not None
@@ -687,8 +694,8 @@ def _info(command: Info) -> int:
     from jaxkv.weights.load import config_of
     from jaxkv.weights.source import locate
 
-    if command.dtype not in ("float32", "bfloat16"):
-        raise BadValue(f"dtype {command.dtype!r}: expected float32 or bfloat16")
+    if command.dtype not in ("float32", "bfloat16", "float16"):
+        raise BadValue(f"dtype {command.dtype!r}: expected float32, bfloat16 or float16")
     budget = DEFAULT_BUDGET if command.budget is None else command.budget
     check_arguments(budget=budget, tokens=command.tokens, batch=command.batch)
     shape = _shape_table(command.model)
@@ -738,6 +745,8 @@ def _policy_of(command: Info, config: Any) -> Any:
     from jaxkv.sizes import fitted
 
     if command.policy is None:
+        if command.option:
+            raise BadValue(f"option {command.option[0]!r} without --policy: say of which policy")
         _register(command.parts)
         return None
     cut = Cut(policy=command.policy, budget=command.budget, option=command.option, parts=command.parts)

@@ -84,6 +84,7 @@ def policy(
 
 def sized(
     chosen: Policy,
+    /,
     *,
     budget: int | None = None,
     ratio: float | None = None,

@@ -498,7 +498,7 @@ def part(name: str, table: Any) -> Any:
             f"{unknown(f'{name} kind', kind, known)} (a kind of your own: register it first, with "
             "jaxkv.policies.register, or --parts on the command line)"
         )
-    return _built(known[kind], table, f"{name} {kind!r}")
+    return _built(known[kind], {field: value for field, value in table.items() if field != "kind"}, f"{name} {kind!r}")
 
 
 def made(name: str, value: Any) -> Any:
@@ -517,8 +517,6 @@ def _built(cls: Any, table: Any, where: str) -> Any:
     fields = {field.name: field for field in dataclasses.fields(cls)}
     out = {}
     for name, value in table.items():
-        if name == "kind":
-            continue
         if name not in fields:
             raise unknown(f"field of {where}", str(name), fields)
         if name in PARTS:

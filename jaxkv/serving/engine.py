@@ -141,7 +141,8 @@ class Engine:
         self._open: set[Answer] = set()
         self._flying: _Flying | None = None
         self._prefixes: dict[str, Prefix] = {}
-        self._work, self._turning, self._making = threading.Condition(), threading.Lock(), threading.Lock()
+        self._work, self._starting = threading.Condition(), threading.Lock()
+        self._turning, self._making = threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
         self._compiling: threading.Thread | None = None
         self._closed, self.failure = False, None
@@ -285,19 +286,23 @@ class Engine:
         programs are compiled in another thread meanwhile, and prompts that need these wait."""
         self._check_leads()
         self._runs = True
-        self._make()
-        if self._thread is None and not (self._turns is not None and self._turns.ended):
-            self._thread = threading.Thread(target=self._run, name="jaxkv-engine", daemon=True)
-            self._compiling = threading.Thread(target=self._compile_meanwhile, name="jaxkv-programs", daemon=True)
-            self._thread.start()
-            self._compiling.start()
+        with self._starting:
+            self._make()
+            if self._thread is None and not (self._turns is not None and self._turns.ended):
+                self._thread = threading.Thread(target=self._run, name="jaxkv-engine", daemon=True)
+                self._compiling = threading.Thread(target=self._compile_meanwhile, name="jaxkv-programs", daemon=True)
+                self._thread.start()
+                self._compiling.start()
         return self
 
     def stop(self, *, finish: bool = True, timeout: float | None = None) -> None:
-        """Take no more requests; `finish` what waits and runs (for so many seconds), then cancel what is left."""
+        """Take no more requests; `finish` what waits and runs (for so many seconds), then cancel what is left. A start
+        under way in another thread ends first: the process must not end while it compiles."""
         with self._work:
             self._closed = True
             self._work.notify_all()
+        with self._starting:
+            pass
         if self._thread is None:
             self._tell_end()
             return

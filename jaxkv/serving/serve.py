@@ -1,8 +1,11 @@
 """`jaxkv serve`: the engine and its HTTP server as one process, until it is told to stop; other hosts follow it."""
 
 import contextlib
+import errno
 import math
+import os
 import signal
+import socket
 from collections.abc import Iterator
 
 import uvicorn
@@ -28,13 +31,14 @@ def serve(
 
     On the loopback it answers to the loopback's names and `host_names`; elsewhere to any, unless there are such names.
     On many hosts process 0 does so, and the others run what it says until it ends: these signals do not end them.
-    Raises `BadValue` as `check` does; `HostFailure` where process 0 fails.
+    Raises `BadValue` as `check` and `check_free` do; `HostFailure` where process 0 fails.
     """
     check(port=port, token=token, grace=grace)
     if not engine.leads:
         with _unmoved():
             engine.follow()
         return
+    check_free(host, port)
     names = (*LOOPBACK, *host_names) if host in LOOPBACK or host_names else None
     app = Server(engine, model, limits=limits, token=token).app(names, grace)
     load = engine.load
@@ -61,6 +65,34 @@ def check(*, port: int, token: str | None, grace: float) -> None:
         )
     if not 0 <= grace < math.inf:
         raise BadValue(f"grace={grace:g}: expected 0 seconds or more, and a finite number")
+
+
+def check_free(host: str, port: int) -> None:
+    """Raises `BadValue` for an address that is not this machine's, and for a port of it that is taken."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        errors = [error for family, *_, address in found if (error := _refusal(family, address)) is not None]
+    except OSError as error:
+        errors, found = [error], []
+    taken = [error for error in errors if error.errno == errno.EADDRINUSE]
+    if taken or len(errors) >= max(len(found), 1):
+        raise BadValue(
+            f"host={host!r}, port={port}: {os.strerror(errno.EADDRINUSE) if taken else errors[0]}; expected an address "
+            "of this machine and a free port: give another --port (0: any that is free) or --host"
+        )
+
+
+def _refusal(family: int, address: tuple) -> OSError | None:
+    """Why a server could not listen there."""
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server's own
+            if family == socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            one.bind(address)
+    except OSError as error:
+        return error
+    return None
 
 
 @contextlib.contextmanager

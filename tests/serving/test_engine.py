@@ -322,6 +322,28 @@ def test_a_thread_runs_it_and_the_stop_finishes_what_runs(params, known):
         waits.wait(0.01)
 
 
+def test_a_stop_waits_for_a_start_under_way(params, monkeypatch):
+    """The process may end behind a stop, and must not while XLA compiles."""
+    engine, compiles, done = Engine(params, sized("h2o"), rows=1, longest=40), threading.Event(), threading.Event()
+
+    def make():
+        compiles.set()
+        done.wait(10)
+
+    monkeypatch.setattr(engine, "_make", make)
+    monkeypatch.setattr(engine, "_rest", lambda wanted: None)
+    starts, stops = (threading.Thread(target=each, daemon=True) for each in (engine.start, engine.stop))
+    starts.start()
+    assert compiles.wait(10)
+    stops.start()
+    stops.join(0.1)
+    assert stops.is_alive()
+    done.set()
+    stops.join(10)
+    starts.join(10)
+    assert not stops.is_alive() and not starts.is_alive() and not engine._thread.is_alive()
+
+
 @pytest.mark.long
 def test_prompts_whose_programs_are_there_do_not_wait_for_the_others(params, monkeypatch):
     """Under a policy that looks ahead a short prompt is answered before the programs of long ones are made."""

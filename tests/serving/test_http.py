@@ -462,9 +462,22 @@ def test_the_names_that_a_server_answers_to(monkeypatch, host, more, names):
             raise BadValue("enough")
 
     monkeypatch.setattr("jaxkv.serving.serve.Server", Noted)
+    monkeypatch.setattr("jaxkv.serving.serve.check_free", lambda *_: None)  # not every machine has ::1
     with pytest.raises(BadValue, match="enough"):
         serve(SimpleNamespace(leads=True), "tiny", host=host, host_names=more)
     assert found == [names]
+
+
+def test_a_port_that_is_taken_is_said_before_anything_is_loaded(monkeypatch):
+    monkeypatch.setattr("jaxkv.load", None)  # not even called
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(BadValue, match=f"port={port}: Address already in use"):
+            cli._serve(cli.Serve(port=port))
+    with pytest.raises(BadValue, match=r"host='nowhere\.invalid'"):
+        cli._serve(cli.Serve(host="nowhere.invalid"))
 
 
 @pytest.mark.parametrize(
