@@ -223,6 +223,9 @@ def test_settings():
         ({"modes": ["blind"], "policies": ["full"]}, UnknownName),
         ({"tasks": [{"name": "passky"}]}, UnknownName),
         ({"tasks": [{"name": "passkey", "file": "x"}]}, BadValue),
+        ({"tasks": [{"name": "passkey", "scorer": "rouge"}]}, BadValue),
+        ({"tasks": [{"name": "longbench/lcc", "depths": [0.5]}]}, BadValue),
+        ({"tasks": [{"file": "x", "lengths": [64]}]}, BadValue),
         ({"fidelity": {"texts": 0}}, BadValue),
         ({"policies": ["tova"], "budgets": [64], "bytes": [4096]}, BadValue),
         ({"policies": ["tova"], "bytes": [0]}, BadValue),
@@ -231,6 +234,24 @@ def test_settings():
             settings.from_dict(table)
     with pytest.raises(UnknownName, match="default"):
         settings.load("defautl")
+
+
+def test_what_no_task_reads_is_refused():
+    run = settings.from_dict({"policies": ["full"], "tasks": [{"name": "passkey"}, {"file": "x"}]})
+    made, read = settings.changed(run, {}, each={"limit": 3, "lengths": (64,)}).tasks
+    assert (made.lengths, made.limit, read.lengths, read.limit) == ((64,), None, settings.Tasks(file="x").lengths, 3)
+    with pytest.raises(BadValue, match="limit=3: none of the run's tasks reads it"):
+        settings.changed(run, {}, ["passkey"], {"limit": 3})
+
+
+def test_a_run_that_measures_nothing(lettered, tmp_path):
+    for run, says in (
+        ({}, "measures nothing"),
+        ({"tasks": [{"name": "passkey"}], "data": "/nowhere"}, "no such folder"),
+    ):
+        with pytest.raises(BadValue, match=says):
+            runner.evaluate(lettered, settings.from_dict({"policies": ["full"], **run}), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 INT4 = {"keys": {"kind": "int", "bits": 4}, "values": {"kind": "int", "bits": 4}}

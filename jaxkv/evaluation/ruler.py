@@ -182,7 +182,10 @@ def _variables(rng: random.Random, size: Callable[[Example], int], hops: int = 4
 
     shown, places = chain(3), rng.random()
     worked = fitted(lambda count: hidden(*shown, places, count), size, 500)
-    assert worked is not None  # five sentences are less
+    if worked is None:
+        raise BadValue(
+            "task 'ruler/vt' shows an example of 500 tokens, and with this tokenizer it has more: leave vt out"
+        )
     question = worked.questions[0]
     before = f"{worked.context}{question.text}{question.prefix} {' '.join(question.answers)}\n\n"
     asked, places = chain(5), rng.random()

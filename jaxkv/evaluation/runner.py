@@ -52,7 +52,12 @@ class Work:
 
 
 def examples_of(settings: Settings, tokenizer: Any) -> list[Example]:
-    """The examples of every [[tasks]] table, those of data with the middle cut out where they are too long."""
+    """The examples of every [[tasks]] table, those of data with the middle cut out where they are too long.
+
+    Raises `BadValue` for a folder of data that is not there.
+    """
+    if settings.data and not Path(settings.data).expanduser().is_dir():
+        raise BadValue(f"data={settings.data!r}: no such folder; expected one with the files of the run")
     size, out = lambda example: asking.size(tokenizer, example), []
     for each in settings.tasks:
         if each.file:
@@ -124,7 +129,12 @@ def evaluate(
 
 
 def planned(params: Params, settings: Settings) -> Work:
-    """Everything that a run does: prompts that run once for many cells, from the shortest on; then cell by cell."""
+    """Everything that a run does: prompts that run once for many cells, from the shortest on; then cell by cell.
+
+    Raises `BadValue` for a run that measures nothing.
+    """
+    if not settings.tasks and settings.fidelity is None and settings.retention is None:
+        raise BadValue(f"the run {settings.name!r} measures nothing: give it [[tasks]], [fidelity] or [retention]")
     tokenizer, cells = params.tokenizer, [jobs.measurable(params, cell) for cell in settings.cells()]
     examples = examples_of(settings, tokenizer)
     shared = jobs.shares(settings, examples, cells, tokenizer) if settings.share_prefill else []

@@ -32,7 +32,7 @@ class Tasks(Checked):
     `published.read` or `datasets.read` takes.
 
     Of a file's texts with more than `longest` tokens the middle is left out, as LongBench does; without `chat` they go
-    to the model as they stand.
+    to the model as they stand. `reads` are the fields that mean something for its kind.
     """
 
     name: str = ""
@@ -61,6 +61,22 @@ class Tasks(Checked):
         at_least_one(self, "lengths", "examples", "questions", "max_new_tokens", "limit", "longest")
         if not all(0 <= depth <= 1 for depth in self.depths):
             raise BadValue(f"depths={self.depths}: expected 0 (the text's beginning) to 1 (its end)")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("name", "file", *self.reads) and value != field.default:
+                raise BadValue(
+                    f"{field.name}={shown(value)} of the task {self.name or self.file!r}, which would not read it: "
+                    f"expected some of {', '.join(self.reads)}"
+                )
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The fields that a file, a published data set, or a task that is made up takes."""
+        if self.file:
+            return ("scorer", "max_new_tokens", "limit", "longest", "chat")
+        if self.name in NAMES:
+            return ("lengths", "haystacks", "examples", "max_new_tokens", "limit", "longest", "chat")
+        return ("lengths", "depths", "haystacks", "examples", "questions", "max_new_tokens")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +263,8 @@ def changed(
     parts: Sequence[str] = (),
 ) -> Settings:
     """The run with other `fields`, only those of its `tasks` (by name, the last part of it, or a file's), with what is
-    said of `each` of them, and more `parts`. Raises `UnknownName` for a task that it does not have."""
+    said of `each` of them that reads it, and more `parts`. Raises `UnknownName` for a task that it does not have, and
+    `BadValue` for what none of them reads."""
 
     def called(task: Tasks) -> set[str]:
         file = Path(task.file)
@@ -257,7 +274,13 @@ def changed(
         if not any(name in called(task) for task in settings.tasks):
             raise unknown("task of this run", name, sorted(set().union(*map(called, settings.tasks))))
     chosen = [task for task in settings.tasks if not tasks or called(task).intersection(tasks)]
-    chosen = tuple(dataclasses.replace(task, **(each or {})) for task in chosen)
+    for name, value in (each or {}).items():
+        if not any(name in task.reads for task in chosen):
+            raise BadValue(f"{name}={shown(value)}: none of the run's tasks reads it; leave it out")
+    chosen = tuple(
+        dataclasses.replace(task, **{name: value for name, value in (each or {}).items() if name in task.reads})
+        for task in chosen
+    )
     return dataclasses.replace(settings, **{**fields, "tasks": chosen, "parts": (*settings.parts, *parts)})
 
 
