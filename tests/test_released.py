@@ -29,7 +29,7 @@ PROMPTS = {
             "p90-b28": (28, MEAN),
             "p90-b48": (48, {**MEAN, "beta": 2.0}),
             "p60-b32": (32, MEAN),
-            "p90-b32-max": (32, {}),
+            "p60-b26-k3-max": (26, {"kernel": 3}),
         },
     ),
     "h2o": ("kvcache_factory", {"p60-b16": (16, {"prefill_recent": 8}), "p90-b16": (16, {"prefill_recent": 8})}),

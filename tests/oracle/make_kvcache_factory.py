@@ -21,7 +21,7 @@ CASES = {  # tokens of the prompt, budget, more of the cluster's arguments
         "p90-b28": (90, 28, {"beta": 20}),
         "p90-b48": (90, 48, {"beta": 2}),
         "p60-b32": (60, 32, {}),
-        "p90-b32-max": (90, 32, {"kernel_size": 7, "pooling": "maxpool"}),  # as its runs set it
+        "p60-b26-k3-max": (60, 26, {"kernel_size": 3, "pooling": "maxpool"}),  # where no cut lies between equal ones
     },
     "h2o": {"p60-b16": (60, 16, {}), "p90-b16": (90, 16, {})},
     "streaming-llm": {"p60-b12": (60, 12, {"window_size": 8})},
