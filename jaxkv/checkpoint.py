@@ -16,7 +16,7 @@ from jaxkv.folders import appearing_folder
 from jaxkv.policies.policy import from_dict, to_dict
 from jaxkv.request import check_model
 from jaxkv.sharding.hosts import together
-from jaxkv.sharding.layout import ONE_DEVICE, Layout
+from jaxkv.sharding.layout import ONE_DEVICE, Layout, on_host
 from jaxkv.store import KVCache
 from jaxkv.store.described import arrays_in, arrays_of, described, rebuilt
 from jaxkv.weights.orbax_folder import written
@@ -89,6 +89,8 @@ def restore(path: str | os.PathLike, params: Any = None) -> KVCache:
         policy = from_dict(facts["policy"])
     except JaxkvError as error:
         raise BadCheckpoint(f"{path}: its policy cannot be made here ({error})") from error
+    if layout.mesh is None:  # as decoding leaves them: programs for arrays that are bound to a device are others
+        arrays = jax.tree.map(lambda array: jnp.asarray(on_host(array)), arrays)
     cache = KVCache(
         layers=tuple(map(rebuilt, facts["layers"], arrays["layers"])),
         lengths=arrays["lengths"],

@@ -23,6 +23,7 @@ from jaxkv.stop_strings import StopStrings
 from jaxkv.weights.params import Params
 
 CHUNK = 32  # the most decode steps at a time: the host looks in between
+UNENDED = 2**30  # more tokens than a chunk has
 
 
 @dataclasses.dataclass
@@ -54,18 +55,8 @@ class Decoding:
         """Run chunks of so many steps until every row has ended; yields whether it was the last one."""
         while not self._ended():
             yield False
-            before = jax.tree.map(jnp.copy, (self.state, self._drafting())) if self._stop else None
             started = time.perf_counter()
-            new = self._chunk(chunk)
-            counts = self._counts(new)
-            if before is not None and (counts < np.sum(new >= 0, axis=1)).any():
-                # A stop string ended a row inside the chunk: run it again so that the cache holds nothing behind it.
-                state, drafting = before
-                left = jnp.where(counts < np.sum(new >= 0, axis=1), jnp.minimum(state.left, counts), state.left)
-                self.state = dataclasses.replace(state, left=left)
-                if self.session is not None:
-                    self.session.drafting = drafting
-                new = self._chunk(chunk)
+            new = self._ended_chunk(chunk)
             self.chunk_seconds.append((int(np.sum(new >= 0)), time.perf_counter() - started))
             if self.session is not None:
                 self.session.tally(self.chunk_seconds[-1][1])
@@ -124,16 +115,39 @@ class Decoding:
             rows.append(np.append(self.before[index // self.request.samples], new)[:length])
         return right_padded(rows)
 
-    def _chunk(self, steps: int) -> np.ndarray:
-        """Some steps, or rounds of drafting; each row's new tokens, with -1 where there is none."""
+    def _ended_chunk(self, steps: int) -> np.ndarray:
+        """A chunk whose rows end with the token that completes a stop string: where one came inside, the chunk is run
+        again, so that the cache holds nothing behind it. With drafts another row may then come to other tokens, and its
+        end is looked for anew; the row that ends first stays as it is, so that one more is right each time."""
+        most = np.full(len(self.tokens), UNENDED, np.int32)
+        before = jax.tree.map(jnp.copy, (self.state, self._drafting())) if self._stop else None
+        while True:
+            new = self._chunk(steps, most)
+            if before is None:
+                return new
+            counts, came = self._counts(new), np.sum(new >= 0, axis=1)
+            texts = zip(self.tokens, new, strict=True)
+            ended = np.array([self._stop.reached([*row, *more[more >= 0].tolist()]) for row, more in texts])
+            wanted = np.where(counts < came, counts, np.where(ended & (came == most), most, UNENDED))
+            if np.array_equal(wanted, most):
+                return new
+            most = wanted.astype(np.int32)
+            self.state, drafting = jax.tree.map(jnp.copy, before)
+            if self.session is not None:
+                self.session.drafting = drafting
+
+    def _chunk(self, steps: int, most: np.ndarray) -> np.ndarray:
+        """Some steps, or rounds of drafting; each row's new tokens, its `most` at most, with -1 where there is none."""
         params, request = self.params, self.request
         shared = {
             "config": params.config, "policy": request.policy, "sampler": request.sampler, "stop": request.stop_tokens,
             "implementation": self.execution.implementation,
         }  # fmt: skip
         if self.session is not None:
-            self.state, new = self.session.chunk(params.weights, self.state, steps, shared)
+            self.state, new = self.session.chunk(params.weights, self.state, steps, most, shared)
         else:
+            if (most < UNENDED).any():
+                self.state = dataclasses.replace(self.state, left=jnp.minimum(self.state.left, most))
             self.state, new = run.decode(
                 params.weights, self.state, params.layout.put(np.int32(steps)), room=CHUNK, layout=params.layout,
                 learned=self.learned, **shared,

@@ -326,13 +326,20 @@ def _pseudo_tokens(
     """The tokens that look from behind the prompt, as `behind` gives them (N = 0 for observers that are in it)."""
     if not observe.drafts:
         return behind(params, rows, observe, blocks)
-    draft = first_pass(policy, goes_on=cache is not None)
+    draft, lengths = first_pass(policy, goes_on=cache is not None), np.array([len(row) for row in rows])
     if cache is not None:  # its token to run next already stands in front of the rows
+        lengths = lengths + np.asarray(cache.lengths)
         cache = dataclasses.replace(cache, pending=jnp.full_like(cache.pending, -1))
-    return generate(
-        params, rows, policy=draft, max_new_tokens=observe.extra, cache=cache, stop_tokens=(),
-        implementation=execution.implementation, scan_layers=execution.scan_layers, sizes=execution.sizes,
-    ).tokens  # fmt: skip
+    count = observe.extra
+    if draft.bound_to_text:  # fewer where the context ends before
+        count = min(count, params.config.max_position - int(lengths.max()))
+    drafted = np.full((len(rows), observe.extra), EMPTY, np.int32)
+    if count > 0:
+        drafted[:, :count] = generate(
+            params, rows, policy=draft, max_new_tokens=count, cache=cache, stop_tokens=(),
+            implementation=execution.implementation, scan_layers=execution.scan_layers, sizes=execution.sizes,
+        ).tokens  # fmt: skip
+    return drafted
 
 
 def behind(params: Params, rows: list[np.ndarray], observe: Observer, blocks: PromptBlocks) -> np.ndarray:
@@ -365,7 +372,7 @@ def first_pass(policy: Policy, goes_on: bool = False) -> Policy:
     """
     assert policy.prefill is not None
     if goes_on:
-        return dataclasses.replace(catalogue()["full"], block=policy.block)
+        return dataclasses.replace(catalogue()["full"], rope=policy.rope, block=policy.block, store=policy.store)
     observe, evicted = policy.prefill.observe, policy.prefill.evicted
     budget = None if policy.budget is None else min(int(policy.budget * observe.draft_times), UNLIMITED)
     ratio = None if policy.ratio is None else max(policy.ratio - (observe.draft_times - 1) * (1 - policy.ratio), 0.0)

@@ -144,8 +144,10 @@ def on_model(params: Params, policy: Policy) -> Policy:
 
 
 def checked_policy(params: Params, policy: Policy | None, cache: KVCache | None) -> Policy:
-    """The policy to run under, with the budget that its bytes allow. Raises `BadCheckpoint` where the cache was made
-    under another model or policy."""
+    """The policy to run under, with the budget that its bytes allow. "full" on a cache keeps everything that follows,
+    and keeps it as the cache has it: at the same positions, in the same codes. Raises `BadCheckpoint` where the cache
+    was made under another model or policy.
+    """
     full = catalogue()["full"]
     if policy is not None and not isinstance(policy, Policy):
         raise BadValue(f"policy={shown(policy)}: expected a Policy, such as jaxkv.policy('dapq-longflow', budget=256)")
@@ -157,7 +159,10 @@ def checked_policy(params: Params, policy: Policy | None, cache: KVCache | None)
         raise BadCheckpoint(f"the cache was made by model {cache.model}, but these params are {params.fingerprint}")
     if policy is None:
         return cache.policy
-    if policy != cache.policy and dataclasses.replace(policy, block=full.block) != full:
+    goes_on = dataclasses.replace(full, block=policy.block, rope=cache.policy.rope, store=cache.policy.store)
+    if dataclasses.replace(policy, block=full.block) == full:
+        return goes_on
+    if policy not in (cache.policy, goes_on):
         fields = [field.name for field in dataclasses.fields(policy)]
         name = next(name for name in fields if getattr(policy, name) != getattr(cache.policy, name))
         raise BadCheckpoint(

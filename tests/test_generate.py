@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from archives import arrays
+from engines import compilations
 from jax._src import monitoring
 from letters import Letters
+from small import SMALL
 
 import jaxkv
 from jaxkv import cli, run
@@ -23,6 +25,7 @@ from jaxkv.evaluation.forced import follow
 from jaxkv.lowering import lower
 from jaxkv.prompts import rows_of
 from jaxkv.sampling import Sampler, draws_of
+from jaxkv.speculative import PromptLookup
 from jaxkv.store.cache import one_row
 
 FAMILY = "llama3"
@@ -570,3 +573,61 @@ def test_unknown_models(tmp_path):
     with pytest.raises(MissingModel):
         jaxkv.load(tmp_path / "nothing.gguf")
     assert issubclass(MissingModel, JaxkvError)
+
+
+@pytest.mark.parametrize("name", ["streaming-llm", "finch"])
+def test_full_goes_on_where_a_cache_has_its_keys(lettered, name):
+    """Keys that are turned to their places in the cache are read so, whatever is kept of what follows."""
+    policy = jaxkv.policy(name, budget=64, **SMALL.get(name, {}))
+    cache = jaxkv.prefill(lettered, ids(20, 1), policy=policy)  # nothing has left
+    options = {"max_new_tokens": 8, "stop_tokens": ()}
+    want = jaxkv.generate(lettered, np.append(ids(20, 1), ids(7, 2)), **options)
+    kept = jaxkv.generate(lettered, ids(7, 2), cache=cache, policy=jaxkv.policy("full"), **options)
+    assert kept.tokens.tolist() == want.tokens.tolist()
+
+
+def test_full_speculates_on_codes_as_they_lie(lettered):
+    rng = np.random.default_rng(1)
+    policy = jaxkv.policy("kivi", **SMALL["kivi"])
+    cache = jaxkv.prefill(lettered, rng.integers(3, 12, 60).astype(np.int32), policy=policy)
+    more, options = rng.integers(3, 12, 5).astype(np.int32), {"max_new_tokens": 24, "stop_tokens": ()}
+    plain, fast = (
+        jaxkv.generate(lettered, more, cache=cache, policy=jaxkv.policy("full"), speculative=method, **options)
+        for method in (None, PromptLookup(fallback=False))
+    )
+    assert fast.tokens.tolist() == plain.tokens.tolist()
+
+
+def test_what_looks_ahead_ends_with_the_context(lettered):
+    """Fewer tokens look where the context ends before; a prompt that fills it is looked at by nobody."""
+    params = dataclasses.replace(lettered, config=dataclasses.replace(lettered.config, max_position=64))
+    policy = jaxkv.policy("laq-h2o", budget=16, **SMALL["laq-h2o"])
+    assert policy.prefill.observe.extra == 4
+    for length in (62, 63):
+        out = jaxkv.generate(params, ids(length), policy=policy, max_new_tokens=1, stop_tokens=())
+        assert int(out.cache.lengths[0]) == length
+    assert int(jaxkv.prefill(params, ids(64), policy=policy).lengths[0]) == 64
+
+
+@pytest.mark.parametrize("name", ["tova", "r-kv"])
+def test_a_restored_cache_needs_no_new_programs(lettered, tmp_path, name):
+    policy = jaxkv.policy(name, budget=12, **SMALL.get(name, {}))
+    options = {"max_new_tokens": 4, "stop_tokens": ()}
+    cache = jaxkv.prefill(lettered, ids(20), policy=policy)
+    want = jaxkv.generate(lettered, ids(5), cache=cache, **options)
+    jaxkv.save(cache, tmp_path / "cache")
+    restored = jaxkv.restore(tmp_path / "cache", lettered)
+    with compilations() as seen:
+        out = jaxkv.generate(lettered, ids(5), cache=restored, **options)
+    assert seen == [] and out.tokens.tolist() == want.tokens.tolist()
+
+
+@pytest.mark.parametrize("name", ["global-h2o", "d2o"])
+def test_layers_that_share_a_budget_beyond_the_text(lettered, monkeypatch, name):
+    """A large budget has slots as the text needs them, and nothing leaves."""
+    monkeypatch.setattr("jaxkv.plan.AT_ONCE", 8)
+    rows, options = [ids(10, 1), ids(30, 2)], {"max_new_tokens": 5, "stop_tokens": ()}
+    policy = jaxkv.policy(name, budget=400, **SMALL.get(name, {}))
+    for implementation in (None, "reference"):
+        out = jaxkv.generate(lettered, rows, policy=policy, implementation=implementation, **options)
+        assert out.tokens.tolist() == jaxkv.generate(lettered, rows, **options).tokens.tolist()

@@ -85,11 +85,11 @@ def test_says_what_each_policy_says_alone(lettered, data, distinct, tmp_path, na
 def test_the_plan_says_what_it_costs_and_who_needs_a_prefill_of_its_own(lettered, data):
     run = run_of(data, "snapkv", "fastkv", "epicache", share_prefill=True)
     policies = {cell.label.split(" ")[0]: cell.policy for cell in run.cells()}
-    assert one_prefill.apart(policies["fastkv"], 60) and not one_prefill.apart(policies["snapkv"], 2048)
-    assert "blocks of 2048" in one_prefill.apart(policies["snapkv"], 2049)
+    assert one_prefill.apart(policies["fastkv"], 60, 99) and not one_prefill.apart(policies["snapkv"], 2048, 99)
+    assert "blocks of 2048" in one_prefill.apart(policies["snapkv"], 2049, 99)
     said = runner.cost(lettered, run)
     assert said.startswith("2 prompts run once each, 110 tokens in all, for ") and "fastkv" in said
-    own = sum(not one_prefill.apart(cell.policy, 60) for cell in run.cells())
+    own = sum(not one_prefill.apart(cell.policy, 60, 99) for cell in run.cells())
     assert f"for {2 * own} answers side by side" in said
     assert re.search(rf"{2 * (len(run.cells()) - own)} more prefills of", said)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,8 @@ from jaxkv.speculative import AASD, Conditional, DraftModel, PromptLookup, SelfD
 from jaxkv.speculative.attend import check, commit, steady, tree_layer
 from jaxkv.speculative.context import begun, expecting, extended, match, slid
 from jaxkv.speculative.method import Start
-from jaxkv.speculative.rounds import speculate
+from jaxkv.speculative.rounds import Drafting, speculate
+from jaxkv.speculative.session import Session
 from jaxkv.speculative.tree import ABSENT, Shape, Tree, chain, lineage, placed, pruned, sees, walk
 from jaxkv.speculative.verify import follows
 from jaxkv.store import EMPTY, KVCache, Slots
@@ -407,6 +409,39 @@ def test_a_stop_string_inside_a_draft_leaves_nothing_behind(tiny, name):
     plain, fast = both(params, ids(40), policy(name), PromptLookup(fallback=False), 40, stop=free.text[20:22])
     assert fast.text == plain.text and fast.lengths.tolist() == plain.lengths.tolist()
     assert_same_cache(plain.cache, fast.cache)
+
+
+@pytest.mark.long
+def test_a_stop_string_ends_a_row_of_any_verification(tiny):
+    """Near misses may pass, by what was drafted: a chunk that is run again comes to the same text, and ends in it."""
+    params = dataclasses.replace(tiny(FAMILY), tokenizer=Letters())
+    method = PromptLookup(verify=Conditional(0.0, 0.0, 0.0), fallback=False)
+    options = {"policy": policy("full"), "max_new_tokens": 40, "stop_tokens": (), "speculative": method}
+    prompt = np.resize(ids(6), 60)
+    free = jaxkv.generate(params, prompt, **options)
+    assert free.stats.speculation.departed
+    for at in range(0, 36, 3):
+        out = jaxkv.generate(params, prompt, stop=free.text[at : at + 2], **options)
+        assert out.text == free.text[: free.text.index(free.text[at : at + 2])]
+
+
+def test_rows_that_end_inside_a_chunk_leave_a_cache_to_go_on_from(tiny):
+    """Where a row ends sooner the others draft otherwise, and come further: they too end with their stop string."""
+    params = dataclasses.replace(tiny(FAMILY), tokenizer=Letters())
+    rows = [np.random.default_rng(seed).integers(3, 9, 60).astype(np.int32) for seed in (1, 2, 3)]
+    plain, fast = both(params, rows, policy("full"), PromptLookup(depth=4), 60, stop=[")¹", "//", "C."])
+    assert fast.text == plain.text and fast.lengths.tolist() == plain.lengths.tolist()
+    assert_same_cache(plain.cache, fast.cache)
+    jaxkv.generate(params, None, cache=fast.cache, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("verify", ["exact", "conditional"])
+def test_measured_times_say_when_to_draft_only_where_the_text_does_not_depend_on_it(tiny, verify):
+    session = Session(PromptLookup(verify=verify), tiny(FAMILY), policy("full"))
+    session.drafting = Drafting(None, gate.opened(2, 1.5))
+    session._tally, session._pending = types.SimpleNamespace(add=lambda *_: None, cost=7.0), ()
+    session.tally(0.5)
+    assert float(session.drafting.gate.cost) == (7.0 if verify == "exact" else 1.5)
 
 
 @pytest.mark.long

@@ -61,7 +61,8 @@ class Sharing:
         kept = policy.allocate.divide(
             Division(entries.positions, owner, worth, held, len(self.full), profiles, each, guard)
         )
-        room = jnp.full_like(self.limits, total) if policy.decode is None else heads * self.limits
+        whole = jnp.full_like(self.limits, total)
+        room = whole if policy.decode is None else jnp.minimum(heads * self.limits, whole)
         return kept, lambda entries: arranged(entries, owner, kept, total, room, heads, {}, codecs)
 
 

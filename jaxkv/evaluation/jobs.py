@@ -125,16 +125,22 @@ def _contexts(rows: list[tuple[Example, int]], row: tuple[Example, int]) -> int:
     return len({id(example) for example, _ in rows} - {id(row[0])})
 
 
-def shares(settings: Settings, examples: list[Example], cells: Sequence[Cell], tokenizer: Any) -> list[Share]:
+def shares(
+    settings: Settings, examples: list[Example], cells: Sequence[Cell], tokenizer: Any, context: int
+) -> list[Share]:
     """The questions that several cells ask of one prefill, from the shortest prompt on: all of them for `TOGETHER`
-    policies, those of the same decode steps next to each other, then for as many more."""
+    policies, those of the same decode steps next to each other, then for as many more. `context`: the model's."""
+
+    def able(cell: Cell, tokens: int) -> bool:
+        return cell.policy is not None and not one_prefill.apart(cell.policy, tokens, context)
+
     found = []
     for example in examples if "aware" in settings.modes else ():
         for number, question in enumerate(() if example.output else example.questions):
             found.append(((example, number), np.concatenate(asking.asked(tokenizer, example, question))))
     found.sort(key=lambda one: len(one[1]))
     out = [
-        Share(row, ids, tuple(cell for cell in some if cell.policy and not one_prefill.apart(cell.policy, len(ids))))
+        Share(row, ids, tuple(cell for cell in some if able(cell, len(ids))))
         for some in parts(cells)
         for row, ids in found
     ]
@@ -176,7 +182,7 @@ def _drafts(policy: Policy | None) -> bool:
     return policy is not None and policy.prefill is not None and policy.prefill.observe.drafts
 
 
-def cost(shares: Sequence[Share], own: Sequence[Job], others: Mapping[str, int], tokenizer: Any) -> str:
+def cost(shares: Sequence[Share], own: Sequence[Job], others: Mapping[str, int], tokenizer: Any, context: int) -> str:
     """How many prefills, of how many tokens, for how many answers; who needs a prefill of its own where others share
     one, and why; and the tokens of what is measured beside answers, by its name."""
     said = []
@@ -194,7 +200,8 @@ def cost(shares: Sequence[Share], own: Sequence[Job], others: Mapping[str, int],
         sizes = [asking.size(tokenizer, example) for example, _ in job.rows]
         prefills, tokens = prefills + len(sizes), tokens + sum(sizes)
         if shares:
-            reason = one_prefill.apart(job.cell.policy, max(sizes)) or f"asked in the mode {job.mode!r}, or alone"
+            reason = one_prefill.apart(job.cell.policy, max(sizes), context)
+            reason = reason or f"asked in the mode {job.mode!r}, or alone"
             why.setdefault(f"a prefill of its own: {reason}", {})[job.cell.label] = None
     if prefills:
         said.append(f"{prefills} {'more ' * bool(shares)}prefills of {tokens} tokens in all")

@@ -45,11 +45,15 @@ def padded(tokens: int) -> int:
     return rounded(tokens, LENGTHS)
 
 
-def apart(policy: Policy, tokens: int) -> str:
-    """Why the policy needs a prefill of its own for a prompt of so many tokens; nothing where it does not."""
+def apart(policy: Policy, tokens: int, context: int) -> str:
+    """Why the policy needs a prefill of its own for a prompt of so many tokens, on a model whose context has `context`;
+    nothing where it does not."""
     if policy.flow.going_on:
         return "only some tokens go on to its deeper layers"
-    return f"it runs blocks of {policy.block} tokens" if tokens > policy.block else ""
+    block = policy.block
+    if not policy.bound_to_text:  # its positions run up to budget + block, as in `planned`
+        block = min(block, context - policy.mean_budget(tokens))
+    return f"it runs blocks of {block} tokens" if tokens > block else ""
 
 
 @dataclasses.dataclass(frozen=True)

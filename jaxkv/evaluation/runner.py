@@ -137,7 +137,8 @@ def planned(params: Params, settings: Settings) -> Work:
         raise BadValue(f"the run {settings.name!r} measures nothing: give it [[tasks]], [fidelity] or [retention]")
     tokenizer, cells = params.tokenizer, [jobs.measurable(params, cell) for cell in settings.cells()]
     examples = examples_of(settings, tokenizer)
-    shared = jobs.shares(settings, examples, cells, tokenizer) if settings.share_prefill else []
+    context = params.config.max_position
+    shared = jobs.shares(settings, examples, cells, tokenizer, context) if settings.share_prefill else []
     taken = {key for share in shared for job in share.jobs for key in job.keys}
     alone = dataclasses.replace(settings, batch=1) if shared else settings
     own = [job.without(taken) for job in jobs.jobs(alone, examples, cells, tokenizer)]
@@ -152,7 +153,7 @@ def planned(params: Params, settings: Settings) -> Work:
         "fidelity": sum(step.work for _, step in fidelity_steps),
         "retention": sum(step.work for step in retention_steps),
     }
-    return Work([*steps, *retention_steps], jobs.cost(shared, own, others, tokenizer))
+    return Work([*steps, *retention_steps], jobs.cost(shared, own, others, tokenizer, context))
 
 
 def _step(params: Params, settings: Settings, job: Job) -> Step:
@@ -372,7 +373,8 @@ def _fidelity_steps(params: Params, settings: Settings, cells: Sequence[Cell]) -
     cells = [cell for cell in cells if not wanted.budgets or cell.budget is None or cell.budget in wanted.budgets]
     sharing: list[list[Cell]] = []
     if settings.share_prefill:
-        able = [cell for cell in cells if cell.policy and not one_prefill.apart(cell.policy, wanted.prompt)]
+        context = params.config.max_position
+        able = [cell for cell in cells if cell.policy and not one_prefill.apart(cell.policy, wanted.prompt, context)]
         sharing = [some for some in jobs.parts(able) if len(some) > 1]
     taken = [cell for some in sharing for cell in some]
     return [step(*some) for some in sharing] + [step(cell) for cell in cells if cell not in taken]

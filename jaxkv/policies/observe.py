@@ -189,7 +189,7 @@ class Lookahead(Observer):
 
     def looking(self, positions: Int[Array, "B T"], extra: int) -> Int[Array, "B N"]:
         """The positions of the new tokens and of the `local` ones before them; nobody looks where none was drafted."""
-        return jnp.where(positions[:, -1:] < 0, EMPTY, positions[:, -(extra + self.local) :])
+        return jnp.where(positions[:, -extra, None] < 0, EMPTY, positions[:, -(extra + self.local) :])
 
 
 @dataclasses.dataclass(frozen=True)

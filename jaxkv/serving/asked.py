@@ -212,6 +212,11 @@ def asked(
     seen, filled = 0, np.zeros(params.config.num_layers, np.int64)
     if prefix is not None:
         seen, filled = prefix.seen, prefix.filled
+        if prefix.text is None and request.sampler.repetition_penalty is not None:
+            raise BadValue(
+                "repetition_penalty counts the whole text, but the tokens of the prefix are not known: store a cache "
+                "with its `tokens`"
+            )
         before = before if prefix.text is None else prefix.text
         if prefix.pending >= 0:
             rows = [np.append(np.int32(prefix.pending), rows[0]).astype(np.int32)]

@@ -111,7 +111,8 @@ class Engine:
             implementation=implementation, scan_layers=scan_layers,
         )  # fmt: skip
         self.params, self.policy = params, checked_policy(params, policy, None)
-        longest = most_asked(params, self.policy, max_new_tokens) if longest is None else longest
+        if longest is None:
+            longest = most_asked(params, self.policy, max(max_new_tokens, FirstPass.drafted(self.policy)))
         check_arguments(longest=longest)
         self._learned = params.learned_for(self.policy.learns, self.policy.name)
         self._sizes, self._steps, self._blocks, self.queue = sizes, steps, blocks, queue
@@ -124,7 +125,7 @@ class Engine:
         self._programs = Programs(static)
         self._first_pass: FirstPass | None = None  # of prompts that begin a text
         self._pass_behind: FirstPass | None = None  # of those behind a prefix
-        if FirstPass.comes_before(self.policy):
+        if FirstPass.drafted(self.policy):
             self._first_pass = FirstPass(static, longest, sizes)
             self._pass_behind = FirstPass(static, longest, sizes, goes_on=True)
         self._rows: Rows | None = None

@@ -27,12 +27,16 @@ class FirstPass:
     """
 
     def __init__(self, whole: Static, longest: int, sizes: int, *, goes_on: bool = False):
-        assert whole.policy.prefill is not None
-        self.count, self._sizes, self._goes_on = whole.policy.prefill.observe.extra, sizes, goes_on
+        self.count, self._sizes, self._goes_on = self.drafted(whole.policy), sizes, goes_on
         policy = first_pass(whole.policy, goes_on)
-        learned = whole.params.learned_for(policy.learns, policy.name)
+        learned, context = whole.params.learned_for(policy.learns, policy.name), whole.params.config.max_position
+        if policy.bound_to_text and longest > context - self.count:
+            raise BadValue(
+                f"longest={longest}: behind a prompt {self.count} tokens look ahead under {whole.policy.name!r}, and "
+                f"the model's context has {context}: expected at most {context - self.count}"
+            )
         if goes_on:  # slots for the prefix beside the prompt
-            longest = min(longest + max(whole.shapes.slots), whole.params.config.max_position - self.count)
+            longest = min(longest + max(whole.shapes.slots), context - self.count)
         shapes = shapes_of(whole.params, policy, learned, longest, self.count, sizes)
         if not goes_on:
             later = shapes.later_looks and (True,)
@@ -52,9 +56,9 @@ class FirstPass:
         self._adding = threading.Lock()
 
     @staticmethod
-    def comes_before(policy: Policy) -> bool:
-        """Whether prompts under the policy have a first pass: whether they are looked at by tokens that it drafts."""
-        return policy.prefill is not None and policy.prefill.observe.drafts
+    def drafted(policy: Policy) -> int:
+        """How many tokens the first pass drafts; none where there is no such pass."""
+        return policy.prefill.observe.extra if policy.prefill is not None and policy.prefill.observe.drafts else 0
 
     def make(self, short: Callable[[], Asked], wanted: Callable[[], bool]) -> None:
         """Compile what prompts wait for, as long as it is `wanted`; `short` gives any prompt of one block."""

@@ -85,18 +85,20 @@ def speculate(
     stop: tuple[int, ...],
     verify: Verify,
     fallback: bool,
+    most: Int[Array, "B"],
     implementation: str | None = None,
 ) -> tuple[DecodeState, Drafting, Int[Array, "B n"], Counts]:
     """At most `rounds` passes of the model, ending early when every row has; new tokens with EMPTY in between.
 
     A round runs a tree where drafts are expected to pay (always, without `fallback`), else one plain step. `extra`
-    are arrays that the drafter needs and nobody changes.
+    are arrays that the drafter needs and nobody changes. A row ends with its `most`-th token of these rounds, which
+    changes no token before it: drafts are as deep as without.
     """
     nothing = jnp.full((rounds * (drafter.shape.depth + 1), state.done.shape[0]), EMPTY, jnp.int32)
     state, drafting, out, counts = passes(
         weights, extra, state, drafting, nothing, on=lambda counts: counts.trees + counts.steps < rounds,
         tell=lambda logits, nodes, tokens: tokens.T, drafter=drafter, config=config, policy=policy, sampler=sampler,
-        stop=stop, verify=verify, fallback=fallback, implementation=implementation,
+        stop=stop, verify=verify, fallback=fallback, most=most, implementation=implementation,
     )  # fmt: skip
     return state, drafting, out.T, counts
 
@@ -117,6 +119,7 @@ def passes(
     stop: Stop,
     verify: Verify,
     fallback: bool,
+    most: Int[Array, "B"] | None = None,
     implementation: str | None = None,
 ) -> tuple[DecodeState, Drafting, Any, Counts]:
     """The loop of `speculate` while it is to go `on`, inside a compiled program; what each pass had to `tell`.
@@ -127,11 +130,11 @@ def passes(
     levels = drafter.shape.depth + 1
 
     def going(carry):
-        state, _, _, counts = carry
+        state, _, _, counts, _ = carry
         return on(counts) & jnp.any(state.going)
 
     def body(carry):
-        state, drafting, told, counts = carry
+        state, drafting, told, counts, most = carry
         active = state.going
         kinds, hint = drafter.look(drafting.drafts)
         kinds = jnp.where(active, kinds, 0)
@@ -142,7 +145,7 @@ def passes(
         def tree(state, drafting, counts):
             return _tree_round(
                 weights, extra, state, drafting, counts, kinds, hint, drafter, config, policy, sampler, stop, verify,
-                tell, implementation,
+                tell, most, implementation,
             )  # fmt: skip
 
         def plain(state, drafting, counts):
@@ -155,21 +158,24 @@ def passes(
 
         at = (counts.trees + counts.steps) * levels
         state, drafting, counts, (tokens, new) = lax.cond(worth, tree, plain, state, drafting, counts)
+        if most is not None:
+            most = most - jnp.sum(tokens >= 0, axis=1, dtype=jnp.int32)
+            state = dataclasses.replace(state, done=state.done | (most <= 0))
         counts = dataclasses.replace(
             counts,
             passes=counts.passes + jnp.sum(active, dtype=jnp.int32),
             tokens=counts.tokens + jnp.sum(tokens >= 0, dtype=jnp.int32),
         )
         told = jax.tree.map(lambda every, one: lax.dynamic_update_slice_in_dim(every, one, at, 0), told, new)
-        return state, drafting, told, counts
+        return state, drafting, told, counts, most
 
     zero = jnp.int32(0)
-    return lax.while_loop(going, body, (state, drafting, nothing, Counts(*[zero] * 7)))
+    return lax.while_loop(going, body, (state, drafting, nothing, Counts(*[zero] * 7), most))[:4]
 
 
 def _tree_round(
     weights, extra, state, drafting, counts, kinds, hint, drafter, config, policy, sampler, stop, verify, tell,
-    implementation,
+    most, implementation,
 ) -> tuple[DecodeState, Drafting, Counts, tuple[Int[Array, "B levels"], Any]]:  # fmt: skip
     """Draft, verify in one pass, and write what was accepted as if it had come token by token; the tokens, and what
     there is to tell of them."""
@@ -190,7 +196,7 @@ def _tree_round(
     at = cache.lengths[:, None] + 1 + shape.depths
     token, departs = follows(shape, tree, logits, sampler, verify, seen, state.keys, at, chances)
     nodes, tokens = walk(shape, tree, token)
-    state, tokens, count = _taken(stop, state, tokens)
+    state, tokens, count = _taken(stop, state, tokens, most)
     first = cache.lengths
     layers = tuple(
         commit(layer, branch, nodes, count, first) for layer, branch in zip(cache.layers, branches, strict=True)
@@ -212,9 +218,9 @@ def _tree_round(
 
 
 def _taken(
-    stop: Stop, state: DecodeState, tokens: Int[Array, "B n"]
+    stop: Stop, state: DecodeState, tokens: Int[Array, "B n"], most: Int[Array, "B"] | None
 ) -> tuple[DecodeState, Int[Array, "B n"], Int[Array, "B"]]:
-    """The state after each running row took its tokens up to the first stop token and to what it has left.
+    """The state after each running row took its tokens up to the first stop token, what it has left, and its `most`.
 
     Gives the tokens taken (EMPTY behind them) and how many; the last is pending, so that many nodes go into the cache.
     """
@@ -223,7 +229,8 @@ def _taken(
     of_row = jnp.atleast_2d(jnp.asarray(stop, jnp.int32))[:, None]
     ends = jnp.any(tokens[..., None] == of_row, axis=-1) & (tokens >= 0)
     before = jnp.cumsum(ends, axis=1, dtype=jnp.int32) - ends.astype(jnp.int32)  # stop tokens in front of this one
-    kept = (tokens >= 0) & (before == 0) & (steps < state.left[:, None]) & state.going[:, None]
+    left = state.left if most is None else jnp.minimum(state.left, most)
+    kept = (tokens >= 0) & (before == 0) & (steps < left[:, None]) & state.going[:, None]
     count = jnp.sum(kept, axis=1, dtype=jnp.int32)
     last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     seen = state.seen

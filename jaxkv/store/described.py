@@ -18,6 +18,7 @@ from jaxkv.store.gear import Missed, Own
 from jaxkv.store.higgs import HiggsCode
 from jaxkv.store.integers import IntCode
 from jaxkv.store.line import Place
+from jaxkv.store.looks import Looks
 from jaxkv.store.outliers import OutlierCode
 from jaxkv.store.pages import Pages
 from jaxkv.store.pairs import PairCode, PairHalf
@@ -35,7 +36,7 @@ from jaxkv.store.window import Window
 KNOWN: dict[str, type] = {
     each.__name__: each
     for each in (
-        *(Slots, Pool, Place, Entries, Summary, Residue, Sketch, Tier, Balance, Threshold, Pages, Window, Fit),
+        *(Slots, Pool, Place, Entries, Summary, Residue, Sketch, Looks, Tier, Balance, Threshold, Pages, Window, Fit),
         *(
             Codecs,
             *KINDS.values(),

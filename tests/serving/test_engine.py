@@ -494,3 +494,17 @@ def test_a_mesh_that_divides_rows_is_refused(params):
     divided = jaxkv.load(GOLDENS / "tiny" / FAMILY, mesh=jaxkv.mesh(data=2, devices=jax.devices()[:2]))
     with pytest.raises(BadValue, match="divides rows by 2"):
         Engine(divided, sized("h2o"))
+
+
+def test_a_penalty_behind_a_prefix_of_unknown_text_is_refused(engine, params):
+    cache = jaxkv.prefill(params, ids(20, 5), policy=engine.policy)
+    engine.store("unknown", dataclasses.replace(cache, tokens=None))
+    engine.submit(ids(3), prefix="unknown", max_new_tokens=1).cancel()
+    with pytest.raises(BadValue, match="tokens of the prefix are not known"):
+        engine.submit(ids(3), prefix="unknown", max_new_tokens=1, repetition_penalty=2.0)
+
+
+def test_a_prompt_that_leaves_no_room_for_what_looks_ahead(params):
+    context = params.config.max_position
+    with pytest.raises(BadValue, match=f"longest={context - 3}: behind a prompt 4 tokens look ahead"):
+        Engine(params, sized("laq-h2o"), rows=1, longest=context - 3, max_new_tokens=2)
