@@ -20,6 +20,7 @@ from small import SMALL
 
 import jaxkv
 from jaxkv import cli, run
+from jaxkv.chat import next_turn
 from jaxkv.errors import BadCheckpoint, BadValue, JaxkvError, MissingModel, UnknownName
 from jaxkv.evaluation.forced import follow
 from jaxkv.lowering import lower
@@ -85,6 +86,27 @@ def test_a_conversation_goes_on_from_its_cache(lettered):
         jaxkv.generate(lettered, messages, cache=out.cache, max_new_tokens=2)
     with pytest.raises(BadValue, match="prompt 1 of the list is empty"):
         jaxkv.generate(lettered, ["ab", ""], policy=None, max_new_tokens=2)
+
+
+class Thoughtful(Letters):
+    """Writes no thoughts of answers before the last question, as Qwen3's template."""
+
+    def apply_chat_template(self, messages, **options):
+        last = max(n for n, message in enumerate(messages) if message["role"] == "u")
+        later = [
+            {**each, "content": each["content"].rpartition(";")[2]}
+            if n < last and each["role"] == "assistant"
+            else each
+            for n, each in enumerate(messages)
+        ]
+        return super().apply_chat_template(later, **options)
+
+
+def test_a_template_may_leave_out_what_was_thought():
+    first = [{"role": "u", "content": "hi"}, {"role": "assistant", "content": "a long thought;yes"}]
+    for question in ("no", "a question that is longer than the thought"):
+        new = next_turn(Thoughtful(), [*first, {"role": "u", "content": question}], -1)
+        assert Thoughtful().decode(new) == f"<u>{question}<a>"
 
 
 @pytest.mark.long

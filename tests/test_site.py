@@ -72,7 +72,9 @@ def test_the_catalogue_has_every_policy_in_its_table():
 def test_the_readme_counts_the_policies():
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     bounded = sum(policy.bounded for policy in catalogue().values())
-    assert f"one of {len(catalogue())} methods" in text and f"{bounded} of them evict while the answer" in text
+    assert (
+        f"one of {len(catalogue())} methods" in text and f"{bounded} of them bound the cache while the answer" in text
+    )
 
 
 def test_figures_and_notes_are_of_policies_that_there_are():

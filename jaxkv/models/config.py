@@ -222,6 +222,10 @@ def _hf(keys: _Keys, family: str, **changes: Any) -> ModelConfig:
     for key in ("attention_bias", "mlp_bias"):
         if keys.flag(key):
             raise BadValue(f"{key} is true: {family} models with it are not supported")
+    if keys.get("quantization_config"):
+        raise BadValue(
+            "quantization_config: expected weights in floats, or a GGUF file; jaxkv.load(weights='int8') makes blocks"
+        )
     facts = dict(
         family=family,
         vocab_size=keys.whole("vocab_size"),
@@ -245,8 +249,18 @@ def _hf(keys: _Keys, family: str, **changes: Any) -> ModelConfig:
 
 def _hf_rope(keys: _Keys, layer_type: str, theta: float) -> Rope:
     """The rotary embedding: `rope_parameters` of transformers 5, else `rope_theta` and `rope_scaling`."""
-    scaling = keys.table("rope_parameters", {}) or keys.table("rope_scaling", {})
-    numbers = _Keys(_Keys(scaling, "rope_parameters").table(layer_type, scaling), "the rope scaling")
+    given, old = keys.table("rope_parameters", {}), keys.table("rope_scaling", {})
+    numbers = _Keys(_Keys(given or old, "rope_parameters").table(layer_type, given or old), "the rope scaling")
+    other = {key: value for key, value in old.items() if value != numbers.get({"type": "rope_type"}.get(key, key))}
+    if given and other:
+        raise BadValue(
+            f"rope_scaling has {shown(other)}, which rope_parameters has not: expected one of the two, or alike ones"
+        )
+    return _rope_of(numbers, keys, theta)
+
+
+def _rope_of(numbers: _Keys, keys: _Keys, theta: float) -> Rope:
+    """The rotary embedding that a table of its numbers describes; what it leaves out stands in the config."""
     theta = numbers.number("rope_theta", keys.number("rope_theta", theta))
     partial = numbers.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
     if partial != 1.0:
@@ -287,14 +301,15 @@ def _hf_llama(keys: _Keys) -> ModelConfig:
 
 
 def _hf_mistral(keys: _Keys) -> ModelConfig:
-    window = keys.whole("sliding_window", None) if keys.get("sliding_window") else None
+    given = keys.values.get("sliding_window", 4096)  # published configs without one say null
+    window = keys.whole("sliding_window", 4096) if given else None
     kinds = ("sliding" if window else "full",) * keys.layers("num_hidden_layers")
     return _hf(keys, "mistral", sliding_window=window, layer_types=kinds)
 
 
 def _hf_qwen(keys: _Keys, family: str, **changes: Any) -> ModelConfig:
     window = keys.whole("sliding_window") if keys.flag("use_sliding_window") else None
-    first = keys.number("max_window_layers", 0)
+    first = keys.number("max_window_layers", 28)
     kinds = _layer_types(keys, lambda layer: window is not None and layer >= first)
     if window is None:
         kinds = ("full",) * len(kinds)
@@ -353,9 +368,10 @@ def _hf_gemma3(keys: _Keys) -> ModelConfig:
 
 
 def _local_rope(keys: _Keys) -> Rope:
-    """Sliding layers of Gemma 3 turn faster, and are not scaled."""
+    """Sliding layers of Gemma 3 turn faster, and are scaled only where `rope_parameters` says so."""
     local = _Keys(keys.table("rope_parameters", {}), "rope_parameters").table("sliding_attention", {})
-    return Rope(_Keys(local, "rope_parameters").number("rope_theta", keys.number("rope_local_base_freq")))
+    own = _Keys({"rope_theta": keys.number("rope_local_base_freq")}, keys.where)
+    return _rope_of(_Keys(local, "rope_parameters"), own, GEMMA3_DEFAULTS["rope_local_base_freq"])
 
 
 HF_FAMILIES: dict[str, Callable[[_Keys], ModelConfig]] = {
@@ -368,7 +384,8 @@ HF_FAMILIES: dict[str, Callable[[_Keys], ModelConfig]] = {
 
 GGUF_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3"}
 GEMMA3_27B_LAYERS = 62  # the one size whose attention is scaled by hidden size / heads
-GEMMA3_LOCAL_THETA, GEMMA3_PATTERN = 1e4, 6  # not in the metadata
+GEMMA3_LOCAL_THETA, GEMMA3_PATTERN = 1e4, 6  # where the metadata does not say
+ENDS = ("<end_of_turn>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")  # of a turn; not every file names its own
 
 
 def _from_gguf(keys: _Keys, architecture: str, tied: bool, factors: Sequence[float] | None) -> ModelConfig:
@@ -385,12 +402,13 @@ def _from_gguf(keys: _Keys, architecture: str, tied: bool, factors: Sequence[flo
     turned = whole("rope.dimension_count", head_dim)
     if turned != head_dim or whole("attention.value_length", head_dim) != head_dim:
         raise BadValue(f"{turned} of {head_dim} head dims are rotary: only full rotary embeddings are supported")
-    theta, scaling = number("rope.freq_base", 10000.0), keys.text(f"{architecture}.rope.scaling.type", "none")
+    theta, factor = number("rope.freq_base", 10000.0), number("rope.scaling.factor", number("rope.scale_linear", 0.0))
+    scaling = keys.text(f"{architecture}.rope.scaling.type", "none" if factor in (0.0, 1.0) else "linear")
     if scaling not in ("none", "linear"):
         raise BadValue(f"rope scaling {scaling!r}: supported in GGUF are none, linear and Llama 3's factors")
     rope = Rope(theta)
     if scaling == "linear":
-        rope = Rope(theta, "linear", factor=number("rope.scaling.factor"))
+        rope = Rope(theta, "linear", factor=factor or number("rope.scaling.factor"))
     if factors is not None:
         rope = Rope(theta, "factors", factors=tuple(float(each) for each in factors))
     window = keys.get(f"{architecture}.attention.sliding_window")  # 0 says that there is none
@@ -418,9 +436,9 @@ def _from_gguf(keys: _Keys, architecture: str, tied: bool, factors: Sequence[flo
     if family == "gemma3":
         scale = hidden / heads if layers == GEMMA3_27B_LAYERS else head_dim
         facts |= dict(
-            layer_types=tuple("full" if (layer + 1) % GEMMA3_PATTERN == 0 else "sliding" for layer in range(layers)),
+            layer_types=_gemma3_layers(keys.get("gemma3.attention.sliding_window_pattern", GEMMA3_PATTERN), layers),
             sliding_window=whole("attention.sliding_window"),
-            local_rope=Rope(GEMMA3_LOCAL_THETA),
+            local_rope=Rope(number("rope.freq_base_swa", GEMMA3_LOCAL_THETA)),
             attention_scale=scale**-0.5,
             attention_softcap=number("attn_logit_softcapping", None),
             logit_softcap=number("final_logit_softcapping", None),
@@ -431,10 +449,26 @@ def _from_gguf(keys: _Keys, architecture: str, tied: bool, factors: Sequence[flo
     return ModelConfig(**facts)
 
 
+def _gemma3_layers(pattern: Any, layers: int) -> tuple[str, ...]:
+    """The kind of every layer: one of `pattern` layers is full, or those that a list calls no sliding ones."""
+    if fits(pattern, int) and pattern >= 1:
+        slides = [(layer + 1) % pattern != 0 for layer in range(layers)]
+    elif isinstance(pattern, list) and len(pattern) == layers:
+        slides = list(map(bool, pattern))
+    else:
+        raise BadValue(
+            f"gemma3.attention.sliding_window_pattern is {shown(pattern)}: expected a number of layers, or true or "
+            f"false for each of {layers}"
+        )
+    return tuple("sliding" if slide else "full" for slide in slides)
+
+
 def _gguf_stops(keys: _Keys) -> tuple[int, ...]:
-    """End of text, of turn and of message, as far as the metadata names them."""
+    """End of text, of turn and of message: those that the metadata names, and those that the vocabulary spells so."""
     named = [keys.ids(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    return tuple(dict.fromkeys(each for some in named for each in some))
+    tokens = keys.get("tokenizer.ggml.tokens", [])
+    spelt = [index for index, token in enumerate(tokens) if token in ENDS] if isinstance(tokens, list) else []
+    return tuple(dict.fromkeys([*(each for some in named for each in some), *spelt]))
 
 
 def _listed(keys: _Keys, key: str) -> list[Any]:

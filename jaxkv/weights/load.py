@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxkv.errors import BadValue, BadWeights, JaxkvError, MissingModel
@@ -25,6 +26,8 @@ from jaxkv.weights.safetensors_files import read_safetensors
 from jaxkv.weights.source import is_orbax, locate
 from jaxkv.weights.tables import GGUF, HF, Table
 from jaxkv.weights.tokenizer import from_folder, from_gguf
+
+ROWS = 4096  # of two matrices that are compared
 
 
 def load(
@@ -99,8 +102,22 @@ def _load_folder(folder: Path, dtype: Any, mesh: Mesh | None, kept: str | None) 
         return Params(weights, config, from_folder(folder), layout)
     config = config_of(folder)
     tensors = {_without_wrapper(name): tensor for name, tensor in read_safetensors(folder).items()}
-    weights, layout = _filled(tensors, HF[config.family], config, dtype, mesh, kept, folder)
+    table = HF[config.family]
+    if config.tie_embeddings and _has_own_head(tensors, table):
+        config = dataclasses.replace(config, tie_embeddings=False)
+    weights, layout = _filled(tensors, table, config, dtype, mesh, kept, folder)
     return Params(weights, config, from_folder(folder), layout)
+
+
+def _has_own_head(tensors: Mapping[str, Tensor], table: Table) -> bool:
+    """Whether the files have an output matrix that is not the token table, whatever the config says (as transformers
+    decides it)."""
+    head, embed = (tensors.get(table.name_of(target, None)) for target in ("head", "embed"))
+    if head is None or embed is None or head.shape != embed.shape:
+        return False  # what is missing or misshapen is told by name later
+    rows = head.shape[0]
+    parts = (slice(at, min(at + ROWS, rows)) for at in range(0, rows, ROWS))
+    return not all(np.array_equal(head.read(part), embed.read(part)) for part in parts)
 
 
 def config_of(folder: Path) -> ModelConfig:

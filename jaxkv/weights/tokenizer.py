@@ -170,9 +170,9 @@ def _frame(tokenizer: Any, own: Mapping[str, Any], tokens: Sequence[str]) -> Non
     """Put BOS in front and EOS behind where the file says so."""
     from tokenizers import processors
 
-    marks = {}
+    marks, begins = {}, own["model"] == "llama" or CUTS.get(own.get("pre", "default")) is LLAMA3
     for key in ("bos", "eos"):
-        wanted = own.get(f"add_{key}_token", own["model"] == "llama" and key == "bos")
+        wanted = own.get(f"add_{key}_token", begins and key == "bos")
         if wanted and f"{key}_token_id" in own:
             marks[key] = own[f"{key}_token_id"]
     if not marks:

@@ -39,6 +39,34 @@ def test_mistral_slides_in_every_layer(goldens):
     assert {spec.window for spec in ModelConfig.from_hf(read(goldens, "mistral", "-full")).specs} == {None}
 
 
+def test_windows_that_a_config_leaves_out(goldens):
+    """What transformers takes in their place; null says that there is none."""
+    mistral = {
+        key: value for key, value in read(goldens, "mistral").items() if key not in ("sliding_window", "layer_types")
+    }
+    assert {spec.window for spec in ModelConfig.from_hf(mistral).specs} == {4096}
+    assert {spec.window for spec in ModelConfig.from_hf({**mistral, "sliding_window": None}).specs} == {None}
+    qwen = {
+        key: value
+        for key, value in read(goldens, "qwen2", "-sliding").items()
+        if key not in ("max_window_layers", "layer_types")
+    }
+    assert ModelConfig.from_hf({**qwen, "num_hidden_layers": 30}).layer_types == ("full",) * 28 + ("sliding",) * 2
+
+
+def test_the_same_scaling_in_both_spellings(goldens):
+    given = {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}
+    both = {"rope_parameters": given, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert ModelConfig.from_hf({**read(goldens, "llama2"), **both}).rope == Rope(1e4, "linear", 2.0)
+
+
+def test_gemma3_scales_sliding_layers_where_told_to(goldens):
+    raw = read(goldens, "gemma3_text", "-v5")
+    local = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}
+    raw["rope_parameters"] = {**raw["rope_parameters"], "sliding_attention": local}
+    assert ModelConfig.from_hf(raw).local_rope == Rope(1e4, "linear", 8.0)
+
+
 def test_gemma3(goldens):
     config = ModelConfig.from_hf(read(goldens, "gemma3_text", "-softcap"))
     raw = read(goldens, "gemma3_text", "-softcap")
@@ -91,6 +119,11 @@ def test_unsupported_rope_scaling(goldens, kind):
         ({"head_dim": 15}, "head dim 15"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({"quantization_config": {"quant_method": "bitnet"}}, "quantization_config"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "rope_scaling has .*'factor': 4.0.*which rope_parameters has not",
+        ),
     ],
 )
 def test_what_is_missing_or_unsupported_is_named(goldens, change, message):
@@ -121,6 +154,25 @@ def test_gguf_metadata():
     assert config.rope == Rope(5e5, "factors", factors=(1.0, 1.0, 4.0, 8.0))
 
 
+def test_gguf_turns_end_where_the_vocabulary_says_so():
+    tokens = ["a", "<end_of_turn>", "<|endoftext|>", "<|im_end|>"]
+    assert ModelConfig.from_gguf({**GGUF, "tokenizer.ggml.tokens": tokens}, tied=True).stop_tokens == (7, 9, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("more", "scaling"),
+    [
+        ({"llama.rope.scale_linear": 8.0}, ("linear", 8.0)),
+        ({"llama.rope.scaling.factor": 4.0}, ("linear", 4.0)),
+        ({"llama.rope.scaling.factor": 1.0}, ("none", 1.0)),
+        ({"llama.rope.scaling.factor": 4.0, "llama.rope.scaling.type": "none"}, ("none", 1.0)),
+    ],
+)
+def test_gguf_scaling_without_a_kind_is_linear(more, scaling):
+    rope = ModelConfig.from_gguf({**GGUF, **more}, tied=True).rope
+    assert (rope.scaling, rope.factor) == scaling
+
+
 def test_gguf_metadata_that_is_not_enough():
     with pytest.raises(BadValue, match=r"llama\.block_count"):
         ModelConfig.from_gguf({key: value for key, value in GGUF.items() if "block" not in key}, tied=True)
@@ -137,3 +189,10 @@ def test_gguf_gemma3():
     assert config.layer_types == ("sliding",) * 5 + ("full", "sliding")
     assert config.attention_spec(0).rope == Rope(1e4) and config.attention_spec(5).rope == Rope(5e5)
     assert config.attention_spec(0).scale == 0.25 and config.embed_scale == 32**0.5
+    own = {"gemma3.rope.freq_base_swa": 2e4, "gemma3.attention.sliding_window_pattern": 3}
+    other = ModelConfig.from_gguf(gemma | own | {"gemma3.attention.key_length": 16}, tied=True)
+    assert other.layer_types == ("sliding", "sliding", "full") * 2 + ("sliding",) and other.local_rope == Rope(2e4)
+    listed = {"gemma3.attention.sliding_window_pattern": [True] * 6 + [False]}
+    assert ModelConfig.from_gguf(gemma | listed, tied=True).layer_types == ("sliding",) * 6 + ("full",)
+    with pytest.raises(BadValue, match="sliding_window_pattern is 'x'"):
+        ModelConfig.from_gguf(gemma | {"gemma3.attention.sliding_window_pattern": "x"}, tied=True)

@@ -261,6 +261,16 @@ def test_tied_head_in_the_file_is_left_alone(folder, tiny):
     assert same(jaxkv.load(model), tiny("llama3"))
 
 
+def test_a_head_of_its_own_counts_more_than_the_config(folder, tiny):
+    model = folder("llama3")
+    own = lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"][::-1].copy()})  # noqa: E731
+    change(model, own)
+    params = jaxkv.load(model)
+    assert tiny("llama3").config.tie_embeddings and not params.config.tie_embeddings
+    table = np.asarray(tiny("llama3").weights["embed"][...])
+    np.testing.assert_array_equal(np.asarray(params.weights["head"][...]), table[::-1])
+
+
 def test_text_part_of_a_model_for_images(folder, tiny):
     model = folder("gemma3_text")
     facts = json.loads((model / "config.json").read_text())

@@ -84,6 +84,15 @@ def test_added_tokens_bos_and_eos():
     assert from_gguf(byte_level("qwen2", **both))("ab")["input_ids"] == [7, 0]
 
 
+def test_texts_of_llama_3_begin_with_bos_unless_the_file_says_otherwise():
+    first = {"tokenizer.ggml.bos_token_id": 12}
+    assert from_gguf(byte_level("llama-bpe", **first))("ab")["input_ids"] == [12, 7]
+    assert from_gguf(byte_level("llama-bpe", **first, **{"tokenizer.ggml.add_bos_token": False}))("ab")[
+        "input_ids"
+    ] == [7]
+    assert from_gguf(byte_level("qwen2", **first))("ab")["input_ids"] == [7]
+
+
 def sentencepiece(**more):
     tokens = ["<unk>", "<s>", "<0xC3>", "<0xA9>", "a", "b", "▁", "ab", "▁a", "▁ab", "bb", "  "]
     kinds = [UNKNOWN, CONTROL, BYTE, BYTE] + [NORMAL] * 7 + [USER_DEFINED]
