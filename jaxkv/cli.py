@@ -750,19 +750,25 @@ def _policy_of(command: Info, config: Any) -> Any:
         _register(command.parts)
         return None
     cut = Cut(policy=command.policy, budget=command.budget, option=command.option, parts=command.parts)
-    return fitted(cut.build(), config, command.dtype)
+    policy = cut.build()
+    if policy.bytes is not None and policy.learns:
+        raise BadValue(
+            f"bytes of policy {policy.name!r}, whose layers' budgets were measured on a model: give --budget, or see "
+            "out.cache.nbytes"
+        )
+    return fitted(policy, config, command.dtype)
 
 
 def _cache_under(policy: Any, budget: int, command: Info, config: Any) -> dict[str, int]:
     """Bytes of the cache that a policy holds while it decodes, or leaves of a prompt where it adds every new token: all
     of it, and of it keys and values."""
-    from jaxkv.sizes import size_of, slots_at
+    from jaxkv.sizes import least, size_of, slots_at
     from jaxkv.store.entries import in_pieces
 
     count, at = (budget, f"budget_{budget}") if policy.evicts else (command.tokens, f"{command.tokens}_tokens")
-    if policy.evicts and not policy.learns:
+    if policy.evicts and not policy.learns and count >= least(policy):
         slots = slots_at(policy, config, count)
-    else:  # what was measured of the layers is not at hand: as if they had equally many
+    else:  # what was measured of the layers is not at hand: as if they had equally many; or a ratio keeps a text whole
         slots = [in_pieces(min(count, spec.window or count)) for spec in config.specs]
     at += "_behind_the_prompt" * (policy.evicts and not policy.bounded)
     size = size_of(policy, config, command.dtype, slots)

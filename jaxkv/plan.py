@@ -16,6 +16,7 @@ from jaxkv.store.entries import in_pieces
 ROUND = 16  # sizes are multiples of this
 SIZES = 4  # a prompt's first block has one of so many sizes per doubling of its length
 SLOT_SIZES = 8  # and so have the slots for tokens that are only added: up to an eighth of them is spare
+SHARE = 4  # a block's part of the context where a ratio says how much of a text stays, and places are the cache's
 AT_ONCE = 8192  # a larger budget has slots as the text needs them
 CEILING = 2**21  # limits are no larger, or the budgets of all layers and heads together would not fit 32 bits
 
@@ -88,6 +89,18 @@ def plan(
     return planned(policy, config, seen, held, new, room, parts=parts, learned=learned, sizes=sizes)
 
 
+def block_of(policy: Policy, context: int, limit: int) -> int:
+    """The tokens of a prompt that run at a time, in a model's context and beside at most `limit` entries; below 1 where
+    there is no room for any."""
+    if policy.bound_to_text:
+        return policy.block
+    room = context - limit  # positions in the cache run up to budget + block
+    if policy.ratio is None:
+        return min(policy.block, room)
+    block = min(policy.block, max(context // SHARE, 1))  # by no row's length: rows do not depend on each other
+    return block if block <= room else 0
+
+
 def planned(
     policy: Policy,
     config: ModelConfig,
@@ -111,15 +124,13 @@ def planned(
     most = UNLIMITED if not policy.evicts else max(CEILING, 2 * config.max_position)
     each = [policy.budgets(int(tokens), config.num_layers, learned) for tokens in total]
     limits = np.array([[min(limit, most) for limit in row] for row in each], np.int32).T
-    block = policy.block
-    if not policy.bound_to_text:  # positions in the cache run up to budget + block
-        block = min(block, config.max_position - int(limits.max()))
-        if block < 1:
-            given = limits.max() if policy.budget is None else policy.budget
-            raise BadValue(
-                f"budget {given} fills the model's context of {config.max_position}: lower budget= to leave room for "
-                "the tokens that come"
-            )
+    block = block_of(policy, config.max_position, int(limits.max()))
+    if block < 1:
+        given = limits.max() if policy.budget is None else policy.budget
+        raise BadValue(
+            f"budget {given} fills the model's context of {config.max_position}: lower budget= to leave room for the "
+            "tokens that come"
+        )
 
     slots = []
     for layer in range(config.num_layers):

@@ -71,7 +71,11 @@ def slots_at(policy: Policy, config: ModelConfig, budget: int, learned: Learned 
 def _used_at(policy: Policy, config: ModelConfig, budget: int, learned: Learned) -> list[int]:
     """Of the slots of `slots_at` those that are ever filled."""
     each = dataclasses.replace(policy, budget=budget, ratio=None, bytes=None)
-    limits = each.budgets(config.max_position, config.num_layers, learned)
+    return _used(policy, config, each.budgets(config.max_position, config.num_layers, learned))
+
+
+def _used(policy: Policy, config: ModelConfig, limits: Sequence[int]) -> list[int]:
+    """The slots that layers of such budgets ever fill."""
     limits = [min(limit, config.max_position) for limit in limits]  # a layer that is spared holds the text
     limits = [min(limit, spec.window or limit) for limit, spec in zip(limits, config.specs, strict=True)]
     return [limit if policy.decode is None else whole(policy, limit) for limit in limits]
@@ -103,11 +107,15 @@ def fitted(policy: Policy, config: ModelConfig, dtype: Any, learned: Learned = N
 
     @functools.cache
     def taken(budget: int) -> int:
-        slots = _used_at(free, config, budget, learned)
-        # layers that differ may do so in another way for another length of text, and be rounded up by more
-        more = PIECE * parts - 1
-        slots = [in_pieces(count, parts) if len(set(slots)) == 1 else count + more for count in slots]
-        return size_of(dataclasses.replace(free, budget=budget), config, dtype, slots).keys_values
+        # layers that differ may do so in another way for another length of text, and be rounded up by more; a short
+        # text may give all the same, which windows cut elsewhere
+        more, sized = PIECE * parts - 1, dataclasses.replace(free, budget=budget)
+        differing, alike = _used_at(free, config, budget, learned), _used(free, config, (budget,) * config.num_layers)
+        each = [
+            [in_pieces(count, parts) if len(set(slots)) == 1 else count + more for count in slots]
+            for slots in ([differing] if free.allocate.equal else [differing, alike])
+        ]
+        return max(size_of(sized, config, dtype, slots).keys_values for slots in each)
 
     low = least(free)
     high = max(config.max_position, low)

@@ -24,6 +24,7 @@ from jaxkv.chat import next_turn
 from jaxkv.errors import BadCheckpoint, BadValue, JaxkvError, MissingModel, UnknownName
 from jaxkv.evaluation.forced import follow
 from jaxkv.lowering import lower
+from jaxkv.plan import planned
 from jaxkv.prompts import rows_of
 from jaxkv.sampling import Sampler, draws_of
 from jaxkv.speculative import PromptLookup
@@ -653,3 +654,34 @@ def test_layers_that_share_a_budget_beyond_the_text(lettered, monkeypatch, name)
     for implementation in (None, "reference"):
         out = jaxkv.generate(lettered, rows, policy=policy, implementation=implementation, **options)
         assert out.tokens.tolist() == jaxkv.generate(lettered, rows, **options).tokens.tolist()
+
+
+def test_a_short_prompt_under_a_ratio_keeps_what_the_policy_needs(lettered):
+    """Its limit is no smaller than what must stay and one token more; so what it holds does not depend on its batch."""
+    policy = jaxkv.policy("ems", ratio=0.5, **SMALL["ems"])
+    assert policy.mean_budget(3) == policy.floor > 3
+    options = {"policy": policy, "max_new_tokens": 20, "stop_tokens": ()}
+    alone = jaxkv.generate(lettered, [ids(3)], **options)
+    beside = jaxkv.generate(lettered, [ids(3), ids(90, 1)], **options)
+    assert beside.tokens[0].tolist() == alone.tokens[0].tolist()
+    assert np.asarray(alone.cache.held()).max() <= policy.floor
+
+
+@pytest.mark.parametrize(("kind", "options"), [("ratio", {"ratio": 0.5}), ("budget", {"budget": 100})])
+def test_blocks_depend_on_no_neighbour_where_places_are_the_caches(lettered, kind, options):
+    policy, nothing = jaxkv.policy("streaming-llm", **options), np.zeros(lettered.config.num_layers, np.int64)
+    sizes = [
+        planned(policy, lettered.config, np.zeros(len(new), int), nothing, np.array(new), 4)[1].size
+        for new in ([1000], [1000, 2500])
+    ]
+    assert sizes[0] == sizes[1] == (lettered.config.max_position // 4 if kind == "ratio" else 1948)
+    if kind == "ratio":
+        with pytest.raises(BadValue, match="fills the model's context"):
+            planned(policy, lettered.config, np.zeros(1, int), nothing, np.array([3500]), 4)
+
+
+def test_bytes_hold_for_texts_of_any_length(tiny):
+    """A pyramid gives low layers more, which windows cut; a short text gives every layer the mean."""
+    params, policy = tiny("gemma3_text"), jaxkv.policy("pyramidkv", bytes=100_000, window=6)
+    for length in (60, 240):
+        assert jaxkv.prefill(params, ids(length), policy=policy).kv_bytes <= 100_000

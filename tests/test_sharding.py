@@ -279,6 +279,36 @@ def test_a_cache_goes_on_on_another_mesh(goldens, tmp_path, name):
         assert np.array_equal(moved.cache.tokens, whole.cache.tokens)
 
 
+def test_a_tier_that_is_divided_over_fewer_axes_counts_once(goldens):
+    """Three KV heads on two devices along `model`: these share the slots, 10 of the tier only along `context`."""
+    folder, devices = goldens / "tiny" / "smollm2", jax.devices()[:4]
+    policy = jaxkv.policy("tiered-h2o", budget=16, slots=10, block=16)
+    rows, options = np.random.default_rng(5).integers(3, 100, (1, 50)).astype(np.int32), {"stop_tokens": ()}
+    one, many = (
+        jaxkv.generate(jaxkv.load(folder, mesh=mesh), rows, policy=policy, max_new_tokens=12, **options)
+        for mesh in (None, jaxkv.mesh(model=2, context=2, devices=devices))
+    )
+    assert one.tokens.tolist() == many.tokens.tolist()
+
+
+def test_a_full_cache_goes_on_where_devices_share_its_slots(goldens, tmp_path):
+    """Slots that are added for the mesh are there to be filled: no token is written over."""
+    folder, devices = goldens / "tiny" / "llama3", jax.devices()[:4]
+    one = jaxkv.load(folder)
+    many = jaxkv.load(folder, mesh=jaxkv.mesh(context=4, devices=devices))
+    options = {"stop_tokens": ()}
+    cache = jaxkv.generate(one, np.arange(32) % 90 + 3, max_new_tokens=16, **options).cache
+    cache = jaxkv.generate(one, cache=cache, max_new_tokens=1, **options).cache
+    assert int(cache.held().min()) == cache.layers[0].slots == 48
+    jaxkv.save(cache, tmp_path / "cache")
+    whole, moved = (
+        jaxkv.generate(params, cache=jaxkv.restore(tmp_path / "cache", params), max_new_tokens=6, **options)
+        for params in (one, many)
+    )
+    assert moved.tokens.tolist() == whole.tokens.tolist()
+    assert np.asarray(moved.cache.held()).tolist() == np.asarray(whole.cache.held()).tolist()
+
+
 BY_TOKEN = {"keys": {"kind": "int", "bits": 4}, "values": {"kind": "int", "bits": 4}, "residual": 4}
 AS_CODES = {"keys": {"kind": "int", "bits": 8, "hadamard": True}, "values": {"kind": "fp8"}}  # read as they lie
 BY_CHANNEL = {**BY_TOKEN, "keys": {"kind": "int-by-channel", "bits": 4, "tokens": 4}, "residual": 8}

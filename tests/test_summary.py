@@ -124,18 +124,20 @@ def test_prefill_attends_to_it_as_to_so_many_keys(cap):
 
 
 def test_the_mean_of_many_parts():
-    """In parts of any size, some empty; what stays and what lies in empty slots is not read."""
+    """In parts of any size, some empty; an entry counts as often as it stands for, and what stays and what lies in
+    empty slots is not read."""
     rng = np.random.default_rng(2)
     summary, sums, count = summaries.empty(2, 3, 4), np.zeros((2, 2, 3, 4)), np.zeros((2, 3))
     add = jax.jit(Summary.added)
     for size, share in ((5, 0.5), (64, 0.9), (1, 1.0), (7, 0.0), (40, 0.2)):
         both = 100 + rng.standard_normal((2, 2, 3, size, 4))
-        dropped = rng.random((2, 3, size)) < share
-        dropped[0, 2] = False
-        sums += np.where(dropped[..., None], both, 0).sum(axis=3)
-        count += dropped.sum(axis=-1)
+        times = np.where(rng.random((2, 3, size)) < share, rng.integers(1, 5, (2, 3, size)), 0)
+        times[0, 2] = 0
+        dropped = times > 0
+        sums += (times[..., None] * both).sum(axis=3)
+        count += times.sum(axis=-1)
         keys, values = jnp.asarray(np.where(dropped[..., None], both, np.nan), jnp.float32)
-        before, summary = summary, add(summary, keys, values, jnp.asarray(dropped))
+        before, summary = summary, add(summary, keys, values, jnp.asarray(times, jnp.float32))
         still = ~dropped.any(axis=-1)
         for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(summary), strict=True):
             assert np.array_equal(np.asarray(old)[still], np.asarray(new)[still])

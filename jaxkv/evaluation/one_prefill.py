@@ -24,7 +24,7 @@ from jaxkv.generate import behind, first_pass, generate
 from jaxkv.models import AttentionSpec, ModelConfig
 from jaxkv.models.recorded import Heard, Recorded
 from jaxkv.models.rope import rotate
-from jaxkv.plan import Plan, PromptBlocks, planned, rounded
+from jaxkv.plan import Plan, PromptBlocks, block_of, planned, rounded
 from jaxkv.policies.policy import Policy, check_scores
 from jaxkv.programs import held, make_room
 from jaxkv.prompts import left_padded
@@ -50,9 +50,7 @@ def apart(policy: Policy, tokens: int, context: int) -> str:
     nothing where it does not."""
     if policy.flow.going_on:
         return "only some tokens go on to its deeper layers"
-    block = policy.block
-    if not policy.bound_to_text:  # its positions run up to budget + block, as in `planned`
-        block = min(block, context - policy.mean_budget(tokens))
+    block = block_of(policy, context, policy.mean_budget(tokens)) if policy.evicts else policy.block
     return f"it runs blocks of {block} tokens" if tokens > block else ""
 
 

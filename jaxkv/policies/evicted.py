@@ -126,7 +126,8 @@ class Summarise(Evicted):
         gone = lost.filled
         if self.local_only and facts.local is not None:
             gone = gone & facts.local[:, None]
-        return kept, beside.added(lost.keys, lost.values, gone)
+        counts = gone.astype(jnp.float32) if lost.weight is None else jnp.where(gone, lost.weight, 0.0)
+        return kept, beside.added(lost.keys, lost.values, counts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -305,8 +305,8 @@ class Merge(Evicted):
                     seen = seen / jnp.maximum(facts.now[:, None, None] - entries.positions, 1).astype(jnp.float32)
                 both.append(seen)
             return both[0], both[1]
-        if self.by == "similarity":
-            return ones, near
+        if self.by == "similarity":  # a sum of weights must not come near 0
+            return ones, jnp.maximum(near, 0.0) if self.divide == "sum" else near
         if self.by == "norm":
             size = lambda x: jnp.linalg.norm(x.astype(jnp.float32), axis=-1)  # noqa: E731
             own = size(lost.values)

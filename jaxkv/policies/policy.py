@@ -317,7 +317,8 @@ class Policy(Checked):
             return self.budget
         if self.ratio is None:
             raise BadValue(f"policy {self.name!r} has neither budget nor ratio: give one of them, or bytes and a model")
-        return max(int(tokens * (1 - self.ratio)), min(self.floor, tokens), 1)
+        least = self.floor if self.decode is not None else min(self.floor, tokens)  # new tokens need a place to go
+        return max(int(tokens * (1 - self.ratio)), least, 1)
 
     def budgets(self, tokens: int, layers: int, learned: Learned = NOTHING) -> tuple[int, ...]:
         """Tokens per KV head of every layer for a text of `tokens` tokens; a ratio never goes below `floor`.

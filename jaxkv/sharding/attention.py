@@ -158,7 +158,7 @@ def decode_attend_score(
 
     def local(token, held, slot, judge):
         if divided:
-            return _attend_part(kernel, layout, token, held, slot, judge, rotate=rotate, with_mass=with_mass)
+            return _attend_part(kernel, layout, kv[2], token, held, slot, judge, rotate=rotate, with_mass=with_mass)
         shape = token.query.shape
         token, judge = token._replace(query=_flat(token.query)), judge._replace(rule=rule if own_rule else None)
         out = kernel(token, held, slot, judge, rotate=_rotation(rotate), with_mass=with_mass)
@@ -185,6 +185,7 @@ def decode_attend_score(
 def _attend_part(
     kernel: Callable,
     layout: Layout,
+    over: str | tuple[str, ...],
     token: Token,
     held: Held,
     slot: Int[Array, "b h"],
@@ -193,18 +194,19 @@ def _attend_part(
     rotate: RotateAtRead | None,
     with_mass: bool,
 ) -> Attended:
-    """One device's part of a decode step: its own slots, and the merge with the others' by log-sum-exp.
+    """One device's part of a decode step: its own slots, of those divided `over` axes, and the merge with the others'
+    by log-sum-exp. A tier may be divided over fewer axes than the slots, and be there several times.
 
     The query is grouped, `[b, h, g, D]`. The kernel gives the mass of every query head, for each has its own share in
     the softmax over all slots.
     """
     shape, slots = token.query.shape, held.keys.shape[2]
     out = kernel(
-        token._replace(query=_flat(token.query)), held, _here(slot, slots, SLOTS),
-        judge._replace(rule=None, group="each"), rotate=_rotation(rotate, divided=True), with_mass=with_mass,
+        token._replace(query=_flat(token.query)), held, _here(slot, slots, over),
+        judge._replace(rule=None, group="each"), rotate=_rotation(rotate, over), with_mass=with_mass,
     )  # fmt: skip
-    everyone, share = _merged(out.lse.reshape(shape[:3]), SLOTS)
-    output = lax.psum(out.output.reshape(*shape[:-1], -1).astype(jnp.float32) * share[..., None], SLOTS)
+    everyone, share = _merged(out.lse.reshape(shape[:3]), over)
+    output = lax.psum(out.output.reshape(*shape[:-1], -1).astype(jnp.float32) * share[..., None], over)
     mass = None
     if out.mass is not None:
         mass = REDUCE[judge.group](out.mass * share[..., None], axis=2)
@@ -304,16 +306,19 @@ def _judge_specs(judge: Judge, rows: PartitionSpec, flat: PartitionSpec) -> Any:
     return jax.tree.map(lambda x: rows if x.ndim == 1 else flat, judge)
 
 
-def _rotation(rotate: RotateAtRead | None, divided: bool = False) -> Callable | None:
-    """`rotate` as the kernels call it; the new token is the last of the entries in time. Where slots are `divided` an
-    entry's place is among all devices' entries."""
+def _rotation(rotate: RotateAtRead | None, over: str | tuple[str, ...] | None = None) -> Callable | None:
+    """`rotate` as the kernels call it; the new token is the last of the entries in time. Where slots are divided `over`
+    axes an entry's place is among all devices' entries."""
     if rotate is None:
         return None
 
     def by_places(query, keys, positions):
-        everyone = lax.all_gather(positions, SLOTS, axis=2, tiled=True) if divided else positions
-        places, slots = rotate.places(everyone), positions.shape[2]
-        own = lax.dynamic_slice_in_dim(places, lax.axis_index(SLOTS) * slots, slots, axis=2) if divided else places
+        slots = positions.shape[2]
+        if over is None:
+            places = own = rotate.places(positions)
+        else:
+            places = rotate.places(lax.all_gather(positions, over, axis=2, tiled=True))
+            own = lax.dynamic_slice_in_dim(places, lax.axis_index(over) * slots, slots, axis=2)
         return rotate.by(query, keys, own, jnp.max(places, axis=-1))
 
     return by_places

@@ -232,14 +232,21 @@ class Slots(Store):
     def grown(self, held: int, tokens: int, window: int | None, lacking: int = 0) -> "Slots":
         """The store with slots for `tokens` more than the `held` ones (or its window's), in steps of GROW; the next
         token goes to the first new slot, or behind the entries where slots share their code."""
-        tokens = held + tokens
+        more, tokens = tokens, held + tokens
         slots = -(-tokens // GROW) * GROW
         slots = slots if window is None else min(slots, in_pieces(window))
         if self.slots >= min(tokens, slots):
-            return self
+            return self._aimed_at_room() if more else self
         if self._entries_first:
             return self.in_time_order().resized(slots).aimed(self.held())
         return self.resized(slots).aimed(jnp.full(self.next_slot.shape, self.slots, jnp.int32))
+
+    def _aimed_at_room(self) -> "Slots":
+        """The store with its next slots at empty ones where there are any: slots may have come behind those that a mesh
+        divides, when all were filled."""
+        empty = self.positions < 0
+        room = jnp.take_along_axis(empty, self.next_slot[..., None], axis=-1)[..., 0] | ~jnp.any(empty, axis=-1)
+        return self.aimed(jnp.where(room, self.next_slot, jnp.argmax(empty, axis=-1).astype(jnp.int32)))
 
     def divisible(self, parts: int) -> "Slots":
         """The store with slots added until `parts` devices can have equally many."""

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxkv.store.aside import Aside
 from pallas_kernels.partial import Partial, attend_few
@@ -28,18 +28,20 @@ class Summary(Aside):
         return self.keys.nbytes + self.values.nbytes
 
     def added(
-        self, keys: Shaped[Array, "B #Hk S D"], values: Shaped[Array, "B #Hk S D"], dropped: Bool[Array, "B Hk S"]
+        self, keys: Shaped[Array, "B #Hk S D"], values: Shaped[Array, "B #Hk S D"], dropped: Float[Array, "B Hk S"]
     ) -> "Summary":
-        """The summary with the dropped entries among these in it; as it was, where there are none.
+        """The summary with the dropped entries among these in it, each for as many tokens as it stands for (0: not
+        dropped); as it was, where there are none.
 
         mean + (new mean - mean) m / (n + m), so that sums never grow with the text.
         """
-        new = jnp.sum(dropped, axis=-1, dtype=jnp.float32)
+        new = jnp.sum(dropped, axis=-1)
         count = self.count + new
         part = (new / jnp.maximum(count, 1.0))[..., None]
 
         def mean(old: Float[Array, "B Hk D"], x: Shaped[Array, "B #Hk S D"]) -> Float[Array, "B Hk D"]:
-            total = jnp.sum(jnp.where(dropped[..., None], x.astype(jnp.float32), 0.0), axis=2)
+            times = dropped[..., None]
+            total = jnp.sum(jnp.where(times > 0, times * x.astype(jnp.float32), 0.0), axis=2)
             return old + (total / jnp.maximum(new, 1.0)[..., None] - old) * part
 
         return Summary(mean(self.keys, keys), mean(self.values, values), count)

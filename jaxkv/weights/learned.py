@@ -1,5 +1,6 @@
 """What was measured on a model beforehand (`jaxkv calibrate`), as files: found by the model's fingerprint."""
 
+import os
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -26,7 +27,7 @@ def find(fingerprint: str, folder: Path) -> Path | None:
     """The model's file beside it, in the cache folder, or among those that jaxkv carries; None without one."""
     shipped = Path(str(files("jaxkv.weights") / "calibrations"))
     places = (place / file_name(fingerprint) for place in (folder, cache_folder(), shipped))
-    return next((path for path in places if path.is_file()), None)
+    return next((path for path in places if os.path.isfile(path)), None)  # False where a folder may not be read
 
 
 def read(path: Path) -> dict[str, np.ndarray]:

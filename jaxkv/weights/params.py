@@ -54,7 +54,8 @@ class Params:
     def fingerprint(self) -> str:
         """Names the model that a cache was made by: its family and size, and a digest of config and last norm.
 
-        The norm differs between any two trained models, and is float32 whatever the weights' dtype.
+        The norm differs between models that were trained whole, and is float32 whatever the weights' dtype. A model
+        whose norms were left as they were, such as one with a merged adapter, has the name of the one it comes from.
         """
         config = self.config
         norm = np.asarray(self.weights["norm"][...], np.float32)
