@@ -195,8 +195,8 @@ def test_a_score_of_ones_own_gives_a_number_for_each_entry(lettered):
     [
         ({"rms_norm_eps": -1}, "norm_eps is -1"),
         ({"rms_norm_eps": NAN}, "rms_norm_eps is nan"),
-        ({"rope_parameters": {"rope_theta": -1.0}}, "theta=-1"),
-        ({"rope_parameters": {"rope_theta": NAN}}, "rope_theta is nan"),
+        ({"rope_parameters": {"rope_theta": -1.0}, "rope_scaling": None}, "theta=-1"),
+        ({"rope_parameters": {"rope_theta": NAN}, "rope_scaling": None}, "rope_theta is nan"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers is 'two'"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0"),

@@ -428,8 +428,8 @@ def test_a_stopped_run_goes_on(finished, lettered, tmp_path, monkeypatch):
     assert not (tmp_path / "none").exists(), "the corrected run may take its place"
     with pytest.raises(BadValue, match=r"other settings \(seed: 0 there, 1 now\)"):
         runner.evaluate(lettered, settings.from_dict({**RUN, "seed": 1}), tmp_path, model="tiny")
-    task = {**RUN["tasks"][0], "limit": 1}
-    with pytest.raises(BadValue, match=r"\(tasks\[0\]\.limit: None there, 1 now\)"):
+    task = {**RUN["tasks"][0], "max_new_tokens": 5}
+    with pytest.raises(BadValue, match=r"\(tasks\[0\]\.max_new_tokens: 6 there, 5 now\)"):
         runner.evaluate(
             lettered, settings.from_dict({**RUN, "tasks": [task, *RUN["tasks"][1:]]}), tmp_path, model="tiny"
         )
