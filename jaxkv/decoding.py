@@ -126,9 +126,11 @@ class Decoding:
             if before is None:
                 return new
             counts, came = self._counts(new), np.sum(new >= 0, axis=1)
-            texts = zip(self.tokens, new, strict=True)
-            ended = np.array([self._stop.reached([*row, *more[more >= 0].tolist()]) for row, more in texts])
-            wanted = np.where(counts < came, counts, np.where(ended & (came == most), most, UNENDED))
+            cut = zip(came == most, self.tokens, new, strict=True)  # decoding texts takes time: those of others are not
+            right = np.array(
+                [full and self._stop.reached([*row, *more[more >= 0].tolist()]) for full, row, more in cut]
+            )
+            wanted = np.where(counts < came, counts, np.where(right, most, UNENDED))
             if np.array_equal(wanted, most):
                 return new
             most = wanted.astype(np.int32)
