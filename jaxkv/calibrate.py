@@ -49,27 +49,27 @@ def calibrate(
 
     Over `windows` stretches of `length` tokens, without the first four of each: `query_mean [L, Hq, D]` and
     `query_covariance [L, Hq, D, D]` (1/(N-1)) before RoPE (Expected Attention with statistics, as kvpress), and
-    `query_direction [L, Hk, D]`, the mean over a group's query heads of the first right singular vectors of their
-    queries after RoPE, each turned so that these point along it on average (Q-Filters, arXiv 2503.02812). `key_channels
-    [L, Hk, D]`: mean(q_c^2) * mean(k_c^2) of each channel after RoPE, over a group's query heads (ThinK's measure,
-    arXiv 2407.21018). `key_products` and `value_products [L, N (N + 1) / 2]`: the mean of k k^T after RoPE and of v
-    v^T, k and v being the N = Hk D channels of all heads of a layer; rows of the upper triangle one behind the other
-    (SVD of activations, arXiv 2406.07056). `retrieval [L, Hq]` is, for every token that the model answers with and that
-    stands in a fact hidden in prose, the attention mass that a head puts on the sentence with the fact, once for each
-    time that the token stands there, summed over the answer; a mean over the facts of `needles` that the model tells
-    right (CompressKV's semantic retrieval score, arXiv 2508.02401; where it tells none, the right answers are given
-    instead). `reasoning [L, Hq]`: the same of facts of which a comparison says which one is asked for; of each token of
-    the answer, what of a head's n largest weights lies on the n tokens of the right fact, over n (HeadKV's R2 score,
-    arXiv 2410.19258). `echo` and `induction [L, Hq]`: in random tokens that come four times, the mass of a head on
-    earlier places of the same token, and on those right behind them (RazorAttention, arXiv 2407.15891). `eviction_error
-    [L]` is what is lost of each layer's output where a quarter of a stretch is kept, by CompressKV's choice: ||kept -
-    full||_F / ||full||_F for the queries of the last eighth (the source's own, over our text). `utility_curves [L, 99,
-    Hk]`: the fraction of its entries that a head keeps when 1 to 99 % of all are removed so that least is lost of what
-    the second half of a stretch reads of the first, the heads' entries in the order of LU-KV's score; a mean over the
-    stretches (LU-KV, arXiv 2602.08585; the measure of what is read is ours). `key_similarity [L]`: the cosine between
-    the keys that a layer makes and those it makes where every token sees only its quarter of the stretch, half of the
-    quarter before, and the first tokens; a mean over heads and parts (EpiCache's layer sensitivity, arXiv 2509.17396,
-    at its proportions).
+    `query_direction [L, Hk, D]`, a group's mean of each head's first right singular vector of its queries after RoPE,
+    turned to where these point (Q-Filters, arXiv 2503.02812). `key_channels [L, Hk, D]`: mean(q_c^2) * mean(k_c^2) of
+    each channel after RoPE, over a group's query heads (ThinK's measure, arXiv 2407.21018). `key_products` and
+    `value_products [L, N (N + 1) / 2]`: the mean of k k^T after RoPE and of v v^T, k and v being the N = Hk D channels
+    of all heads of a layer; rows of the upper triangle one behind the other (SVD of activations, arXiv 2406.07056).
+    `retrieval [L, Hq]` is, for every token that the model answers with and that stands in a fact hidden in prose, the
+    attention mass that a head puts on the sentence with the fact, once for each time that the token stands there,
+    summed over the answer; a mean over the facts of `needles` that the model tells right (CompressKV's semantic
+    retrieval score, arXiv 2508.02401; where it tells none, the right answers are given instead). `reasoning [L, Hq]`:
+    the same of facts of which a comparison says which one is asked for; of each token of the answer, what of a head's n
+    largest weights lies on the n tokens of the right fact, over n (HeadKV's R2 score, arXiv 2410.19258). `echo` and
+    `induction [L, Hq]`: in random tokens that come four times, the mass of a head on earlier places of the same token,
+    and on those right behind them (RazorAttention, arXiv 2407.15891). `eviction_error [L]` is what is lost of each
+    layer's output where a quarter of a stretch is kept, by CompressKV's choice: ||kept - full||_F / ||full||_F for the
+    queries of the last eighth (the source's own, over our text). `utility_curves [L, 99, Hk]`: the fraction of its
+    entries that a head keeps when 1 to 99 % of all are removed so that least is lost of what the second half of a
+    stretch reads of the first, the heads' entries in the order of LU-KV's score; a mean over the stretches (LU-KV,
+    arXiv 2602.08585; the measure of what is read is ours). `key_similarity [L]`: the cosine between the keys that a
+    layer makes and those it makes where every token sees only its quarter of the stretch, half of the quarter before,
+    and the first tokens; a mean over heads and parts (EpiCache's layer sensitivity, arXiv 2509.17396, at its
+    proportions).
 
     With `predictors` also `key_predictor [L, N + 1, N]` and `value_predictor [L, 2 N + 1, N]`: what predicts a layer's
     keys before RoPE from those of the layer below, and its values from its keys and the values below, all heads

@@ -50,7 +50,7 @@ def apart(policy: Policy, tokens: int, context: int) -> str:
     nothing where it does not."""
     if policy.flow.going_on:
         return "only some tokens go on to its deeper layers"
-    block = block_of(policy, context, policy.mean_budget(tokens)) if policy.evicts else policy.block
+    block = policy.block if policy.bound_to_text else block_of(policy, context, policy.mean_budget(tokens))
     return f"it runs blocks of {block} tokens" if tokens > block else ""
 
 

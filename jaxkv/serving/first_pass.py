@@ -58,7 +58,7 @@ class FirstPass:
     @staticmethod
     def drafted(policy: Policy) -> int:
         """How many tokens the first pass drafts; none where there is no such pass."""
-        return policy.prefill.observe.extra if policy.prefill is not None and policy.prefill.observe.drafts else 0
+        return policy.extra if policy.prefill is not None and policy.prefill.observe.drafts else 0
 
     def make(self, short: Callable[[], Asked], wanted: Callable[[], bool]) -> None:
         """Compile what prompts wait for, as long as it is `wanted`; `short` gives any prompt of one block."""
