@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxkv.checks import check_arguments, fits, shown
@@ -18,6 +19,7 @@ from jaxkv.speculative.session import Speculative
 from jaxkv.stop_strings import decoded
 from jaxkv.store import KVCache
 from jaxkv.weights.params import Params
+from pallas_kernels.decode_attend_score.api import OPERATION
 
 Progress = Callable[[str, int, int], None]  # ("prefill", "decode" or "calibrate", done, of)
 
@@ -35,6 +37,17 @@ class Execution:
 
     def __post_init__(self):
         check_arguments(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        check_platform(self.implementation)
+
+
+def check_platform(implementation: str | None) -> None:
+    """Raises `BadValue` for kernels of another platform than the one that programs run on."""
+    platform, here = OPERATION.kernels.get(str(implementation)), jax.default_backend()
+    if platform not in (None, here):
+        raise BadValue(
+            f"implementation={implementation!r} is for a {platform}, and this runs on a {here}: leave it out, or take "
+            "'reference'"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

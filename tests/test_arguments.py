@@ -50,6 +50,7 @@ def lettered(tiny):
         ({"stop_tokens": [3, 10**6]}, "1000000 is none of the model's: expected token ids from 0 to"),
         ({"stop_tokens": [-1]}, "-1 is none of the model's"),
         ({"implementation": "warp"}, "'reference', 'mosaic_tpu', 'mosaic_gpu_sm90'"),
+        ({"implementation": "mosaic_tpu"}, "'mosaic_tpu' is for a tpu, and this runs on a cpu: leave it out"),
         ({"progress": 5}, "progress=5: expected a function"),
         ({"scan_layers": "yes"}, "scan_layers='yes': expected True or False"),
         ({"sizes": 0}, "sizes=0"),

@@ -22,7 +22,7 @@ import numpy as np
 from jaxkv.checks import check_arguments, fits, shown
 from jaxkv.errors import BadCheckpoint, BadValue, Busy, first_line, unknown
 from jaxkv.policies.policy import Policy
-from jaxkv.request import check_model, checked_policy, checked_request
+from jaxkv.request import check_model, check_platform, checked_policy, checked_request
 from jaxkv.sampling import Sampler
 from jaxkv.serving.answer import CANCELLED, FAILED, Answer, Chance
 from jaxkv.serving.asked import Asked, Prefix, asked, most_asked, shapes_of
@@ -110,6 +110,7 @@ class Engine:
             rows=rows, max_new_tokens=max_new_tokens, steps=steps, blocks=blocks, queue=queue, sizes=sizes,
             implementation=implementation, scan_layers=scan_layers,
         )  # fmt: skip
+        check_platform(implementation)
         self.params, self.policy = params, checked_policy(params, policy, None)
         if longest is None:
             longest = most_asked(params, self.policy, max(max_new_tokens, FirstPass.drafted(self.policy)))
