@@ -8,7 +8,6 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxkv.errors import BadValue
-from jaxkv.evaluation import texts
 from jaxkv.generate import generate
 from jaxkv.policies.catalogue import policy
 from jaxkv.store.entries import EMPTY
@@ -51,14 +50,17 @@ class Hidden(NamedTuple):
     answer: tuple[list[int], list[int]]
 
 
-def answered(params: Params, length: int, count: int, seed: int, *, compared: bool = False) -> list[Answered]:
-    """What the model answers to `count` prompts, each `length` tokens with its answer: those answers that are right.
+def answered(
+    params: Params, text: str, length: int, count: int, seed: int, *, compared: bool = False
+) -> list[Answered]:
+    """What the model answers to `count` prompts out of the text, each `length` tokens with its answer: those answers
+    that are right.
 
     Greedy, up to the end of a line. Where none is right, the right answers are given instead. With `compared` a prompt
     hides two facts of a kind, and a comparison between them says which is asked for. Raises `BadValue` for a length
     that holds no fact.
     """
-    prompts = hidden(params, length - SAID, count, seed, compared)
+    prompts = hidden(params, text, length - SAID, count, seed, compared)
     plain = dataclasses.replace(params, tokenizer=None)  # tokens in, tokens out
     said = generate(plain, [each.tokens for each in prompts], policy=policy("full"), max_new_tokens=SAID).tokens
     ends = {EMPTY, *params.config.stop_tokens, *_ids(params, "a\nb")[1:-1]}  # however the tokenizer ends a line
@@ -82,24 +84,27 @@ def joined(prompt: Hidden, said: list[int], length: int) -> Answered:
     return Answered(tokens.astype(np.int32), inside, told, stands)
 
 
-def hidden(params: Params, length: int, count: int, seed: int, compared: bool = False) -> list[Hidden]:
-    """`count` prompts of `length` tokens: prose, a fact at another depth in each, and the question at the end."""
+def hidden(params: Params, text: str, length: int, count: int, seed: int, compared: bool = False) -> list[Hidden]:
+    """`count` prompts of `length` tokens: what the model's texts begin with, words of the text (over and over where
+    there are too few), a fact at another depth in each, and the question at the end."""
     rng = np.random.default_rng(seed)
-    filler, out = _ids(params, " ".join(texts.prose().split())), []
+    front, filler, out = beginning(params), _ids(params, " ".join(text.split())), []
+    filler = np.resize(filler, max(len(filler), length)).tolist()
     for number in range(count):
         answer = str(rng.integers(10_000, 100_000))
         before, fact, after, question = _compared(number, answer, rng) if compared else _alone(number, answer)
         around = [_ids(params, " " + text) if text else [] for text in (before, fact, after)]
         asked = _ids(params, f"\n\nQuestion: {question}\nAnswer:")
-        room = length - sum(map(len, around)) - len(asked)
+        room = length - len(front) - sum(map(len, around)) - len(asked)
         if room < 1:
             least = length + SAID + 1 - room
             raise BadValue(f"length={length + SAID}: a fact, its question and answer alone need {least}; give more")
         at, start = int(room * (number + 0.5) / count), int(rng.integers(0, max(1, len(filler) - room)))
-        text = filler[start : start + room]
-        begin = at + len(around[0])
+        words = filler[start : start + room]
+        begin = len(front) + at + len(around[0])
         place = np.arange(length)
-        tokens = np.asarray([*text[:at], *around[0], *around[1], *around[2], *text[at:], *asked], np.int32)
+        told = [*around[0], *around[1], *around[2]]
+        tokens = np.asarray([*front, *words[:at], *told, *words[at:], *asked], np.int32)
         inside = (place >= begin) & (place < begin + len(around[1]))
         out.append(Hidden(tokens, inside, (_ids(params, f" {answer}"), _ids(params, answer))))
     return out
@@ -133,6 +138,11 @@ def _until(said: list[int], ends: set[int]) -> list[int]:
 def _within(some: list[int], all_of: list[int]) -> bool:
     """Whether the tokens stand side by side among the others."""
     return any(all_of[at : at + len(some)] == some for at in range(len(all_of) - len(some) + 1))
+
+
+def beginning(params: Params) -> list[int]:
+    """The tokens that the model's texts begin with: BOS, or none."""
+    return list(params.tokenizer("")["input_ids"])
 
 
 def _ids(params: Params, text: str) -> list[int]:

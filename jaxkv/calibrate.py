@@ -1,4 +1,4 @@
-"""`calibrate`: what some policies need to know of a model, measured once on text that jaxkv carries."""
+"""`calibrate`: what some policies need to know of a model, measured once on a text."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.answers import answered
+from jaxkv.answers import answered, beginning
 from jaxkv.checks import check_arguments
 from jaxkv.errors import BadValue
-from jaxkv.evaluation.texts import prose
+from jaxkv.evaluation.texts import calibration
 from jaxkv.models import AttentionSpec, ModelConfig
 from jaxkv.models.rope import rotate
 from jaxkv.policies.catalogue import catalogue
@@ -43,19 +43,21 @@ def calibrate(
     needles: int = 8,
     seed: int = 0,
     predictors: bool = False,
+    text: str | None = None,
     progress: Progress | None = None,
 ) -> dict:
-    """Statistics of the model's queries on prose, and which heads retrieve; float32 arrays by name.
+    """Statistics of the model's queries on a text, and which heads retrieve; float32 arrays by name.
 
-    Over `windows` stretches of `length` tokens, without the first four of each: `query_mean [L, Hq, D]` and
+    The `text` is one that jaxkv carries for this alone, unless another is given: what is evaluated should not be read
+    here. Over `windows` stretches of it of `length` tokens, without the first four of each: `query_mean [L, Hq, D]` and
     `query_covariance [L, Hq, D, D]` (1/(N-1)) before RoPE (Expected Attention with statistics, as kvpress), and
     `query_direction [L, Hk, D]`, a group's mean of each head's first right singular vector of its queries after RoPE,
     turned to where these point (Q-Filters, arXiv 2503.02812). `key_channels [L, Hk, D]`: mean(q_c^2) * mean(k_c^2) of
     each channel after RoPE, over a group's query heads (ThinK's measure, arXiv 2407.21018). `key_products` and
     `value_products [L, N (N + 1) / 2]`: the mean of k k^T after RoPE and of v v^T, k and v being the N = Hk D channels
     of all heads of a layer; rows of the upper triangle one behind the other (SVD of activations, arXiv 2406.07056).
-    `retrieval [L, Hq]` is, for every token that the model answers with and that stands in a fact hidden in prose, the
-    attention mass that a head puts on the sentence with the fact, once for each time that the token stands there,
+    `retrieval [L, Hq]` is, for every token that the model answers with and that stands in a fact hidden in the text,
+    the attention mass that a head puts on the sentence with the fact, once for each time that the token stands there,
     summed over the answer; a mean over the facts of `needles` that the model tells right (CompressKV's semantic
     retrieval score, arXiv 2508.02401; where it tells none, the right answers are given instead). `reasoning [L, Hq]`:
     the same of facts of which a comparison says which one is asked for; of each token of the answer, what of a head's n
@@ -76,11 +78,11 @@ def calibrate(
     together, the last row added; by ridge regression with the 2-bit reconstruction that a cache would hold of what it
     predicts from (AQUA-KV, arXiv 2501.19392). They are large: 3 N^2 numbers a layer, 0 in the lowest.
 
-    `progress` hears ("calibrate", done, of) after every text of a measurement. Raises `BadValue` without a tokenizer,
-    and for sizes that leave nothing to measure.
+    `progress` hears ("calibrate", done, of) after every stretch of a measurement. Raises `BadValue` without a
+    tokenizer, and for sizes that leave nothing to measure, or that the text has not.
     """
     check_model(params)
-    check_arguments(length=length, windows=windows, needles=needles, seed=seed, predictors=predictors)
+    check_arguments(length=length, windows=windows, needles=needles, seed=seed, predictors=predictors, text=text)
     if params.tokenizer is None:
         raise BadValue("calibrate needs the model's tokenizer, and these params have none: load them with one")
     if length <= 4 * SKIP or length > params.config.max_position:
@@ -88,16 +90,17 @@ def calibrate(
             f"length={length}: expected more than {4 * SKIP} tokens, and no more than the model's context of "
             f"{params.config.max_position}"
         )
-    stretches = _windows(params, length, windows)
-    told, compared = (answered(params, length, needles, seed, compared=each) for each in (False, True))
+    text = calibration() if text is None else text
+    stretches = _windows(params, text, length, windows)
+    told, compared = (answered(params, text, length, needles, seed, compared=each) for each in (False, True))
     of = 4 * len(stretches) + len(told) + len(compared) + 1 + (params.config.num_layers if predictors else 0)
     sums = _Sums(params, progress, of)
-    texts = [(tokens[None],) for tokens in stretches]
+    texts, front = [(tokens[None],) for tokens in stretches], len(beginning(params))
     found = {
         **_statistics(sums.total(_sums, texts)),
         "retrieval": sums.mean(_told_mass, told),
         "reasoning": sums.mean(_best_told, compared),
-        **sums.total(_repeated, [(_random(params, length, seed),)]),
+        **sums.total(functools.partial(_repeated, front=front), [(_random(params, length, seed),)]),
         "utility_curves": sums.mean(_splits, texts),
         "key_similarity": sums.mean(_key_similarity, texts),
     }
@@ -189,26 +192,27 @@ def _triangle(outer: Float[Array, "N N"]) -> Float[Array, "_"]:
     return outer[np.triu_indices(len(outer))]
 
 
-def _windows(params: Params, length: int, count: int) -> list[np.ndarray]:
-    """`count` stretches of the prose, evenly spread over it and overlapping where it is too short, each behind what the
+def _windows(params: Params, text: str, length: int, count: int) -> list[np.ndarray]:
+    """`count` stretches of the text, evenly spread over it and overlapping where it is too short, each behind what the
     model's texts begin with."""
-    front = np.asarray(params.tokenizer("")["input_ids"], np.int32)
-    ids = np.asarray(params.tokenizer(prose(), add_special_tokens=False)["input_ids"], np.int32)
+    front = np.asarray(beginning(params), np.int32)
+    ids = np.asarray(params.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
     if len(ids) < length:
-        raise BadValue(f"length={length}: the text that jaxkv carries has {len(ids)} tokens; expected no more")
+        raise BadValue(f"length={length}: the text has {len(ids)} tokens; expected no more, or a longer text")
     if count > len(ids) - length + 1:
         raise BadValue(
-            f"windows={count}: the text that jaxkv carries has {len(ids) - length + 1} stretches of {length} tokens; "
-            "expected no more"
+            f"windows={count}: the text has {len(ids) - length + 1} stretches of {length} tokens; expected no more, or "
+            "a longer text"
         )
     starts = np.linspace(0, len(ids) - length, count).astype(int)
     return [np.append(front, ids[start : start + length - len(front)]) for start in starts]
 
 
 def _random(params: Params, length: int, seed: int) -> np.ndarray:
-    """Random tokens, the same ones four times: as many as fit into the length."""
-    some = np.random.default_rng(seed).integers(0, params.config.vocab_size, length // REPEATS)
-    return np.tile(some, REPEATS).astype(np.int32)
+    """What the model's texts begin with, and random tokens, the same ones four times: as many as the length holds."""
+    front = beginning(params)
+    some = np.random.default_rng(seed).integers(0, params.config.vocab_size, (length - len(front)) // REPEATS)
+    return np.append(front, np.tile(some, REPEATS)).astype(np.int32)
 
 
 class _Sums:
@@ -283,17 +287,20 @@ def _best_told(weights, tokens: Int[Array, "T"], inside, told, stands, *, config
     return jnp.stack(_looked(weights, tokens[None], config, look))
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _repeated(weights, tokens: Int[Array, "T"], *, config: ModelConfig) -> dict[str, Float[Array, "L Hq"]]:
+@functools.partial(jax.jit, static_argnames=("front", "config"))
+def _repeated(weights, tokens: Int[Array, "T"], *, front: int, config: ModelConfig) -> dict[str, Float[Array, "L Hq"]]:
     """The mass that a head puts, a mean over the queries behind the first of the repeats, on the earlier places of the
-    query's token (`echo`) and on those right behind them (`induction`)."""
-    once, place = len(tokens) // REPEATS, jnp.arange(len(tokens), dtype=jnp.int32)
+    query's token (`echo`) and on those right behind them (`induction`). Repeats come behind the `front` first tokens.
+    """
+    once, place = (len(tokens) - front) // REPEATS, jnp.arange(len(tokens), dtype=jnp.int32) - front
     back = place[:, None] - place
-    on = {"echo": (back % once == 0) & (back > 0), "induction": ((back + 1) % once == 0) & (back > 0) & (place > 0)}
+    earlier = (back > 0) & (place >= 0)
+    on = {"echo": earlier & (back % once == 0), "induction": earlier & ((back + 1) % once == 0) & (place > 0)}
 
     def look(spec: AttentionSpec, seen: Seen):
+        behind = seen.mass[0][:, front + once :]
         return {
-            name: jnp.sum(jnp.where(there, seen.mass[0], 0.0)[:, once:], axis=-1).mean(-1) for name, there in on.items()
+            name: jnp.sum(jnp.where(there[front + once :], behind, 0.0), axis=-1).mean(-1) for name, there in on.items()
         }
 
     found = _looked(weights, tokens[None], config, look)

@@ -192,6 +192,7 @@ ARGUMENTS: dict[str, Rule] = {
     "utterances": COUNT,
     "instruction": (str, _any, "text, or '' for none"),
     "needles": COUNT,
+    "text": (str | None, _any, "text, or None for the one that jaxkv carries"),
 }
 
 

@@ -288,6 +288,8 @@ class Calibrate:
     predictors: bool = False
     """Also what predicts a layer's keys and values from the layer below (aquakv): 3 matrices a layer, as wide as all of
     its KV heads."""
+    text: str | None = None
+    """File with the text that is measured on, instead of the one that jaxkv carries."""
     out: str | None = None
     """Folder of the file: by default the model's own, or jaxkv's cache folder for a model known by name."""
 
@@ -804,19 +806,23 @@ def _kernels_for(policy: Any, budget: int, command: Info, config: Any) -> dict[s
 
 def _calibrate(command: Calibrate) -> int:
     import jaxkv
+    from jaxkv.configs import config_files
+    from jaxkv.evaluation.runner import text_of
     from jaxkv.folders import cache_folder, check_place
     from jaxkv.weights import learned
 
+    text = None if command.text is None else text_of(command.text)
     params = jaxkv.load(command.model, dtype=command.dtype)
     own = Path(command.model).expanduser()
-    beside = own if own.is_dir() else own.parent if own.exists() else cache_folder()
+    known = command.model in config_files("models") or not own.exists()
+    beside = cache_folder() if known else own if own.is_dir() else own.parent
     path = Path(command.out or beside) / learned.file_name(params.fingerprint)
     check_place(path)  # measuring takes minutes
     there = learned.checked(learned.read(path), params.config, path) if path.exists() else {}
     with _Meter(quiet=False) as meter:
         measured = jaxkv.calibrate(
             params, length=command.length, windows=command.windows, needles=command.needles, seed=command.seed,
-            predictors=command.predictors, progress=meter.update,
+            predictors=command.predictors, text=text, progress=meter.update,
         )  # fmt: skip
     learned.write({name: there[name] for name in learned.ASKED_FOR if name in there} | measured, path)
     print(path)

@@ -18,6 +18,7 @@ import jaxkv
 from jaxkv import answers, cli
 from jaxkv.calibrate import SKIP, _random, _windows
 from jaxkv.errors import BadValue, BadWeights
+from jaxkv.evaluation.texts import calibration, prose, sentences
 from jaxkv.models.rope import rotate
 from jaxkv.policies import Erring, catalogue
 from jaxkv.policies.curves import best_split
@@ -31,12 +32,12 @@ LENGTH = 320
 
 
 class Characters:
-    """Every character is a token of a small vocabulary."""
+    """Every character is a token of a small vocabulary, behind a first one."""
 
     chat_template = None
 
     def __call__(self, text, add_special_tokens=True):
-        return {"input_ids": [3 + ord(letter) % 90 for letter in text]}
+        return {"input_ids": [2] * add_special_tokens + [3 + ord(letter) % 90 for letter in text]}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def found(params):
 @pytest.mark.long
 def test_query_statistics(params, found):
     """Mean and covariance by NumPy's own, and main directions by singular value decompositions, a mean over a group."""
-    seen = [watched(params, tokens) for tokens in _windows(params, LENGTH, 3)]
+    seen = [watched(params, tokens) for tokens in _windows(params, calibration(), LENGTH, 3)]
     config = params.config
     for layer in range(config.num_layers):
         plain = np.concatenate([each[layer][0][SKIP:] for each in seen])  # [N, Hq, D]
@@ -78,7 +79,7 @@ def test_products_of_keys_and_values(params, found):
     """The mean of k k^T after RoPE and of v v^T over the channels of all heads: its upper triangle, row by row."""
     for layer in range(params.config.num_layers):
         rows = []
-        for tokens in _windows(params, LENGTH, 3):
+        for tokens in _windows(params, calibration(), LENGTH, 3):
             held = jaxkv.prefill(params, tokens, policy=None).layers[layer]
             order = np.argsort(np.asarray(held.positions)[0], axis=-1)[:, -LENGTH:, None]
             rows.append([np.take_along_axis(np.asarray(x)[0], order, 1)[:, SKIP:] for x in (held.keys, held.values)])
@@ -91,26 +92,35 @@ def test_products_of_keys_and_values(params, found):
             )
 
 
+def test_measured_on_a_text_of_its_own(params):
+    """No sentence of it is in what evaluations read. Of another text all is taken, over and over where it is short."""
+    words = lambda text: " ".join(text.split())  # noqa: E731
+    assert not [sentence for sentence in sentences("prose") if words(sentence) in words(calibration())]
+    assert _windows(params, prose(), LENGTH, 1)[0][1:].tolist() == Characters()(prose())["input_ids"][1:LENGTH]
+    prompt = answers.hidden(params, "zz " * 20, LENGTH, 1, 0)[0]
+    assert len(prompt.tokens) == LENGTH and np.isin(prompt.tokens, Characters()("zz")["input_ids"]).sum() > 150
+
+
 @pytest.mark.parametrize("compared", [False, True])
 def test_facts_are_hidden(params, compared):
     """The prompt says the answer once, in the right fact, and asks at its end."""
-    for prompt in answers.hidden(params, LENGTH, 8, 0, compared):
-        assert len(prompt.tokens) == LENGTH
+    for prompt in answers.hidden(params, calibration(), LENGTH, 8, 0, compared):
+        assert len(prompt.tokens) == LENGTH and prompt.tokens[0] == 2 and 2 not in prompt.tokens[1:]
         fact = prompt.tokens[prompt.inside].tolist()
         assert answers._within(prompt.answer[0], fact)
         assert not answers._within(prompt.answer[1], prompt.tokens[~prompt.inside].tolist())
-        assert prompt.tokens[-7:].tolist() == Characters()("Answer:")["input_ids"]
+        assert prompt.tokens[-7:].tolist() == Characters()("Answer:", add_special_tokens=False)["input_ids"]
 
 
 def test_right_answers_count(params, monkeypatch):
     """What the model says counts up to the end of its line, if it says the answer; where none does, the right ones."""
-    prompts = answers.hidden(params, LENGTH - answers.SAID, 3, 0)
+    prompts = answers.hidden(params, calibration(), LENGTH - answers.SAID, 3, 0)
     said = [prompts[0].answer[1] + [13, 40], [50, 51], [52, *prompts[2].answer[0]]]
     rows = np.full((3, answers.SAID), -1)
     for row, one in zip(rows, said, strict=True):
         row[: len(one)] = one
     monkeypatch.setattr(answers, "generate", lambda *args, **more: SimpleNamespace(tokens=rows))
-    found = answers.answered(params, LENGTH, 3, 0)
+    found = answers.answered(params, calibration(), LENGTH, 3, 0)
     assert len(found) == 2
     for one, tokens, prompt in zip(found, (prompts[0].answer[1], said[2]), (prompts[0], prompts[2]), strict=True):
         assert one.tokens[LENGTH - answers.SAID :][: len(tokens)].tolist() == tokens
@@ -120,13 +130,13 @@ def test_right_answers_count(params, monkeypatch):
         assert one.stands[one.told].tolist() == [fact.count(token) for token in tokens]
         assert not one.stands[~one.told].any()
     rows[:] = 60
-    assert len(answers.answered(params, LENGTH, 3, 0)) == 3
+    assert len(answers.answered(params, calibration(), LENGTH, 3, 0)) == 3
 
 
 def test_retrieval_heads(params, found):
     """The mass on the sentence with the fact, of the tokens that say its answer, as often as they stand there."""
     want = np.zeros((params.config.num_layers, params.config.num_heads))
-    told = answers.answered(params, LENGTH, 2, 0)
+    told = answers.answered(params, calibration(), LENGTH, 2, 0)
     for tokens, inside, _, stands in told:
         assert len(tokens) == LENGTH and inside.sum() > 20 and stands.sum() >= 5
         for layer, (_, _, weights) in enumerate(watched(params, tokens)):
@@ -137,7 +147,7 @@ def test_retrieval_heads(params, found):
 def test_reasoning_heads(params, found):
     """HeadKV's release: of each answer token's n largest weights those on the n tokens of the right fact, over n."""
     want = np.zeros((params.config.num_layers, params.config.num_heads))
-    told = answers.answered(params, LENGTH, 2, 0, compared=True)
+    told = answers.answered(params, calibration(), LENGTH, 2, 0, compared=True)
     for tokens, inside, says, _ in told:
         for layer, (_, _, weights) in enumerate(watched(params, tokens)):
             for head, query in np.ndindex(len(weights), len(tokens)):
@@ -151,12 +161,14 @@ def test_reasoning_heads(params, found):
 def test_echo_and_induction_heads(params, found):
     """RazorAttention: random tokens four times, the mass on each earlier same token, and on the one behind it."""
     tokens = _random(params, LENGTH, 0)
-    once = len(tokens) // 4
-    assert (tokens.reshape(4, once) == tokens[:once]).all() and len(set(tokens[:once])) > once // 2
+    once = (len(tokens) - 1) // 4
+    assert tokens[0] == 2, "what the model's texts begin with"
+    assert (tokens[1:].reshape(4, once) == tokens[1 : 1 + once]).all() and len(set(tokens[1 : 1 + once])) > once // 2
     for layer, (_, _, weights) in enumerate(watched(params, tokens)):
+        weights = weights[:, 1:, 1:]
         for head in range(len(weights)):
-            echo = [weights[head, t, t % once : t : once].sum() for t in range(once, len(tokens))]
-            behind = [weights[head, t, t % once + 1 : t + 1 : once].sum() for t in range(once, len(tokens))]
+            echo = [weights[head, t, t % once : t : once].sum() for t in range(once, 4 * once)]
+            behind = [weights[head, t, t % once + 1 : t + 1 : once].sum() for t in range(once, 4 * once)]
             # the place right behind the token itself is not there yet
             np.testing.assert_allclose(found["echo"][layer, head], np.mean(echo), rtol=1e-3)
             np.testing.assert_allclose(found["induction"][layer, head], np.mean(behind), rtol=1e-3)
@@ -167,7 +179,7 @@ def test_layers_whose_keys_need_the_whole_text(params, found):
     place, quarter = np.arange(LENGTH), LENGTH // 4
     mask = (place >= (place // quarter * quarter - quarter // 2)[:, None]) | (place < LENGTH // 128)
     want = np.zeros(params.config.num_layers)
-    for tokens in _windows(params, LENGTH, 3):
+    for tokens in _windows(params, calibration(), LENGTH, 3):
         whole, parted = (keys_of(params, tokens, mask) for mask in (np.ones_like(mask), mask))
         for layer, pair in enumerate(zip(whole, parted, strict=True)):
             one, other = (
@@ -218,7 +230,7 @@ def test_eviction_error(params, found):
     prompt, window, kernel = LENGTH - LENGTH // 8, 8, 5
     model, want = model_of(params.config, params.weights), []
     group = params.config.num_heads // params.config.num_kv_heads
-    for tokens in _windows(params, LENGTH, 3):
+    for tokens in _windows(params, calibration(), LENGTH, 3):
         layers = jaxkv.prefill(params, tokens).layers
         for layer, (_, _, weights) in enumerate(watched(params, tokens)):
             best = np.argsort(-found["retrieval"][layer], kind="stable")[:4]
@@ -243,7 +255,7 @@ def test_utility_curves(params, found, scored):
     half, model, config = LENGTH // 2, model_of(params.config, params.weights), params.config
     heads, policy = config.num_kv_heads, jaxkv.policy("lu-kv", budget=30)
     want = []
-    for tokens in _windows(params, LENGTH, 3):
+    for tokens in _windows(params, calibration(), LENGTH, 3):
         _, worths = scored(dataclasses.replace(params, learned=found), tokens[:half], policy)
         layers, gains = jaxkv.prefill(params, tokens).layers, []
         for layer, (_, _, weights) in enumerate(watched(params, tokens)):
@@ -307,12 +319,14 @@ def test_drafts_know_no_calibration(tiny):
 def test_the_file_lies_beside_the_model(goldens, tiny, found, tmp_path, monkeypatch, capsys):
     """The command writes it, `load` finds it, and a broken one is refused."""
     shutil.copytree(goldens / "tiny" / FAMILY, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "weights.safetensors")
+    (tmp_path / "text.txt").write_text(calibration())
     load = jaxkv.load
     assert not load(tmp_path / "model").learned
     monkeypatch.setattr(
         jaxkv, "load", lambda *given, **more: dataclasses.replace(load(*given, **more), tokenizer=Characters())
     )
-    sizes = ["--length", str(LENGTH), "--windows", "3", "--needles", "2"]
+    sizes = ["--length", str(LENGTH), "--windows", "3", "--needles", "2", "--text", str(tmp_path / "text.txt")]
     assert cli.main(["calibrate", str(tmp_path / "model"), *sizes]) == 0
     path = tmp_path / "model" / learned.file_name(tiny(FAMILY).fingerprint)
     assert capsys.readouterr().out.strip() == str(path)
@@ -339,7 +353,7 @@ def test_nothing_to_measure(params):
         jaxkv.calibrate(params, length=8)
     with pytest.raises(BadValue, match="a fact"):
         jaxkv.calibrate(params, length=64)
-    with pytest.raises(BadValue, match=r"windows=1000000: the text that jaxkv carries has .* stretches"):
+    with pytest.raises(BadValue, match=r"windows=1000000: the text has .* stretches"):
         jaxkv.calibrate(params, length=LENGTH, windows=10**6)
     with pytest.raises(BadValue, match="tokenizer"):
         jaxkv.calibrate(dataclasses.replace(params, tokenizer=None))

@@ -83,6 +83,13 @@ def prose() -> str:
     return (files("jaxkv.evaluation") / "data" / "prose.txt").read_text(encoding="utf-8")
 
 
+@functools.cache
+def calibration() -> str:
+    """The text of data/calibration.txt, written for jaxkv as well: what is measured on a model is measured on this, and
+    no evaluation reads it."""
+    return (files("jaxkv.evaluation") / "data" / "calibration.txt").read_text(encoding="utf-8")
+
+
 def paragraphs() -> list[str]:
     """The paragraphs of the prose."""
     return [part.strip() for part in prose().split("\n\n") if part.strip()]

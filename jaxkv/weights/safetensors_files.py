@@ -64,7 +64,7 @@ def _files(folder: Path) -> list[Path]:
         return [folder / name for name in names]
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
-    found = sorted(folder.glob("*.safetensors"))
+    found = sorted(set(folder.glob("*.safetensors")) - set(folder.glob("*.calibration.safetensors")))
     if not found:
         raise MissingModel(f"{folder} holds no *.safetensors: expected a Hugging Face folder with safetensors weights")
     return found
