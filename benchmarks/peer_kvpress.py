@@ -109,16 +109,17 @@ def ask(options: argparse.Namespace) -> None:
                     continue
                 context, rest = asking.asked(params.tokenizer, example, question)
                 tokens = len(context) + len(rest)
+                cut = tokens if mode == "aware" else len(context)  # what the press compresses
                 about = {
                     "kind": "answer", "key": key, "source": "kvpress", "policy": label(press), "budget": budget,
                     "ratio": ratio, "mode": mode, "task": example.task, "haystack": example.haystack,
                     "length": example.length, "example": example.digest, "question": at,
-                    "depth": example.depth if question.depth is None else question.depth,
+                    "depth": question.depth,
                     "answers": list(question.answers), "prompt_tokens": tokens, "batch": 1,
                 }  # fmt: skip
                 said = answered(
                     peer, params, example.scorer, press=press,
-                    kept=budget if ratio is None else int(tokens * (1 - ratio)), context=context.tolist(),
+                    kept=budget if ratio is None else int(cut * (1 - ratio)), context=context.tolist(),
                     rest=rest.tolist(), compress="all" if mode == "aware" else "context",
                     new_tokens=example.max_new_tokens, stop=list(params.config.stop_tokens), every=options.every,
                 )  # fmt: skip

@@ -253,7 +253,7 @@ def main() -> None:
     for peer in peers.values():
         peer.close()
     columns = ("tokens_per_second", "first_median", "first_most", "token_median", "most_memory_mib")
-    header = ("", "tokens/s", "first token, median s", "most s", "per token, median s", "memory, most MiB")
+    header = ("", "tokens/s", "first token, median s", "most s", "per token, median s", "its process at most, MiB")
     rows = [(name, *(found[column] for column in columns)) for name, found in results.items()]
     title = (
         f"{options.requests} requests, {options.rate:g} a second, prompts of {options.shortest} to {options.longest} "

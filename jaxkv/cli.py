@@ -309,13 +309,14 @@ class Eval:
     policies: tuple[str, ...] = ()
     """Instead of the run's policies: names, .toml files, or "all" of the catalogue."""
     budgets: tuple[int, ...] = ()
-    """Tokens kept per KV head, instead of the run's sizes."""
+    """Tokens kept per KV head, instead of the run's sizes and those of its single policies."""
     ratios: tuple[float, ...] = ()
-    """Fractions removed, instead of the run's sizes."""
+    """Fractions removed, instead of these."""
     bytes: tuple[int, ...] = ()
-    """What the keys and values of a row may take, instead of the run's sizes."""
-    weights: Literal["int8", "int8-g16", "int4", "file"] | None = None
-    """Keep the model's matrices in blocks of 8 or 4 bits, or as a GGUF file has them (by default they are floats)."""
+    """What the keys and values of a row may take, instead of these."""
+    weights: Literal["floats", "int8", "int8-g16", "int4", "file"] | None = None
+    """How the model's matrices are held, instead of the run's: in blocks of 8 or 4 bits, as a GGUF file has them, or as
+    floats."""
     data: str | None = None
     """Folder of published data sets, such as LongBench's files (by default they come from the hub)."""
     tasks: tuple[str, ...] = ()
@@ -847,6 +848,8 @@ def _eval(command: Eval) -> int:
     given = ("model", "dtype", "weights", "policies", "data", "batch", "block", "share_prefill")
     asked = {name: getattr(command, name) for name in given}
     changes = {name: value for name, value in asked.items() if value not in (None, ()) and value is not False}
+    if command.weights == "floats":
+        changes["weights"] = None
     if command.budgets or command.ratios or command.bytes:  # the run's own sizes, of all kinds, go
         changes |= {"budgets": command.budgets, "ratios": command.ratios, "bytes": command.bytes}
     each = {
@@ -871,6 +874,8 @@ def _eval(command: Eval) -> int:
         print(json.dumps([{**row, "score": row["score"].value} for row in means]))
     else:
         print(summary.text_table(rows, found))
+    for each in summary.not_run(records):
+        print(f"not run: {each}", file=sys.stderr)
     if command.report:
         from jaxkv.evaluation.report import report
 

@@ -129,6 +129,10 @@ def test_fitted_is_the_largest_that_fits():
         ("boxed", r"so \boxed{3} no, \boxed{42}", ("42",), 1.0),
         ("boxed", "it is 41, or rather 42.0", ("42",), 1.0),
         ("boxed", "none", ("42",), 0.0),
+        ("boxed", r"\boxed{\frac{1}{2}}", (r"\frac{1}{2}",), 1.0),
+        ("boxed", r"\boxed{1,234}", ("1234",), 1.0),
+        ("boxed", r"\boxed{41} and \boxed{4", ("41",), 1.0),
+        ("last-number", "so 1,234.", ("1,234",), 1.0),
         ("code", "\n# a comment\nreturn x + 1\nmore", ("return x + 1",), 1.0),
         ("code", "abcd", ("abxx", "zz"), 0.5),  # two of four letters each way: 1 - 4 / 8
         ("code", "# only a comment", ("x",), 0.0),
@@ -143,6 +147,16 @@ def test_scorers_refuse():
         scorers.score("boxd", "", ("a",))
     with pytest.raises(BadValue, match="reference"):
         scorers.score("all", "x", ())
+
+
+def test_answers_that_no_score_can_read_are_refused_with_the_data(tmp_path):
+    for answer, scorer, words in (
+        ("", "any", "every answer would be right"),
+        ("7", "retrieval", "expected 'Paragraph"),
+    ):
+        (tmp_path / "some.jsonl").write_text(json.dumps({"context": "c", "question": "q", "answer": answer}))
+        with pytest.raises(BadValue, match=f"line 1: .*{words}"):
+            datasets.read(tmp_path / "some.jsonl", scorer=scorer)
 
 
 def test_wilson_interval():
@@ -242,6 +256,30 @@ def test_what_no_task_reads_is_refused():
     assert (made.lengths, made.limit, read.lengths, read.limit) == ((64,), None, settings.Tasks(file="x").lengths, 3)
     with pytest.raises(BadValue, match="limit=3: none of the run's tasks reads it"):
         settings.changed(run, {}, ["passkey"], {"limit": 3})
+    for task, field in (("longbench/lcc", "examples"), ("gsm8k", "examples"), ("ruler/vt", "limit")):
+        with pytest.raises(BadValue, match=f"{field}=5 of the task {task!r}, which would not read it"):
+            settings.Tasks(name=task, **{field: 5})
+    with pytest.raises(BadValue, match="expected \\('prose',\\)"):
+        settings.Tasks(name="ruler/vt", haystacks=("noise",))
+
+
+def test_sizes_stand_in_place_of_all_others():
+    run = settings.from_dict({"policies": ["h2o", {"name": "tova", "ratios": [0.5]}], "budgets": [64]})
+    assert [cell.size for cell in run.cells()] == [64, 0.5]
+    assert [cell.size for cell in settings.changed(run, {"budgets": (), "bytes": (40_000,)}).cells()] == [40_000] * 2
+
+
+def test_a_question_within_its_context_is_not_compressed_first(lettered, tmp_path):
+    (tmp_path / "whole.jsonl").write_text(json.dumps({"input": "A text. Which?", "outputs": ["x"]}))
+    table = {"policies": ["full"], "modes": ["agnostic"], "tasks": [{"file": str(tmp_path / "whole.jsonl")}]}
+    with pytest.raises(BadValue, match="its question within its context"):
+        runner.planned(lettered, settings.from_dict(table))
+
+
+def test_a_retention_that_cannot_be_drawn_is_told_first(lettered):
+    table = {"policies": ["full"], "retention": {"policies": ["q-filters"], "budget": 64}}
+    with pytest.raises(BadValue, match=r"\[retention\] of q-filters, 64 kept: query_direction: not measured"):
+        runner.planned(lettered, settings.from_dict(table))
 
 
 def test_a_run_that_measures_nothing(lettered, tmp_path):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxkv.evaluation import plots
+from jaxkv.evaluation.summary import wilson
 
 LONG = "snapkv with allocate kind proportional and a window of thirty-two tokens at the end of the prompt"
 
@@ -77,3 +78,9 @@ def test_long_names_are_whole(budgets):
 def test_several_lengths_are_heat_maps():
     figure = plots.needle_figure(records(["full", "h2o"], (72, 128), lengths=(288, 512)))
     assert len(figure.axes) == 2 * 2 + 1
+    some = records(["h2o"], (72,), lengths=(288, 512))
+    both = [*some, *({**each, "mode": "agnostic", "score": 0.0} for each in some)]
+    figure = plots.needle_figure(both)
+    assert [axes.get_ylabel() for axes in figure.axes[:2]] == ["h2o, aware", "h2o, agnostic"]
+    assert [axes.images[0].get_array().max() for axes in figure.axes[:2]] == [1, 0], "modes are not mixed"
+    assert plots._questions([{"score": wilson([1.0])}, {"score": wilson([1.0, 0.0])}]) == "1 to 2 questions"

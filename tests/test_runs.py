@@ -1,6 +1,7 @@
 """Evaluations: settings that are none, data that changed, folders that broke, a run that was stopped."""
 
 # pyright: reportArgumentType=false
+import dataclasses
 import io
 import json
 import re
@@ -15,8 +16,9 @@ from benchmarks import tokens_or_bits
 from jaxkv import cli
 from jaxkv.configs import config_files
 from jaxkv.errors import BadValue, UnknownName
-from jaxkv.evaluation import datasets, plots, runner, settings
+from jaxkv.evaluation import datasets, jobs, plots, runner, settings, summary
 from jaxkv.evaluation.fidelity import Fidelity
+from jaxkv.evaluation.report import _gathered
 from jaxkv.evaluation.results import Store
 from jaxkv.policies import Policy
 from jaxkv.policies.policy import to_dict
@@ -219,6 +221,50 @@ def test_two_runs_in_one_folder_count_once(tmp_path):
     for _ in range(2):
         store.add([{"key": "a", "kind": "answer"}])
     assert [record["key"] for record in store.records()] == ["a"]
+
+
+def test_other_numbers_are_another_run(tmp_path):
+    """The same model held in other numbers does not go on in a run; a folder that says nothing of them does."""
+    Store(tmp_path / "a").open({}, "m", "float32")
+    with pytest.raises(BadValue, match=r"other weights .*'float32' there, 'bfloat16, int8' now"):
+        Store(tmp_path / "a").open({}, "m", "bfloat16, int8")
+    about = json.loads((tmp_path / "a" / "run.json").read_text())
+    del about["weights"]
+    (tmp_path / "a" / "run.json").write_text(json.dumps(about))
+    assert Store(tmp_path / "a").open({}, "m", "float32") == set()
+
+
+def test_a_new_calibration_is_measured_anew(lettered):
+    """A record's name has what its policy knows of the model."""
+    (cell,) = settings.from_dict({"policies": ["leank"], "budgets": [64]}).cells()
+    shape = lettered.config.num_layers, lettered.config.num_kv_heads, lettered.config.head_dim
+
+    def key(value):
+        known = dataclasses.replace(lettered, learned={"key_channels": np.full(shape, value, np.float32)})
+        return jobs.key_of(jobs.measurable(known, cell), "aware", "x")
+
+    assert key(1) == key(1) != key(2)
+    assert key(1) != jobs.key_of(jobs.measurable(lettered, cell), "aware", "x"), "not measured without"
+
+
+def test_folders_are_drawn_together(tmp_path):
+    """What stands in several counts once; two models keep apart, with their names; who was not measured is named."""
+    one = {"kind": "answer", "source": "jaxkv", "policy": "tova", "budget": 64, "ratio": None, "mode": "aware"}
+    one |= {"task": "t", "score": 1.0, "kept": 64.0, "cache_bytes": 1, "key": "a"}
+    stores = [Store(tmp_path / name) for name in "abc"]
+    for store, model in zip(stores, ("small", "small", "large"), strict=True):
+        store.open({"model": model, "name": "n"}, f"{model}-1")
+        store.add([one, {**one, "key": "b", "policy": "duo", "score": None, "skipped": "not measured"}])
+    rows = lambda some: summary.quality(_gathered(some, [each.about() for each in some]))  # noqa: E731
+    assert [(row["policy"], row["score"].count) for row in rows(stores[:2])] == [("tova", 1)]
+    assert [row["policy"] for row in rows(stores)] == ["tova on small", "tova on large"]
+    assert summary.not_run(stores[0].records()) == ["duo: not measured"]
+
+
+def test_a_table_without_evicting_policies_has_its_score():
+    one = {"kind": "answer", "source": "jaxkv", "policy": "full", "mode": "aware", "task": "t", "score": 1.0}
+    table = summary.text_table(summary.quality([one | {"kept": 9.0, "cache_bytes": 1}]))
+    assert table.splitlines()[0].endswith("| all |") and table.splitlines()[2].endswith("| 100 (21-100) |")
 
 
 def test_one_batch_has_no_speed_to_draw():

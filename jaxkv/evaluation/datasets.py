@@ -7,6 +7,7 @@ from jaxkv.checks import MOST, fits, shown
 from jaxkv.errors import BadValue
 from jaxkv.evaluation.example import Example, Question
 from jaxkv.evaluation.lines import rows
+from jaxkv.evaluation.scorers import check_references
 
 
 def read(
@@ -23,6 +24,10 @@ def read(
     found: dict[tuple, list[Question]] = {}
     for where, row in rows(path, limit):
         name, context, question = _parts(row, where, path.stem)
+        try:
+            check_references(scorer, question.answers)
+        except BadValue as error:
+            raise BadValue(f"{where}: {error}") from None
         tokens = row.get("max_new_tokens", max_new_tokens)
         if not fits(tokens, int) or not 1 <= tokens <= MOST:
             raise BadValue(f"{where}: max_new_tokens is {shown(tokens)}; expected a whole number of at least 1")

@@ -66,12 +66,13 @@ class Share:
 
 
 def key_of(cell: Cell, mode: str, what: str) -> str:
-    """16 hexadecimal digits that name a record: the policy with all its parts and numbers, the mode, the example. What
-    is said about the policy is no part of it."""
+    """16 hexadecimal digits that name a record: the policy with all its parts and numbers, what it knows of the model
+    by `jaxkv calibrate`, the mode, the example. What is said about the policy is no part of it."""
     policy = cell.policy
     if policy is not None:
         policy = dataclasses.replace(policy, title="", paper="", fidelity="", differs="")
     said = repr(policy) if cell.bytes is None else f"{policy!r} in {cell.bytes} bytes"
+    said += cell.learned and f" by {cell.learned}"
     return hashlib.sha256(f"{cell.label}|{said}|{mode}|{what}".encode()).hexdigest()[:16]
 
 
@@ -86,7 +87,11 @@ def measurable(params: Params, cell: Cell) -> Cell:
         policy = on_model(params, cell.policy)
     except BadValue as error:
         return dataclasses.replace(cell, policy=None, reason=str(error))
-    return dataclasses.replace(cell, policy=policy, budget=cell.budget if cell.bytes is None else policy.budget)
+    budget, known = cell.budget if cell.bytes is None else policy.budget, hashlib.sha256()
+    for name in policy.learns:
+        known.update(np.asarray(params.learned[name]).tobytes())
+    learned = known.hexdigest()[:16] if policy.learns else ""
+    return dataclasses.replace(cell, policy=policy, budget=budget, learned=learned)
 
 
 def jobs(settings: Settings, examples: list[Example], cells: Sequence[Cell], tokenizer: Any) -> Iterator[Job]:
@@ -98,6 +103,11 @@ def jobs(settings: Settings, examples: list[Example], cells: Sequence[Cell], tok
                 continue  # its text is the output, which comes after the question
             if mode == "agnostic" and not example.context:
                 raise BadValue(f"task {example.task!r} has no context to compress first: use modes = ['aware']")
+            if mode == "agnostic" and not all(question.text for question in example.questions):
+                raise BadValue(
+                    f"task {example.task!r} has its question within its context, which would be compressed too: use "
+                    "modes = ['aware']"
+                )
             rows += [(example, number) for number in range(len(example.questions))]
         size = {id(example): asking.size(tokenizer, example) for example, _ in rows}
 
@@ -212,7 +222,6 @@ def cost(shares: Sequence[Share], own: Sequence[Job], others: Mapping[str, int],
 def about(job: Job, row: tuple[Example, int]) -> Record:
     """What a record says of its cell and example."""
     example, number = row
-    depth = example.questions[number].depth
     return {
         "kind": "answer",
         "key": key_of(job.cell, job.mode, f"{example.digest}-{number}"),
@@ -222,7 +231,7 @@ def about(job: Job, row: tuple[Example, int]) -> Record:
         "task": example.task,
         "haystack": example.haystack,
         "length": example.length,
-        "depth": example.depth if depth is None else depth,
+        "depth": example.questions[number].depth,
         "example": example.digest,
         "question": number,
     }

@@ -158,19 +158,24 @@ def quality_figure(records: Sequence[Record]) -> Any:
         figure = _dot_panels(panels)
         for axes in figure.axes:
             axes.set_xlim(-0.03, 1.03)
-        count = max(row["score"].count for row in rows)
-        figure.supxlabel(f"mean score of {count} questions, 95 % interval", fontsize=9)
+        figure.supxlabel(f"mean score of {_questions(rows)}, 95 % interval", fontsize=9)
         return figure
     figure = _figure(7.2 * len(modes), 4.6)
     for axes, mode in zip(np.atleast_1d(figure.subplots(1, len(modes), sharey=True)), modes, strict=True):
         _lines(axes, [row for row in rows if row["mode"] == mode], lambda row: row["score"], _styles(rows), bars=True)
         axes.set_ylim(-0.03, 1.03)
         said = "question known" if mode == "aware" else "context compressed first"
-        count = max(row["score"].count for row in rows if row["mode"] == mode)
-        axes.set_title(f"Mean score, {said} ({count} questions)", fontsize=10)
+        count = _questions([row for row in rows if row["mode"] == mode])
+        axes.set_title(f"Mean score, {said} ({count})", fontsize=10)
     figure.axes[0].set_ylabel("score (95 % interval)")
     _legend(figure, figure.axes[0])
     return figure
+
+
+def _questions(rows: Sequence[Record]) -> str:
+    """How many questions the means are of: all of one number, or from the fewest to the most."""
+    counts = [row["score"].count for row in rows]
+    return f"{min(counts)} to {max(counts)} questions" if min(counts) < max(counts) else f"{max(counts)} questions"
 
 
 def tasks_figure(records: Sequence[Record]) -> Any:
@@ -233,13 +238,15 @@ def _score_map(found: dict[str, list[Any]], columns: Sequence[str]) -> Any:
 
 
 def needle_figure(records: Sequence[Record]) -> Any:
-    """Depth x length heat maps of the mean score of tasks with a depth: a row per policy, a column per budget.
+    """Depth x length heat maps of the mean score of tasks with a depth: a row per policy and mode, a column per budget.
 
     Where all prompts have one length: a line per policy, a column per depth and budget.
     """
     found = [r for r in answers(records) if r.get("depth") is not None and r.get("length") is not None]
     sizes = sorted({size for record in found if (size := asked_size(record)) is not None})
-    names = list(dict.fromkeys(name_of(record) for record in found))
+    modes = {record["mode"] for record in found}
+    line_of = lambda record: name_of(record) + (f", {record['mode']}" if len(modes) > 1 else "")  # noqa: E731
+    names = list(dict.fromkeys(map(line_of, found)))
     depths, lengths = sorted({r["depth"] for r in found}), sorted({r["length"] for r in found})
     if len(lengths) == 1:
         columns = [(depth, size) for size in sizes or [None] for depth in depths]
@@ -250,7 +257,7 @@ def needle_figure(records: Sequence[Record]) -> Any:
                     some := [
                         r["score"]
                         for r in found
-                        if name_of(r) == name and r["depth"] == depth and asked_size(r) in (size, None)
+                        if line_of(r) == name and r["depth"] == depth and asked_size(r) in (size, None)
                     ]
                 )
                 else None
@@ -271,7 +278,7 @@ def needle_figure(records: Sequence[Record]) -> Any:
             axes = grid[line, column]
             cells = np.full((len(depths), len(lengths)), np.nan)
             mine = [
-                r for r in found if name_of(r) == name and asked_size(r) in (None, sizes[column] if sizes else None)
+                r for r in found if line_of(r) == name and asked_size(r) in (None, sizes[column] if sizes else None)
             ]
             for (depth, length), some in grouped(mine, lambda r: (r["depth"], r["length"])).items():
                 cells[depths.index(depth), lengths.index(length)] = wilson([r["score"] for r in some]).value

@@ -30,7 +30,7 @@ def report(folders: Sequence[str | Path], out: str | Path | None = None) -> Path
         raise BadValue("no folders to report on: expected at least one that jaxkv eval wrote")
     stores = [Store(folder) for folder in folders]
     about = [store.about() for store in stores]
-    records = [record for store in stores for record in store.records()]
+    records = _gathered(stores, about)
     if not records:
         raise BadValue(f"{stores[0].folder} holds no records yet: run jaxkv eval first")
     sized = [each for each in records if each["kind"] != "retention" and summary.asked_size(each) is not None]
@@ -50,6 +50,19 @@ def report(folders: Sequence[str | Path], out: str | Path | None = None) -> Path
     written(folder / "table.md", summary.text_table(rows, found) + "\n")
     written(folder / "report.html", _page(records, about, images, rows, found))
     return folder / "report.html"
+
+
+def _gathered(stores: Sequence[Store], about: Sequence[Record]) -> list[Record]:
+    """The records of all folders: one that stands in several once, and of several models with the model's name."""
+    models = [str(each["model"]).removeprefix("kvpress: ") for each in about]
+    out: dict[tuple[str, str], Record] = {}
+    for store, each, model in zip(stores, about, models, strict=True):
+        label = each["settings"]["model"]
+        for record in store.records():
+            if len(set(models)) > 1:
+                record = {**record, "policy": f"{record['policy']} on {label}"}
+            out.setdefault((model, record["key"]), record)
+    return list(out.values())
 
 
 def figures(records: Sequence[Record]) -> dict[str, Any]:
@@ -92,17 +105,16 @@ def _page(records: Any, about: list[Record], images: dict[str, str], rows: Any, 
         {name: record[name] for name in ("bits", "shape", "steps", "tokens", "prompt")}
         for record in _retentions(records)
     ]
-    first = about[0]
+    first, models = about[0], dict.fromkeys(each["settings"]["model"] for each in about)
     facts = ", ".join(f"{name} {value}" for name, value in first["machine"].items())
-    skipped = dict.fromkeys(record["skipped"] for record in records if record.get("skipped"))
     return page.render(
-        title=f"{first['settings']['name']}: {first['settings']['model']}",
+        title=f"{first['settings']['name']}: {', '.join(models)}",
         facts=facts,
         quality=rows,
         tasks=list(dict.fromkeys(task for row in rows for task in row["tasks"])),
         fidelity=found,
         images=images,
-        skipped=list(skipped),
+        skipped=summary.not_run(records),
         retention=[
             {"title": _title(record), "map": f"retention-{number}.png"}
             for number, record in enumerate(_retentions(records))

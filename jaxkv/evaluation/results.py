@@ -44,19 +44,20 @@ class Store:
         self.folder = Path(folder).expanduser()
         self.path = self.folder / "results.jsonl"
 
-    def open(self, settings: Record, model: str) -> set[str]:
-        """Make the folder, or go on in it; the keys of the records that are there.
+    def open(self, settings: Record, model: str, weights: str = "") -> set[str]:
+        """Make the folder, or go on in it; the keys of the records that are there. `weights` says what numbers the
+        model is held in.
 
-        Raises `BadValue` where it holds a run of other settings or another model.
+        Raises `BadValue` where it holds a run of other settings, another model, or one in other numbers.
         """
+        mine = json.loads(json.dumps({"settings": settings, "model": model, "weights": weights}))
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         about = self.folder / "run.json"
         if about.exists():
             there = self.about()
-            mine = json.loads(json.dumps({"settings": settings, "model": model}))
             for what, now in mine.items():
-                then = there.get(what)
+                then = there.get(what, now if what == "weights" else None)  # not said by older runs
                 if then != now:
                     name, was, is_now = _differing(then, now)
                     raise BadValue(
@@ -64,7 +65,7 @@ class Store:
                         f"{shown(is_now)} now): give another folder (--out), or remove this one"
                     )
         else:
-            written(about, json.dumps({"settings": settings, "model": model, "machine": machine()}, indent=1) + "\n")
+            written(about, json.dumps({**mine, "machine": machine()}, indent=1) + "\n")
         records = list(self.records())
         if self.path.exists():  # without the line that was cut off, if there is one
             written(self.path, _lines(records))

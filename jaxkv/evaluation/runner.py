@@ -99,7 +99,8 @@ def evaluate(
     if params.tokenizer is None:
         raise BadValue("an evaluation asks questions in text, and these params have no tokenizer: load them with one")
     store, work = Store(folder), planned(params, settings)  # a run that cannot be planned leaves no folder behind
-    done = store.open(to_dict(settings), model or params.fingerprint)
+    held = ", ".join(sorted({str(x.dtype) for x in jax.tree.leaves(params.weights)}))
+    done = store.open(to_dict(settings), model or params.fingerprint, held)
     stale = store.leave_out({key for step in work.steps for key in step.keys})
     steps = [step for step in work.steps if not done.issuperset(step.keys)]
     told = progress or (lambda *_: None)
@@ -324,9 +325,7 @@ def text_of(file: str) -> str:
     try:
         return Path(file).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
-        raise BadValue(
-            f"fidelity file {file!r} cannot be read ({first_line(error)}): expected text in UTF-8"
-        ) from error
+        raise BadValue(f"text file {file!r} cannot be read ({first_line(error)}): expected text in UTF-8") from error
 
 
 def _fidelity_steps(params: Params, settings: Settings, cells: Sequence[Cell]) -> list[tuple[Cell, Step]]:
@@ -388,12 +387,14 @@ def _retention_steps(params: Params, settings: Settings) -> list[Step]:
     prompt = story(params.tokenizer, wanted.prompt)
 
     def step(cell: Cell, key: str) -> Iterator[list[Record]]:
-        assert cell.policy is not None
+        assert cell.policy is not None  # looked at below
         picture = retained(params, prompt, cell.policy, steps=wanted.steps, every=wanted.every)
         yield [{"kind": "retention", "key": key, "source": "jaxkv", **cell_said(cell), **picture.to_dict()}]
 
     chosen = dataclasses.replace(settings, policies=wanted.policies, budgets=(wanted.budget,), ratios=(), bytes=())
-    for cell in chosen.cells():
+    for cell in (jobs.measurable(params, cell) for cell in chosen.cells()):
+        if cell.policy is None:
+            raise BadValue(f"[retention] of {cell.title}: {cell.reason}; leave it out, or give another budget")
         key = key_of(cell, "retention", f"story, {wanted!r}")
         title = f"{cell.title}: retention"
         out.append(Step(title, (key,), wanted.prompt + wanted.steps, lambda _, cell=cell, key=key: step(cell, key)))

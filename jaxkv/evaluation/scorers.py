@@ -15,6 +15,10 @@ CHINESE_MARKS = (  # LongBench's list
 )
 
 
+NUMBER = r"(?:(?<!\d)-)?\d[\d,]*(?:\.\d+)?"
+NUMBERED = r"(?:Paragraph |段落)(\d+)"
+
+
 def match_all(answer: str, references: Sequence[str]) -> float:
     """The share of the references that occur in the answer, in any case (RULER, arXiv 2404.06654: all but QA)."""
     return sum(reference.lower() in answer.lower() for reference in references) / len(references)
@@ -62,7 +66,7 @@ def classification(answer: str, references: Sequence[str], classes: Sequence[str
 
 def retrieval(answer: str, references: Sequence[str]) -> float:
     """The share of the answer's numbers that are the reference's, "Paragraph 7" or "段落7" (LongBench)."""
-    return max(_counted(answer, re.findall(r"(?:Paragraph |段落)(\d+)", reference)[0]) for reference in references)
+    return max(_counted(answer, re.findall(NUMBERED, reference)[0]) for reference in references)
 
 
 def count(answer: str, references: Sequence[str]) -> float:
@@ -72,15 +76,26 @@ def count(answer: str, references: Sequence[str]) -> float:
 
 def boxed(answer: str, references: Sequence[str]) -> float:
     r"""1 if the last \boxed{...} of the answer, else its last number, equals a reference (AIME, MATH)."""
-    found = re.findall(r"\\boxed\{([^{}]*)\}", answer) or re.findall(r"-?\d+(?:\.\d+)?", answer)
+    found = _boxes(answer) or re.findall(NUMBER, answer)
     return float(bool(found) and any(_same(found[-1], reference) for reference in references))
+
+
+def _boxes(answer: str) -> list[str]:
+    r"""What stands in each \boxed{...}, which may hold braces itself."""
+    out = []
+    for begin in (found.end() for found in re.finditer(r"\\boxed\{", answer)):
+        deep, end = 1, begin
+        while end < len(answer) and deep:
+            deep, end = deep + {"{": 1, "}": -1}.get(answer[end], 0), end + 1
+        out += [answer[begin : end - 1]] * (not deep)
+    return out
 
 
 def last_number(answer: str, references: Sequence[str]) -> float:
     """1 if the answer's last number, without commas between its digits, equals a reference (GSM8K). What follows the
     beginning of another question does not count."""
-    numbers = re.findall(r"(?:(?<!\d)-)?\d[\d,]*(?:\.\d+)?", answer.partition("\nQuestion:")[0])
-    return float(bool(numbers) and any(_same(numbers[-1].replace(",", ""), reference) for reference in references))
+    numbers = re.findall(NUMBER, answer.partition("\nQuestion:")[0])
+    return float(bool(numbers) and any(_same(numbers[-1], reference) for reference in references))
 
 
 def code(answer: str, references: Sequence[str]) -> float:
@@ -129,8 +144,9 @@ def _cut(text: str) -> list[str]:
 
 
 def _same(one: str, other: str) -> bool:
+    """Whether both are the same number, with or without commas between digits, or else the same text."""
     try:
-        return float(one) == float(other)
+        return float(one.replace(",", "")) == float(other.replace(",", ""))
     except ValueError:
         return one.strip() == other.strip()
 
@@ -194,6 +210,15 @@ def score(name: str, answer: str, references: Sequence[str], classes: Sequence[s
     if not classes:
         raise BadValue(f"the score {name!r} needs all classes: expected a field all_classes in the data")
     return SCORERS[name](answer, references, classes)
+
+
+def check_references(name: str, references: Sequence[str]) -> None:
+    """Raises `BadValue` for a reference that any answer would meet, or that the named score cannot read."""
+    for reference in references:
+        if not reference.strip():
+            raise BadValue(f"the answer {reference!r}: every answer would be right; expected words or a number")
+        if name == "retrieval" and not re.search(NUMBERED, reference):
+            raise BadValue(f"the answer {reference!r} for the score 'retrieval': expected 'Paragraph 7' or '段落7'")
 
 
 def settled(name: str, answer: str) -> bool:

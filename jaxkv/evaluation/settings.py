@@ -58,6 +58,8 @@ class Tasks(Checked):
         for haystack in self.haystacks:
             if haystack not in HAYSTACKS:
                 raise unknown("haystack", haystack, HAYSTACKS)
+        if self.name.startswith("ruler/") and self.haystacks == ("noise",):
+            raise BadValue(f"haystacks=('noise',) of {self.name}: expected ('prose',), or none for RULER's own texts")
         at_least_one(self, "lengths", "examples", "questions", "max_new_tokens", "limit", "longest")
         if not all(0 <= depth <= 1 for depth in self.depths):
             raise BadValue(f"depths={self.depths}: expected 0 (the text's beginning) to 1 (its end)")
@@ -71,11 +73,13 @@ class Tasks(Checked):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The fields that a file, a published data set, or a task that is made up takes."""
+        """The fields that a file, a published data set that is made or read, or a task that is made up takes."""
         if self.file:
             return ("scorer", "max_new_tokens", "limit", "longest", "chat")
+        if self.name.startswith("ruler/"):
+            return ("lengths", "haystacks", "examples", "max_new_tokens", "chat")
         if self.name in NAMES:
-            return ("lengths", "haystacks", "examples", "max_new_tokens", "limit", "longest", "chat")
+            return ("max_new_tokens", "limit", "longest", "chat")
         return ("lengths", "depths", "haystacks", "examples", "questions", "max_new_tokens")
 
 
@@ -133,6 +137,7 @@ class Cell:
     ratio: int | float | None
     reason: str = ""
     bytes: int | None = None
+    learned: str = ""  # a digest of what the policy knows of the model
 
     @property
     def size(self) -> int | float | None:
@@ -262,9 +267,9 @@ def changed(
     each: Mapping[str, Any] | None = None,
     parts: Sequence[str] = (),
 ) -> Settings:
-    """The run with other `fields`, only those of its `tasks` (by name, the last part of it, or a file's), with what is
-    said of `each` of them that reads it, and more `parts`. Raises `UnknownName` for a task that it does not have, and
-    `BadValue` for what none of them reads."""
+    """The run with other `fields` (sizes among them stand in place of single policies' own, too), only those of its
+    `tasks` (by name, the last part of it, or a file's), with what is said of `each` of them that reads it, and more
+    `parts`. Raises `UnknownName` for a task that it does not have, and `BadValue` for what none of them reads."""
 
     def called(task: Tasks) -> set[str]:
         file = Path(task.file)
@@ -281,7 +286,16 @@ def changed(
         dataclasses.replace(task, **{name: value for name, value in (each or {}).items() if name in task.reads})
         for task in chosen
     )
-    return dataclasses.replace(settings, **{**fields, "tasks": chosen, "parts": (*settings.parts, *parts)})
+    policies = fields.get("policies", settings.policies)
+    if any(fields.get(size) for size in SIZES):
+        policies = tuple(map(_without_sizes, policies))
+    found = {**fields, "policies": policies, "tasks": chosen, "parts": (*settings.parts, *parts)}
+    return dataclasses.replace(settings, **found)
+
+
+def _without_sizes(entry: Any) -> Any:
+    """An entry of `policies` without budgets, ratios or bytes of its own."""
+    return {name: value for name, value in entry.items() if name not in SIZES} if isinstance(entry, dict) else entry
 
 
 def from_dict(table: dict[str, Any], folder: Path | None = None) -> Settings:

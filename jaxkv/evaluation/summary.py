@@ -105,6 +105,15 @@ def quality(records: Iterable[Record]) -> list[Record]:
     return rows
 
 
+def not_run(records: Iterable[Record]) -> list[str]:
+    """The policies that could not be measured, each with the reason."""
+    found: dict[str, dict[str, None]] = {}
+    for record in records:
+        if record.get("skipped"):
+            found.setdefault(record["skipped"], {})[name_of(record)] = None
+    return [f"{', '.join(names)}: {reason}" for reason, names in found.items()]
+
+
 def speed(records: Sequence[Record]) -> int | float | None:
     """Decoded tokens per second, all rows together: the best batch, as the first of each shape compiles."""
     found = [record["tokens_per_second"] for record in records if record.get("tokens_per_second")]
@@ -144,6 +153,7 @@ def text_table(rows: Sequence[Record], found: Sequence[Record] = ()) -> str:
     """The quality rows as a Markdown table: a line per policy with its fidelity and whether it is bounded while
     decoding, score with interval per budget and mode; then KL. "-" is what no record says."""
     columns = sorted({(row["mode"], row["budget"]) for row in rows if row["budget"] is not None})
+    columns = columns or sorted({(row["mode"], None) for row in rows})  # where no policy evicts
     modes = {mode for mode, _ in columns}
     said = functools.partial(in_words, rows=[*rows, *found])
     label = lambda mode, size: said(size) if len(modes) < 2 else f"{mode} {said(size)}"  # noqa: E731
