@@ -196,19 +196,18 @@ def slots_filled(cache: KVCache) -> np.ndarray:
 
 
 def scored(policy: Policy, total: np.ndarray, limits: np.ndarray) -> np.ndarray:
-    """Which rows' prompts of `total [B]` tokens are scored, bool [B]: those that are cut, and where a decode phase
-    remembers what the prompt's queries saw, all of them.
+    """Which rows' prompts of `total [B]` tokens are scored, bool [B]: those that are cut, and where a phase remembers
+    what the prompt's queries saw, for what comes behind the prompt, all of them.
 
     Tokens that are drafted to look are those that decoding gives. Where these, too, fit into a row's budget, they will
     look themselves before anything goes, so none are drafted for it.
     """
     if policy.prefill is None:
         return np.zeros(total.shape, bool)
-    if policy.decode is None:
-        return (total > limits).any(axis=0)
     observe, ahead = policy.prefill.observe, 0
-    if policy.decode.score.remembers:
+    if any(leaf.remembers for phase in policy.phases for leaf in phase.score.leaves()):
         if not observe.drafts:
             return np.ones(total.shape, bool)
         ahead = observe.extra
-    return (total + ahead >= limits - policy.prefill.reserved(limits)).any(axis=0)
+    free = 0 if policy.decode is None else 1  # a slot for the next token
+    return (total + ahead + free > limits - policy.prefill.reserved(limits)).any(axis=0)

@@ -191,6 +191,7 @@ def through_block(
     passing = Block(
         positions, places, config.num_layers, full, max(plan.slots), layout.parts, attend, attend_at, layout.lay
     )
+    most = jnp.max(limits, axis=0)
     given = [
         LayerIn(
             store,
@@ -209,6 +210,7 @@ def through_block(
                 plan.look and flow.leads(i, passing),
                 shares=i in full,
             ),
+            most,
         )
         for i, store in enumerate(opened(layers))
     ]

@@ -10,6 +10,7 @@ import pytest
 import jaxkv
 from jaxkv import cli
 from jaxkv.errors import BadValue, UnknownName
+from jaxkv.plan import scored
 from jaxkv.policies import (
     Aggregate,
     Allocate,
@@ -301,3 +302,73 @@ def test_budgets_of_an_own_allocator_are_a_whole_number_for_each_layer(given, ex
     policy = dataclasses.replace(jaxkv.policy("h2o", budget=32), allocate=Own())
     with pytest.raises(BadValue, match=rf"allocate kind 'own' gives the budgets .* {expected}"):
         policy.budgets(100, 4)
+
+
+def test_one_statistic_of_two_kinds_counts_once():
+    """H2O's sums behind a prompt that was scored by another kind of the same sums."""
+    for kind in ("chains", "neighbours"):
+        policy = jaxkv.policy("h2o", budget=64, prefill_score={"kind": kind})
+        none = {name: jnp.zeros((1, 2, 3)) for name in policy.stats}
+        found = policy.observe(policy.prefill, none, jnp.ones((1, 2, 3)))
+        assert (found["attention"] == 1).all() and (found.get("seen", found["attention"]) == 1).all()
+
+
+ACCUMULATED = {"kind": "accumulated-attention"}
+FIXED = {"kind": "fixed-place"}
+BELOW = {"kind": "weighted", "first": {"kind": "attention"}, "second": {"kind": "recency"}, "second_weight": -1.0}
+CHUNKS = [{"kind": "non-causal", "chunk": size} for size in (4, 256)]
+
+
+@pytest.mark.parametrize(
+    "name, options, words",
+    [
+        ("h2o", {"decode_score": ACCUMULATED | {"decay": 0.9}}, "keep the same statistic 'attention' in two ways"),
+        ("snapkv", {"score": {"kind": "weighted", "first": CHUNKS[0], "second": CHUNKS[1]}}, "keep the same statistic"),
+        ("h2o", {"decode_score": {"kind": "pooled", "of": FIXED}}, "lets the cache grow"),
+        ("snapkv", {"score": {"kind": "scaled", "of": BELOW}}, "can be negative"),
+        ("snapkv", {"allocate": {"kind": "adaptive", "of": {"kind": "crush"}}}, "sums over the heads"),
+    ],
+)
+def test_parts_that_do_not_go_together(name, options, words):
+    with pytest.raises(BadValue, match=words):
+        jaxkv.policy(name, budget=64, **options)
+
+
+def test_a_score_that_divides_looks_too(tiny):
+    """Heads' shares by what the layer's last queries see, which the policy's own score does not ask for."""
+    share = {"kind": "adaptive", "of": {"kind": "window-attention", "window": 4}}
+    policy = jaxkv.policy("snapkv", budget=16, window=4, allocate=share)
+    assert policy.looks == 4
+    cache = jaxkv.prefill(tiny("llama3"), [np.arange(3, 43)], policy=policy)
+    assert (np.asarray(cache.held()).sum(axis=-1) == 2 * 16).all()
+
+
+def test_who_is_scored():
+    """Rows that are cut; all of them where what their queries saw is remembered; a reserve counts with and without a
+    decode phase. Each for itself."""
+    limits = np.full((2, 3), 24)
+    asked = lambda policy, *totals: scored(policy, np.array(totals), limits).tolist()  # noqa: E731
+    snapkv = jaxkv.policy("snapkv", budget=24, window=4)
+    assert asked(snapkv, 20, 24, 25) == [False, False, True]
+    assert asked(jaxkv.policy("snapkv", budget=24, window=4, reserve=8), 16, 17, 30) == [False, True, True]
+    assert asked(jaxkv.policy("snapkv", budget=24, window=4, decode="tova"), 20, 23, 24) == [False, False, True]
+    assert asked(jaxkv.policy("kvzip", budget=24), 20, 21, 30) == [True] * 3, "what comes behind asks what was seen"
+    assert asked(jaxkv.policy("full"), 20, 21, 30) == [False] * 3
+
+
+@pytest.mark.parametrize("options", [{"reserve": 2}, {"decode": "h2o", "prefill_reserve": 16}])
+def test_sliding_layers_reserve_nothing(tiny, options):
+    """Their windows are their budgets: what a budget holds whole gives the full cache's tokens."""
+    prompt, params = np.random.default_rng(9).integers(3, 180, 40), tiny("gemma3_text")
+    said = [
+        jaxkv.generate(params, [prompt], policy=policy, max_new_tokens=6, stop_tokens=()).tokens.tolist()
+        for policy in (jaxkv.policy("full"), jaxkv.policy("snapkv", budget=128, window=4, **options))
+    ]
+    assert said[0] == said[1]
+
+
+def test_as_many_as_the_deeper_layers_hold_go_on_from_a_sliding_one(tiny):
+    prompt, params = np.random.default_rng(9).integers(3, 180, 40), tiny("gemma3_text")
+    policy = jaxkv.policy("snapkv", budget=24, window=4, flow={"kind": "propagate", "after": 0, "keep": 0.1})
+    held = np.asarray(jaxkv.prefill(params, [prompt], policy=policy).held())
+    assert (held[1] == 24).all() and (held[3] == 24).all()

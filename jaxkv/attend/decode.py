@@ -72,7 +72,9 @@ def decode_layer(
     stats = {name: store.put(stat, entered[name][..., 0], active) for name, stat in store.stats.items()}
     stats = {name: store.scored(stat) for name, stat in stats.items()}
     rule = phase.evicted if phase is not None and given.ask.shares else None
-    allowed = policy.allowed(stats, store.scored(store.positions), position, limits)
+    allowed = limits  # a sliding window has its own
+    if spec.window is None:
+        allowed = policy.allowed(stats, store.scored(store.positions), position, limits)
     store = store.single(active)
     judge = _judge(phase, share, store, stats, position, limits, facts.learned)._replace(limits=allowed)
     softmax = {

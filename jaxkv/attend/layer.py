@@ -39,12 +39,14 @@ class Ask:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerIn:
-    """A layer's store, each row's budget in it, what the model knows of the layer, and what is asked of it."""
+    """A layer's store, each row's budget in it, what the model knows of the layer, and what is asked of it; of a prompt
+    also the most that a row may hold in any layer."""
 
     cache: Any
     limits: Int[Array, "B"]
     facts: Facts = Facts()
     ask: Ask = dataclasses.field(default=Ask(), metadata={"static": True})
+    most: Int[Array, "B"] | None = None
 
 
 @jax.tree_util.register_dataclass

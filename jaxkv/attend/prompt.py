@@ -134,7 +134,8 @@ def _going(
     looks = query[:, :, last], keys, query_positions[:, last], key_positions
     mass = prefill_attend_mass(layout, *looks, reduce="sum", **softmax)
     block = slice(mass.shape[-1] - query.shape[2], mass.shape[-1] - ask.extra)
-    return flow.choose(mass[:, :, block], query_positions[:, :own], given.limits, ask.going)
+    most = given.limits if given.most is None else given.most
+    return flow.choose(mass[:, :, block], query_positions[:, :own], most, ask.going)
 
 
 def _mass(
@@ -181,7 +182,7 @@ def _cut(
     joined = joined.masked(alive(joined.positions, now, window))
     looked = policy.prefill is not None and given.ask.look
     share = policy.allocate if given.ask.shares else EACH_ITS_OWN
-    choice = _choice(policy, share, joined, mass, now, given, inputs, looked, lead)
+    choice = _choice(policy, share, joined, mass, now, window, given, inputs, looked, lead)
     kept = choice.kept.reshape(joined.positions.shape)
     if share.divides or policy.ranks:
         joined = joined.with_stats(**{WORTH: choice.worth.reshape(kept.shape).astype(jnp.float32)})
@@ -212,15 +213,18 @@ def _choice(
     joined: Entries,
     mass: Float[Array, "B Hk S"] | None,
     now: Int[Array, "B"],
+    window: int | None,
     given: LayerIn,
     inputs: ScoreInputs,
     looked: bool,
     lead: Float[Array, "B Hk S"] | None,
 ) -> Choice:
-    """What the allocator lets stay: by the prefill phase's score, an earlier layer's, or all, where nobody looked."""
+    """What the allocator lets stay: by the prefill phase's score, an earlier layer's, or all, where nobody looked. A
+    layer with a sliding window keeps nothing free for new tokens, whose places are those that leave the window."""
     flat = lambda x: x.reshape(x.shape[0], -1)  # noqa: E731
     limits, phase = given.limits, policy.prefill
-    reserved = jnp.broadcast_to(phase.reserved(limits) if phase is not None and looked else 0, limits.shape)
+    frees = phase is not None and looked and window is None
+    reserved = jnp.broadcast_to(phase.reserved(limits) if frees and phase is not None else 0, limits.shape)
 
     def worth(score: Score | None, goal: Int[Array, "B *Hk"]) -> Float[Array, "B N"]:
         if phase is None or not looked:

@@ -59,6 +59,10 @@ class Adaptive(Shared):
         return self.layers.needs if self.of is None else self.layers.needs | self.of.needs
 
     @property
+    def leaves(self) -> tuple[Score, ...]:
+        return () if self.of is None else self.of.leaves()
+
+    @property
     def bounded(self) -> bool:
         return self.layers.bounded
 
@@ -71,6 +75,12 @@ class Adaptive(Shared):
         where = f"policy {policy.name!r}, whose heads compete for a layer's budget"
         if self.of is not None and policy.prefill is not None:
             own = policy.prefill.score
+            together = [leaf.kind for leaf in self.leaves if leaf.together]
+            if together:
+                raise BadValue(
+                    f"{where}: allocate of={together[0]!r} sums over the heads, which must hold the same tokens then: "
+                    "expected another score"
+                )
             lacks = sorted((self.of.needs & {MASS, OUTPUT}) - own.needs) + sorted(set(self.of.stats) - set(own.stats))
             if lacks:
                 raise BadValue(f"allocate of={self.of.kind!r} needs what the prefill score has not: {', '.join(lacks)}")

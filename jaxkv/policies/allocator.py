@@ -103,6 +103,11 @@ class Allocate(Checked):
         return False
 
     @property
+    def leaves(self) -> tuple[Any, ...]:
+        """The scores by which it divides, beside the phases' own."""
+        return ()
+
+    @property
     def bounded(self) -> bool:
         """Whether every layer has a budget, so that a policy that evicts while decoding holds no more than that."""
         return True

@@ -131,6 +131,7 @@ class NonCausal(Score):
     kind: ClassVar[str] = "non-causal"
     signed: ClassVar[bool] = True
     stats: ClassVar[tuple[str, ...]] = ("non_causal",)
+    particular: ClassVar[bool] = True
     linear: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset({QUERIES})
 

@@ -19,6 +19,12 @@ class Combined(Score):
     """What all of them share: everything that their parts need."""
 
     def _join(self, *parts: Score) -> None:
+        for part in parts:
+            if part.grows:
+                raise BadValue(
+                    f"score {part.kind!r} lets the cache grow, which a score that is made of others does not: expected "
+                    "it by itself, or grow=0"
+                )
         names = tuple(dict.fromkeys(name for part in parts for name in part.stats))
         needs = frozenset[str]().union(*(part.needs for part in parts))
         remembers = any(part.remembers for part in parts)
@@ -48,7 +54,7 @@ class Scaled(Combined):
     def __post_init__(self):
         if self.by not in ("value-l1", "value-l2", "output-l1", "output-share"):
             raise BadValue(f"by={self.by!r}: expected 'value-l1', 'value-l2', 'output-l1' or 'output-share'")
-        if any(leaf.signed for leaf in self.of.leaves()):
+        if self.of.negative:
             raise BadValue(f"score {self.of.kind!r} can be negative, and scaling would turn its order around")
         self._join(self.of)
         projects = self.by == "output-l1"
@@ -109,6 +115,8 @@ class Weighted(Combined):
         if any(isinstance(weight, str) and weight != "ratio" for weight in (self.first_weight, self.second_weight)):
             raise BadValue(f"weights {self.first_weight!r}, {self.second_weight!r}: expected numbers or 'ratio'")
         self._join(self.first, self.second)
+        weights = (self.first_weight, self.second_weight)
+        object.__setattr__(self, "signed", any(not isinstance(weight, str) and weight < 0 for weight in weights))
         plain = self.scale == "none" and "ratio" not in (self.first_weight, self.second_weight)
         object.__setattr__(self, "linear", plain and self.first.linear and self.second.linear)
 
@@ -198,7 +206,7 @@ class Until(Combined):
                 f"share={self.share}, window={self.window}: expected a fraction of the attention, from 0 to 1, and a "
                 "number of tokens"
             )
-        if any(leaf.signed for leaf in (*self.first.leaves(), *self.second.leaves())):
+        if self.first.negative or self.second.negative:
             raise BadValue(f"scores {self.first.kind!r} and {self.second.kind!r}: expected two that are never negative")
         self._join(self.first, self.second)
 

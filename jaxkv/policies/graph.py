@@ -39,7 +39,7 @@ class Propagated(Combined):
                 f"share={self.share}, neighbours={self.neighbours}, rounds={self.rounds}: expected a fraction in "
                 "(0, 1], and at least 1 neighbour and 1 round"
             )
-        if any(leaf.signed for leaf in self.of.leaves()):
+        if self.of.negative:
             raise BadValue(f"score {self.of.kind!r} can be negative, and a decay would raise it")
         self._join(self.of)
 

@@ -65,7 +65,7 @@ class Phase(Checked):
         holds: dict[str, Score] = {}
         for leaf in self.score.leaves():
             for name in leaf.stats:
-                if leaf.remembers and holds.setdefault(name, leaf) != leaf:
+                if (leaf.remembers or leaf.particular) and holds.setdefault(name, leaf) != leaf:
                     raise BadValue(f"scores {holds[name]} and {leaf} keep the same statistic {name!r} in one phase")
 
     @property
@@ -159,6 +159,15 @@ class Policy(Checked):
                 f"fidelity={self.fidelity!r}, differs={self.differs!r}: expected 'faithful', 'ours', '' (not said) or "
                 "'simplified' with differs= in one line"
             )
+        kept: dict[str, Score] = {}
+        for leaf in (leaf for phase in self.phases for leaf in phase.score.leaves()):
+            for name in leaf.stats if leaf.remembers or leaf.particular else ():
+                other = kept.setdefault(name, leaf)
+                if other.forgets != leaf.forgets or ((other.particular or leaf.particular) and other != leaf):
+                    raise BadValue(
+                        f"scores {other} at prefill and {leaf} at decode keep the same statistic {name!r} in two ways: "
+                        "expected the same numbers in both phases"
+                    )
         rules: dict[str, Evicted] = {}
         for rule in (phase.evicted for phase in self.phases if phase.evicted.state):
             if rules.setdefault(rule.state, rule) != rule:
@@ -305,7 +314,8 @@ class Policy(Checked):
     @property
     def looks(self) -> int:
         """How many of a layer's last queries its scores look with."""
-        return max((leaf.looks for phase in self.phases for leaf in phase.score.leaves()), default=0)
+        leaves = [leaf for phase in self.phases for leaf in phase.score.leaves()]
+        return max((leaf.looks for leaf in (*leaves, *self.allocate.leaves)), default=0)
 
     def in_blocks(self, block: int) -> "Policy":
         """The policy with prompts in blocks of so many tokens, unless it says its own."""
@@ -377,12 +387,12 @@ class Policy(Checked):
     def observe(
         self, phase: Phase, stats: Stats, mass: Float[Array, "B Hk S"] | None, now: Int[Array, "B"] | None = None
     ) -> Stats:
-        """The statistics after the phase's queries gave each entry this mass; a score in both phases counts once."""
-        leaves = [leaf for each in (*self.phases, phase) for leaf in each.score.leaves()]
-        scores = {leaf.kind: leaf for leaf in leaves}  # of one kind, the phase's own
-        for part in scores.values():
-            stats = {**stats, **part.observed(stats, mass, now)}
-        return stats
+        """The statistics after the phase's queries gave each entry this mass; one that several scores keep counts
+        once."""
+        found: Stats = {}
+        for leaf in (leaf for each in (phase, *self.phases) for leaf in each.score.leaves()):
+            found = {**leaf.observed(stats, mass, now), **found}
+        return {**stats, **found}
 
 
 def _floor(phase: Phase) -> int:

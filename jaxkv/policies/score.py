@@ -178,6 +178,8 @@ class Score(Checked):
     stats: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[frozenset[str]] = frozenset()  # of `needs.py`: with QUERIES it scores at prefill only
     remembers: ClassVar[bool] = False  # its statistics depend on past attention mass
+    forgets: ClassVar[float] = 1.0  # what they are multiplied with for each token that has passed since
+    particular: ClassVar[bool] = False  # its statistics depend on its numbers
     linear: ClassVar[bool] = True  # linear in the mass: the attention kernel can score
     keyless: ClassVar[bool] = False  # not linear, and yet it reads no keys or values
     signed: ClassVar[bool] = False  # may be negative
@@ -239,6 +241,11 @@ class Score(Checked):
         """New tokens per head that a score that `grows` lets rows keep after the one at position `now`, where so many
         of a `prompt` stay."""
         raise NotImplementedError
+
+    @property
+    def negative(self) -> bool:
+        """Whether it may be negative, or one that it is made of."""
+        return self.signed or any(part.negative for part in self.parts)
 
     def leaves(self) -> tuple["Score", ...]:
         """The score itself, or those that it is made of."""
@@ -319,6 +326,7 @@ class AccumulatedAttention(Score):
             raise BadValue(f"decay={self.decay}: expected a number in (0, 1]; 1 forgets nothing")
         if self.decay < 1:
             object.__setattr__(self, "stats", (*self.stats, "attended_at"))  # the next position at that time
+        object.__setattr__(self, "forgets", self.decay)
 
     def enter(self, new: Entering) -> Stats:
         return {name: jnp.zeros(new.keys.shape[:-1], jnp.float32) for name in self.stats}
@@ -403,6 +411,7 @@ class FixedPlace(Score):
     grow: bool = True
     kind: ClassVar[str] = "fixed-place"
     stats: ClassVar[tuple[str, ...]] = ("held_since",)  # of an entry that stays: the prompt's length, else 0
+    particular: ClassVar[bool] = True
     placed: ClassVar[bool] = True
 
     def __post_init__(self):
