@@ -8,6 +8,7 @@ Policies that the run leaves out (`--policies tiered-laq`) keep the rows that th
 """
 
 import argparse
+import datetime
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,9 @@ def measured(records: Sequence[Record]) -> list[dict[str, Any]]:
         name, answers = row["policy"], asked[row["policy"]]
         kinds = {kind: summary.wilson(scores_of(answers, haystack=kind)) for kind in ("noise", "prose")}
         found: dict[str, Any] = {
-            "policy": name, "fidelity": row["fidelity"], "bounded": row["bounded"], "budget": row["budget"],
-            "answers": row["score"].count, "right": ends(row["score"]),
-            "tasks": {task: ends(mean) for task, mean in row["tasks"].items()},
+            "policy": name, "date": str(datetime.date.today()), "fidelity": row["fidelity"],
+            "bounded": row["bounded"], "budget": row["budget"], "answers": row["score"].count,
+            "right": ends(row["score"]), "tasks": {task: ends(mean) for task, mean in row["tasks"].items()},
             **{kind: ends(mean) for kind, mean in kinds.items()},
         }  # fmt: skip
         if name in texts:

@@ -30,7 +30,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 OLD_NAMES = {"dapq": "spans", "dapq-longflow": "spans-longflow"}  # name in the files of costs -> today's
 SETTING = (
     "SmolLM2-135M, 48 questions about a needle in 512 tokens and 8 texts of prose, 128 tokens kept; "
-    "`jaxkv eval catalogue`, two cores of an AMD EPYC, jax 0.12.0.1, 2026-11-23"
+    "`jaxkv eval catalogue`, two cores of an AMD EPYC, jax 0.12.0.1"
 )
 COST_SETTING = (
     "the first six layers of SmolLM2-135M, budget 256 after 2048 tokens; `python -m benchmarks.family_cost "
@@ -168,12 +168,14 @@ def measured(name: str) -> str:
         right, (kl, *_) = "{:.0f} %** ({:.0f} to {:.0f})".format(*(100 * x for x in found["right"])), found["kl"]
         lines.append(
             f"- **{right} of the answers right, KL divergence from the full cache **{kl:.3f}**, the same likeliest "
-            f"token in **{100 * found['top1']:.0f} %** of the places ({SETTING}; in brackets the 95 % interval)."
+            f"token in **{100 * found['top1']:.0f} %** of the places ({SETTING}, {found['date']}; in brackets the 95 % "
+            "interval)."
         )
     if cost:
         said = [f"prefill takes **{cost['prefill']:.2f}** of plain prefill"] if "prefill" in cost else []
         said += [f"a decode step **{cost['step']:.2f}** of LongFlow's"] if "step" in cost else []
-        lines.append(f"- {' and '.join(said).capitalize()} ({COST_SETTING}; a tenth is noise).")
+        words = " and ".join(said)
+        lines.append(f"- {words[0].upper()}{words[1:]} ({COST_SETTING}; a tenth is noise).")
     if not lines:
         return "Not measured yet."
     return "\n".join(lines)
@@ -244,7 +246,7 @@ def index(found: dict[str, Policy]) -> str:
             'what the prompt left (`adds`; `decode="h2o"` bounds such a policy). *Checked '
             "against*: `released code` is a golden from the authors' own program, `kvpress` one from kvpress 0.5.5, "
             "`independent form` the rule written a second time. *Right*, *KL*: per cent of right answers and the "
-            f"divergence from the full cache ({SETTING}).",
+            f"divergence from the full cache ({SETTING}; each page has its date).",
             "\n".join(
                 [
                     "| policy | method | decode | fidelity | checked against | right | KL |",

@@ -256,7 +256,12 @@ def test_what_no_task_reads_is_refused():
     assert (made.lengths, made.limit, read.lengths, read.limit) == ((64,), None, settings.Tasks(file="x").lengths, 3)
     with pytest.raises(BadValue, match="limit=3: none of the run's tasks reads it"):
         settings.changed(run, {}, ["passkey"], {"limit": 3})
-    for task, field in (("longbench/lcc", "examples"), ("gsm8k", "examples"), ("ruler/vt", "limit")):
+    for task, field in (
+        ("longbench/lcc", "examples"),
+        ("gsm8k", "examples"),
+        ("ruler/vt", "limit"),
+        ("passkey", "questions"),
+    ):
         with pytest.raises(BadValue, match=f"{field}=5 of the task {task!r}, which would not read it"):
             settings.Tasks(name=task, **{field: 5})
     with pytest.raises(BadValue, match="expected \\('prose',\\)"):

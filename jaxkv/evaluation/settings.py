@@ -80,7 +80,9 @@ class Tasks(Checked):
             return ("lengths", "haystacks", "examples", "max_new_tokens", "chat")
         if self.name in NAMES:
             return ("max_new_tokens", "limit", "longest", "chat")
-        return ("lengths", "depths", "haystacks", "examples", "questions", "max_new_tokens")
+        made = TASKS[self.name]
+        asks = {"depths": made.depth, "haystacks": made.haystack, "questions": made.questions}
+        return ("lengths", *(name for name, reads in asks.items() if reads), "examples", "max_new_tokens")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -175,7 +175,10 @@ def load_parts(source: str | os.PathLike) -> ModuleType:
         raise
     except ModuleNotFoundError as error:
         if error.name is not None and f"{source}.".startswith(f"{error.name}."):
-            raise BadValue(f"parts {str(source)!r}: expected a .py file, or a module that is installed") from None
+            raise BadValue(
+                f"parts {str(source)!r}: expected a .py file, or a module that is installed (on the command line a "
+                "name that is none of these stands in front of --parts)"
+            ) from None
         raise BadValue(_told(source, error)) from error
     except Exception as error:
         raise BadValue(_told(source, error)) from error
