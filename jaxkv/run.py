@@ -347,6 +347,13 @@ def emit(
     return state, jnp.where(running, token, EMPTY)
 
 
+def decode_facts(model: Any, policy: Policy, layer: int, learned: Learned = NOTHING) -> Facts:
+    """What the policy's decode phase is told of a layer of the model."""
+    needs_out = policy.decode is not None and OUTPUT in policy.decode.needs
+    out = model.output_matrix(layer) if needs_out else None
+    return Facts(layer, out, _of_layer(learned, layer), model.config.num_layers)
+
+
 def decode_logits(
     weights,
     cache: KVCache,
@@ -361,12 +368,11 @@ def decode_logits(
     position, learned = jnp.where(running, cache.lengths, EMPTY), policy.allocate.prepared(learned)
     attend = functools.partial(decode_layer, policy, position, layout, implementation)
     model = model_of(config, weights)
-    needs_out = policy.decode is not None and OUTPUT in policy.decode.needs
     given = tuple(
         LayerIn(
             store,
             cache.limits[i],
-            Facts(i, model.output_matrix(i) if needs_out else None, _of_layer(learned, i), config.num_layers),
+            decode_facts(model, policy, i, learned),
             Ask(everything=policy.read.everything(i), shares=shares(policy, config, i)),
         )
         for i, store in enumerate(cache.views)

@@ -128,6 +128,21 @@ def test_greedy_equals_plain_decoding(tiny, name):
     assert told.departed == 0
 
 
+def test_drafts_enter_with_what_a_decode_score_reads_of_the_model(tiny):
+    """Its output matrix, in the tree and in the drafter's steps; these are the model's own, so that all is right."""
+    decode = {
+        "observe": {"kind": "current-query"},
+        "score": {"kind": "scaled", "by": "output-share", "of": {"kind": "accumulated-attention"}},
+        "select": {"recent": 4},
+    }
+    chosen = jaxkv.policy("vatp", budget=24, sinks=2, decode=decode)
+    method = SelfDraft(chosen, depth=3, fallback=False)
+    plain, fast = both(tiny(FAMILY), BATCH[:1], chosen, method, 25)
+    assert fast.tokens.tolist() == plain.tokens.tolist()
+    assert_same_cache(plain.cache, fast.cache)
+    assert fast.stats.speculation.acceptance_length == 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*SHOWN, "h2o", "tova", "knorm"])
 @pytest.mark.parametrize("family", ["gemma3_text", "mistral", "qwen3"])

@@ -5,6 +5,7 @@ tokens evicted. The cache itself is only read; `commit` writes the accepted node
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -145,7 +146,10 @@ def tree_layer(
 ) -> tuple[Float[Array, "B N Hq D"], Branches]:
     """Attend from every node over the cache as its ancestors leave it; what each node would write."""
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))  # [B, H, N, D]
-    entered = policy.enter(key, value, positions=tree.positions, prompt=False)
+    entered = policy.enter(
+        key, value, positions=tree.positions, rotate=functools.partial(rotate, rope=spec.rope), prompt=False,
+        out=state.facts.out,
+    )  # fmt: skip
     if policy.rope == "text":
         query, key = (rotate(x, tree.positions[:, None], spec.rope) for x in (query, key))
     keys, values = (Nodes.of(state.cache, name, x, tree) for name, x in (("keys", key), ("values", value)))

@@ -15,7 +15,7 @@ from jaxkv.models import ModelConfig
 from jaxkv.plan import shares
 from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.policy import Policy
-from jaxkv.run import DecodeState, model_of
+from jaxkv.run import DecodeState, decode_facts, model_of
 from jaxkv.sampling import Sampler
 from jaxkv.sharding.layout import ONE_DEVICE
 from jaxkv.speculative.attend import check
@@ -112,7 +112,12 @@ class ModelDrafter:
                 return decode_layer(self.policy, position, ONE_DEVICE, None, spec, query, key, value, layer)
 
             states = [
-                LayerIn(layer, drafts.limits[i], ask=Ask(shares=shares(self.policy, self.config, i)))
+                LayerIn(
+                    layer,
+                    drafts.limits[i],
+                    decode_facts(model, self.policy, i),
+                    Ask(shares=shares(self.policy, self.config, i)),
+                )
                 for i, layer in enumerate(layers)
             ]
             hidden, states = model(jnp.maximum(token, 0)[:, None], states, attend)

@@ -14,7 +14,7 @@ from jaxkv.attend import LayerIn
 from jaxkv.models import ModelConfig
 from jaxkv.policies.policy import Policy
 from jaxkv.programs import held
-from jaxkv.run import DecodeState, decode_logits, emit, model_of
+from jaxkv.run import DecodeState, decode_facts, decode_logits, emit, model_of
 from jaxkv.sampling import RowSampler, Sampler
 from jaxkv.sharding.layout import ONE_DEVICE
 from jaxkv.speculative import gate as gates
@@ -185,8 +185,8 @@ def _tree_round(
     left = steady(policy, cache.lengths, state.left)
     tree = pruned(shape, tree, jnp.where(active, left, 0))
     spot = placed(shape, tree, jnp.where(active, cache.lengths, EMPTY))
-    states = [LayerIn(layer, cache.limits[i]) for i, layer in enumerate(cache.layers)]
     model = model_of(config, weights)
+    states = [LayerIn(layer, cache.limits[i], decode_facts(model, policy, i)) for i, layer in enumerate(cache.layers)]
     attend: Any = functools.partial(tree_layer, policy, spot, implementation)  # a layer's state to its branches
     hidden, grown = model(jnp.maximum(tree.tokens, 0), states, attend)
     branches: Any = grown
