@@ -110,6 +110,29 @@ def test_a_template_may_leave_out_what_was_thought():
         assert Thoughtful().decode(new) == f"<u>{question}<a>"
 
 
+class Ending(Letters):
+    """Ends each answer with "$" behind a space, as Llama 2's template, and takes none from what was said."""
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        said = [
+            f"<a>{m['content'].strip()} $" if m["role"] == "assistant" else f"<{m['role']}>{m['content']}"
+            for m in messages
+        ]
+        return "".join(said) + "<a>" * add_generation_prompt
+
+
+def test_a_history_ends_where_an_answer_would():
+    """So that the next turn writes what ends it, and nobody said nothing in between."""
+    tokenizer = Ending()
+    history = [{"role": "u", "content": "hi"}, {"role": "assistant", "content": " yes "}]
+    conversation = [*history, {"role": "u", "content": "no"}]
+    (first,), _ = rows_of(history, tokenizer, 128)
+    (more,), _ = rows_of(conversation, tokenizer, 128, np.array([-1]))
+    (whole,), _ = rows_of(conversation, tokenizer, 128)
+    assert tokenizer.decode(first) == "<u>hi<a>yes"
+    assert tokenizer.decode(np.append(first, more)) == tokenizer.decode(whole) == "<u>hi<a>yes $<u>no<a>"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "name", "options"),
