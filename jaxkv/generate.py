@@ -17,7 +17,7 @@ from jaxkv.checks import check_arguments
 from jaxkv.decoding import CHUNK, Decoding
 from jaxkv.errors import BadValue
 from jaxkv.generation import Generation
-from jaxkv.plan import SIZES, PromptBlocks, lacking, plan, scored
+from jaxkv.plan import SIZES, PromptBlocks, check_room, lacking, plan, rows_filled, scored
 from jaxkv.policies.allocator import UNLIMITED
 from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.catalogue import policy as by_name
@@ -383,11 +383,8 @@ def first_pass(policy: Policy, goes_on: bool = False) -> Policy:
 
 def with_room(policy: Policy, config: Any, cache: KVCache, room: int) -> KVCache:
     """A copy of the cache to decode on (decoding donates its state), with slots for new tokens where it lacks them."""
-    if policy.rope == "text" and int(np.asarray(cache.lengths).max()) + room > config.max_position:
-        raise BadValue(
-            f"{int(np.asarray(cache.lengths).max())} tokens seen and {room} new ones exceed the model's context of "
-            f"{config.max_position}: generate fewer"
-        )
+    seen = on_host(cache.lengths)
+    check_room(policy, config, seen, rows_filled(cache), np.zeros_like(seen), room, None)
     layers, more = cache.layers, lacking(policy, cache, room)
     if any(more):
         windows = tuple(spec.window for spec in config.specs)

@@ -82,11 +82,12 @@ def plan(
     room need; where nothing is evicted while decoding, those for new tokens are rounded up, and so is a prompt that
     fits. Blocks are counted from the end of the prompt, so a row is cut at the same places whatever stands beside it;
     the first is padded to one of `sizes` sizes per doubling.
-    Raises `BadValue` for a text longer than the model's context under a policy that keeps text positions.
+    Raises `BadValue` for more places than the model's context has: in the text, or in the cache where they count.
     """
     seen = np.zeros_like(new) if cache is None else np.asarray(cache.lengths)
     held = np.zeros(config.num_layers, np.int64) if cache is None else slots_filled(cache)
-    return planned(policy, config, seen, held, new, room, parts=parts, learned=learned, sizes=sizes)
+    rows = None if cache is None else rows_filled(cache)
+    return planned(policy, config, seen, held, new, room, rows=rows, parts=parts, learned=learned, sizes=sizes)
 
 
 def block_of(policy: Policy, context: int, limit: int) -> int:
@@ -109,21 +110,18 @@ def planned(
     new: np.ndarray,
     room: int,
     *,
+    rows: np.ndarray | None = None,
     parts: int = 1,
     learned: Learned = NOTHING,
     sizes: int = SIZES,
 ) -> tuple[Plan, PromptBlocks, np.ndarray]:
-    """`plan` on a cache that has seen so many tokens `[B]` and fills so many slots per KV head of each layer `[L]`."""
+    """`plan` on a cache that has seen so many tokens `[B]` and fills so many slots per KV head of each layer `[L]`,
+    and of each of its `rows [L, B]` (None: all alike)."""
     total = seen + new
     longest = int(total.max())
-    if policy.bound_to_text and longest + room > config.max_position:
-        raise BadValue(
-            f"{longest} prompt tokens and {room} new ones exceed the model's context of {config.max_position}: "
-            "shorten them, or use a policy with positions in the cache, such as policy('streaming-llm', budget=...)"
-        )
-    most = UNLIMITED if not policy.evicts else max(CEILING, 2 * config.max_position)
-    each = [policy.budgets(int(tokens), config.num_layers, learned) for tokens in total]
-    limits = np.array([[min(limit, most) for limit in row] for row in each], np.int32).T
+    limits = limits_of(policy, config, total, learned)
+    rows = held[:, None] if rows is None else rows
+    check_room(policy, config, seen, rows, new, room, limits)
     block = block_of(policy, config.max_position, int(limits.max()))
     if block < 1:
         given = limits.max() if policy.budget is None else policy.budget
@@ -149,6 +147,8 @@ def planned(
 
     more = max(0, -(-int(new.max()) // block) - 1)
     first = int(new.max()) - more * block
+    if policy.rope == "cache" and policy.decode is None:  # what was decoded is there beside the first block
+        check_room(policy, config, seen, rows, np.full_like(new, first), 0, None)
     reach, sharing = 0, [layer for layer in range(config.num_layers) if shares(policy, config, layer)]
     if sharing:
         most_slots = max(slots[layer] for layer in sharing)
@@ -157,6 +157,54 @@ def planned(
         reach = policy.allocate.reach(most_slots, limit, len(sharing), tokens)
     blocks = PromptBlocks(min(rounded(first, sizes), block), more, block)
     return Plan(tuple(slots), bool(scored(policy, total, limits).any()), in_pieces(reach)), blocks, limits
+
+
+def limits_of(policy: Policy, config: ModelConfig, total: np.ndarray, learned: Learned = NOTHING) -> np.ndarray:
+    """The budget of every layer and row for texts of `total [B]` tokens, int32 [L, B]."""
+    most = UNLIMITED if not policy.evicts else max(CEILING, 2 * config.max_position)
+    each = [policy.budgets(int(tokens), config.num_layers, learned) for tokens in total]
+    return np.array([[min(limit, most) for limit in row] for row in each], np.int32).T
+
+
+def places_taken(
+    policy: Policy, config: ModelConfig, seen: np.ndarray, held: np.ndarray, new: np.ndarray, limits: np.ndarray | None
+) -> np.ndarray:
+    """The places of the model's context that rows have taken after `new [B]` prompt tokens, on a cache that has `seen
+    [B]` tokens and holds so many `[L, B]`: those in the text, or where places are the cache's, what is held under the
+    limits (None: before any cut). 0 where decoding takes no more of them, for it evicts.
+    """
+    if policy.rope == "text":
+        return seen + new
+    full = [layer for layer, spec in enumerate(config.specs) if spec.window is None]
+    if policy.decode is not None or not full:  # what falls out of a window leaves its place
+        return np.zeros_like(seen)
+    after = held[full] + new
+    return (after if limits is None else np.minimum(limits[full], after)).max(axis=0)
+
+
+def check_room(
+    policy: Policy,
+    config: ModelConfig,
+    seen: np.ndarray,
+    held: np.ndarray,
+    new: np.ndarray,
+    room: int,
+    limits: np.ndarray | None,
+) -> None:
+    """Raises `BadValue` where `room` tokens more go beyond the model's context, by `places_taken`."""
+    taken = int(places_taken(policy, config, seen, held, new, limits).max())
+    if taken == 0 or taken + room <= config.max_position:
+        return
+    if policy.rope == "text":
+        raise BadValue(
+            f"{taken} tokens of text and {room} new ones exceed the model's context of {config.max_position}: "
+            "shorten them, or use a policy with positions in the cache, such as policy('streaming-llm', budget=...)"
+        )
+    raise BadValue(
+        f"{taken} tokens in the cache and {room} new ones exceed the model's context of {config.max_position}, for "
+        f"policy {policy.name!r} evicts nothing while decoding: shorten them, or use one that does, such as "
+        "policy('streaming-llm', budget=...)"
+    )
 
 
 def whole(policy: Policy, limit: int) -> int:
@@ -187,6 +235,11 @@ def lacking(policy: Policy, cache: KVCache, room: int) -> tuple[int, ...]:
         return min(room, max(most - layer.needed(held), 0)) if short else 0
 
     return tuple(map(of, cache.layers, on_host(cache.held()), limits))
+
+
+def rows_filled(cache: KVCache) -> np.ndarray:
+    """The most entries that a KV head holds in each layer and row, int [L, B]."""
+    return np.array([of.max(axis=-1) for of in on_host(cache.held())], int)
 
 
 def slots_filled(cache: KVCache) -> np.ndarray:

@@ -655,6 +655,26 @@ def test_what_looks_ahead_ends_with_the_context(lettered):
     assert int(jaxkv.prefill(params, ids(64), policy=policy).lengths[0]) == 64
 
 
+def test_places_in_the_cache_end_with_the_context(lettered):
+    """Where nothing leaves while decoding, they count, and not the text's length: with a prompt and without one."""
+    params = dataclasses.replace(lettered, config=dataclasses.replace(lettered.config, max_position=64))
+    policy = jaxkv.policy("streaming-llm", budget=32)
+    cache = jaxkv.generate(params, ids(100), policy=policy, max_new_tokens=1, stop_tokens=()).cache
+    full = jaxkv.policy("full")
+    for prompt, room in ((None, 33), (ids(3), 29)):
+        with pytest.raises(BadValue, match=f"tokens in the cache and {room} new ones exceed the model's context of 64"):
+            jaxkv.generate(params, prompt, cache=cache, policy=full, max_new_tokens=room)
+    out = jaxkv.generate(params, cache=cache, policy=full, max_new_tokens=32, stop_tokens=())
+    assert out.lengths.tolist() == [32] and int(out.cache.held().max()) == 64
+    nothing, count = np.zeros(params.config.num_layers, int), np.array([40])
+    finch = jaxkv.policy("finch", budget=32, **SMALL["finch"])
+    planned(finch, params.config, np.zeros(1, int), nothing, count, 32)
+    with pytest.raises(BadValue, match="32 tokens in the cache and 33 new ones"):
+        planned(finch, params.config, np.zeros(1, int), nothing, count, 33)
+    with pytest.raises(BadValue, match="70 tokens in the cache and 0 new ones"):
+        planned(finch, params.config, np.zeros(1, int), nothing + 60, np.array([10]), 0)
+
+
 @pytest.mark.parametrize("name", ["tova", "r-kv"])
 def test_a_restored_cache_needs_no_new_programs(lettered, tmp_path, name):
     policy = jaxkv.policy(name, budget=12, **SMALL.get(name, {}))
