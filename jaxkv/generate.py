@@ -17,7 +17,7 @@ from jaxkv.checks import check_arguments
 from jaxkv.decoding import CHUNK, Decoding
 from jaxkv.errors import BadValue
 from jaxkv.generation import Generation
-from jaxkv.plan import SIZES, PromptBlocks, check_room, lacking, plan, rows_filled, scored
+from jaxkv.plan import SIZES, PromptBlocks, check_room, lacking, limits_of, places_taken, plan, rows_filled, scored
 from jaxkv.policies.allocator import UNLIMITED
 from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.catalogue import policy as by_name
@@ -32,7 +32,7 @@ from jaxkv.speculative.attend import check_expected
 from jaxkv.speculative.method import Start
 from jaxkv.speculative.session import Session, Speculative
 from jaxkv.store import EMPTY, KVCache
-from jaxkv.store.cache import branched, grown, repeated
+from jaxkv.store.cache import branched, grown, repeated, rows_at
 from jaxkv.store.line import narrowed
 from jaxkv.weights.params import Params
 
@@ -326,19 +326,23 @@ def _pseudo_tokens(
     """The tokens that look from behind the prompt, as `behind` gives them (N = 0 for observers that are in it)."""
     if not observe.drafts:
         return behind(params, rows, observe, blocks)
-    draft, lengths = first_pass(policy, goes_on=cache is not None), np.array([len(row) for row in rows])
+    config, draft, new = params.config, first_pass(policy, goes_on=cache is not None), np.array([*map(len, rows)])
+    seen, held = np.zeros_like(new), np.zeros((config.num_layers, 1), int)
     if cache is not None:  # its token to run next already stands in front of the rows
-        lengths = lengths + np.asarray(cache.lengths)
+        seen, held = on_host(cache.lengths), rows_filled(cache)
         cache = dataclasses.replace(cache, pending=jnp.full_like(cache.pending, -1))
-    count = observe.extra
-    if draft.bound_to_text:  # fewer where the context ends before
-        count = min(count, params.config.max_position - int(lengths.max()))
+    limits = limits_of(draft, config, seen + new, params.learned_for(draft.learns, draft.name))
+    left = config.max_position - places_taken(draft, config, seen, held, new, limits)
+    counts = np.clip(left, 0, observe.extra)  # fewer where the context of a row ends before
     drafted = np.full((len(rows), observe.extra), EMPTY, np.int32)
-    if count > 0:
-        drafted[:, :count] = generate(
-            params, rows, policy=draft, max_new_tokens=count, cache=cache, stop_tokens=(),
+    for count in sorted({*counts.tolist()} - {0}):
+        of = counts == count
+        at = np.where(of, np.arange(len(rows)), np.argmax(of))  # in place of other rows stands one of these
+        drafted[of, :count] = generate(
+            params, [rows[row] for row in at], policy=draft, max_new_tokens=count, stop_tokens=(),
+            cache=cache if cache is None or of.all() else rows_at(cache, at),
             implementation=execution.implementation, scan_layers=execution.scan_layers, sizes=execution.sizes,
-        ).tokens  # fmt: skip
+        ).tokens[of]  # fmt: skip
     return drafted
 
 

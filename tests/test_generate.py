@@ -1,6 +1,7 @@
 """generate, stream, prefill, save and restore: what they give, and what they refuse."""
 
 import dataclasses
+import functools
 import io
 import json
 import subprocess
@@ -24,8 +25,9 @@ from jaxkv.chat import next_turn
 from jaxkv.errors import BadCheckpoint, BadValue, JaxkvError, MissingModel, UnknownName
 from jaxkv.evaluation.forced import follow
 from jaxkv.lowering import lower
-from jaxkv.plan import planned
+from jaxkv.plan import PromptBlocks, planned
 from jaxkv.prompts import rows_of
+from jaxkv.request import Execution
 from jaxkv.sampling import Sampler, draws_of
 from jaxkv.speculative import PromptLookup
 from jaxkv.store.cache import one_row
@@ -673,6 +675,29 @@ def test_places_in_the_cache_end_with_the_context(lettered):
         planned(finch, params.config, np.zeros(1, int), nothing, count, 33)
     with pytest.raises(BadValue, match="70 tokens in the cache and 0 new ones"):
         planned(finch, params.config, np.zeros(1, int), nothing + 60, np.array([10]), 0)
+
+
+def test_what_looks_ahead_near_the_end_depends_on_no_neighbour(lettered, monkeypatch):
+    """Each row drafts what its own context leaves."""
+    module, calls = sys.modules["jaxkv.generate"], []
+
+    def told(params, rows, *, max_new_tokens, **_):
+        calls.append(len(rows))
+        return types.SimpleNamespace(tokens=np.array([row[:max_new_tokens] for row in rows]))
+
+    monkeypatch.setattr(module, "generate", told)
+    params = dataclasses.replace(lettered, config=dataclasses.replace(lettered.config, max_position=64))
+    policy = jaxkv.policy("laq-h2o", budget=16, **SMALL["laq-h2o"])
+    drafts = functools.partial(
+        module._pseudo_tokens, params, policy=policy, observe=policy.prefill.observe, cache=None,
+        execution=Execution(), blocks=PromptBlocks(1, 0, 1),
+    )  # fmt: skip
+    rows = [ids(62, 1), ids(20, 2), ids(64, 3), ids(30, 4)]
+    together = drafts(rows)
+    assert calls == [4, 4] and np.array_equal(together, np.concatenate([drafts([row]) for row in rows]))
+    assert (together >= 0).sum(axis=1).tolist() == [2, 4, 0, 4]
+    calls.clear()
+    assert drafts(rows[1::2]).shape == (2, 4) and calls == [2]
 
 
 @pytest.mark.parametrize("name", ["tova", "r-kv"])

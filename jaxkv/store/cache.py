@@ -83,7 +83,11 @@ class KVCache:
 
 def one_row(cache: KVCache, index: int) -> KVCache:
     """A row of the cache as a cache of its own."""
-    row = slice(index, index + 1)
+    return rows_at(cache, slice(index, index + 1))
+
+
+def rows_at(cache: KVCache, row: slice | np.ndarray) -> KVCache:
+    """A cache of these rows, by number; some may come again."""
     return dataclasses.replace(
         cache,
         layers=jax.tree.map(lambda leaf: leaf[row], cache.layers),
