@@ -27,9 +27,11 @@ def next_turn(tokenizer: Any, messages: list[Any], pending: int | None) -> np.nd
         text = _behind_last(tokenizer, messages, asks=True)
         if text is None:
             raise BadValue("the chat template writes no answers of earlier turns: give the whole conversation anew")
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written its own
-    if pending is not None and ids and ids[0] == pending:
-        ids = ids[1:]
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])  # the template has written its own
+    if pending in ids:
+        at = ids.index(pending)
+        if not tokenizer.decode(ids[:at]).strip():  # some templates write a space before the end of turn
+            ids = ids[at + 1 :]
     return np.asarray(ids, np.int32)
 
 

@@ -135,6 +135,12 @@ def test_a_history_ends_where_an_answer_would():
     assert tokenizer.decode(np.append(first, more)) == tokenizer.decode(whole) == "<u>hi<a>yes $<u>no<a>"
 
 
+def test_an_end_of_turn_behind_a_space_is_written_once():
+    conversation = [{"role": each, "content": each} for each in ("u", "assistant", "u")]
+    for pending, expected in ((ord("$") - 32, "<u>u<a>"), (ord("x") - 32, " $<u>u<a>"), (ord("<") - 32, " $<u>u<a>")):
+        assert Ending().decode(next_turn(Ending(), conversation, pending)) == expected
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "name", "options"),
