@@ -13,7 +13,7 @@ from jaxkv.plan import SIZES
 from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.policy import Policy
 from jaxkv.sampling import Sampler
-from jaxkv.sizes import fitted
+from jaxkv.sizes import on_model
 from jaxkv.speculative.draft_model import DraftModel, SelfDraft
 from jaxkv.speculative.session import Speculative
 from jaxkv.stop_strings import decoded
@@ -145,15 +145,6 @@ def sequence_of(name: str, values: Any, kind: type, expected: str) -> tuple:
     if not many or not all(fits(each, kind) for each in found):
         raise BadValue(f"{name}={shown(values)}: expected {expected}")
     return tuple(map(kind, found))
-
-
-def on_model(params: Params, policy: Policy) -> Policy:
-    """The policy with the budget that its bytes allow on this model; as it is, where it has none. Raises `BadValue`
-    where they are too few."""
-    if policy.bytes is None:
-        return policy
-    learned = params.learned_for(policy.learns, policy.name)
-    return fitted(policy, params.config, params.dtype, learned, params.layout.parts)
 
 
 def checked_policy(params: Params, policy: Policy | None, cache: KVCache | None) -> Policy:

@@ -14,6 +14,7 @@ from jaxkv.policies.policy import NOTHING, Learned, Policy
 from jaxkv.run import empty_layer
 from jaxkv.store.entries import PIECE, in_pieces
 from jaxkv.store.together import begun
+from jaxkv.weights.params import Params
 
 BORDER = 4  # bytes of where a segment of a pool ends, int32
 LEAST = 4096  # a part whose smallest budget is larger than that, and twice what is protected, is wrong
@@ -132,3 +133,12 @@ def fitted(policy: Policy, config: ModelConfig, dtype: Any, learned: Learned = N
         guess = min(max(guess, low + 1), high - 1)
         low, high = (guess, high) if taken(guess) <= policy.bytes else (low, guess)
     return dataclasses.replace(free, budget=low)
+
+
+def on_model(params: Params, policy: Policy) -> Policy:
+    """The policy with the budget that its bytes allow on this model; as it is, where it has none. Raises `BadValue`
+    where they are too few."""
+    if policy.bytes is None:
+        return policy
+    learned = params.learned_for(policy.learns, policy.name)
+    return fitted(policy, params.config, params.dtype, learned, params.layout.parts)

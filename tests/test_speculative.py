@@ -892,6 +892,21 @@ def test_the_command_line_speculates(monkeypatch, capsys, tiny):
     assert "--speculative" in capsys.readouterr().err
 
 
+def test_a_drafts_policy_may_say_its_bytes(tiny):
+    """They are a budget on the model that drafts."""
+    params, policies = tiny(FAMILY), []
+    bounded = jaxkv.policy("streaming-llm", bytes=30_000)
+
+    def prefilled(params, chosen):
+        policies.append(chosen)
+        return types.SimpleNamespace(layers=(), limits=jnp.zeros((1, 1), jnp.int32))
+
+    for method in (SelfDraft(bounded), DraftModel(params, bounded)):
+        method.begin(Start(params, [ids(3)], 1, jnp.array([4]), None, 8, prefilled))
+        policies.append(method.drafter(params).policy)
+    assert len(policies) == 4 and len(set(policies)) == 1 and policies[0].budget > 0 and policies[0].bytes is None
+
+
 def test_codes_of_several_tokens_need_a_model_that_forgets_none(tiny):
     with pytest.raises(BadValue, match="sliding windows"):
         jaxkv.generate(tiny("gemma3_text"), ids(9), policy=policy("full+by-channel"), speculative=AASD())

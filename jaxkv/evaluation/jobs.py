@@ -14,7 +14,7 @@ from jaxkv.evaluation.example import Example
 from jaxkv.evaluation.results import Record
 from jaxkv.evaluation.settings import SIZES, Cell, Settings
 from jaxkv.policies.policy import Policy
-from jaxkv.request import on_model
+from jaxkv.sizes import on_model
 from jaxkv.weights.params import Params
 
 HELD = 8192  # tokens of prompts whose caches wait for each other

@@ -18,6 +18,7 @@ from jaxkv.policies.policy import Policy
 from jaxkv.run import DecodeState, decode_facts, model_of
 from jaxkv.sampling import Sampler
 from jaxkv.sharding.layout import ONE_DEVICE
+from jaxkv.sizes import on_model
 from jaxkv.speculative.attend import check
 from jaxkv.speculative.method import Start
 from jaxkv.speculative.tree import Shape, chain
@@ -191,7 +192,7 @@ class DraftModel(Checked):
         mine, theirs = self.params.config.vocab_size, params.config.vocab_size
         if mine != theirs:
             raise BadValue(f"a draft model of {mine} tokens for a model of {theirs}: expected the same vocabulary")
-        return ModelDrafter(self.depth, self.params.config, self.policy)
+        return ModelDrafter(self.depth, self.params.config, on_model(self.params, self.policy))
 
     def begin(self, start: Start) -> tuple[Drafts, Any]:
         """The draft model's cache after the text, and its weights."""
@@ -219,7 +220,7 @@ class SelfDraft(Checked):
 
     def drafter(self, params: Params) -> ModelDrafter:
         """The compiled side, drafting for `params`."""
-        return ModelDrafter(self.depth, params.config, self.policy)
+        return ModelDrafter(self.depth, params.config, on_model(params, self.policy))
 
     def begin(self, start: Start) -> tuple[Drafts, Any]:
         """The smaller cache after the text, and the weights."""
@@ -227,5 +228,5 @@ class SelfDraft(Checked):
 
 
 def _begun(start: Start, params: Params, policy: Policy) -> tuple[Drafts, Any]:
-    cache = start.prefill(params, policy)
+    cache = start.prefill(params, on_model(params, policy))
     return Drafts(cache.layers, cache.limits, jnp.bool_(True)), params.weights
