@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxkv.checks import check_arguments
 
@@ -217,4 +217,16 @@ def draws_of(texts: Sequence[bytes], samples: int, before: np.ndarray | None = N
 
 def row_keys(seed: int, draws: Int[np.ndarray, "N"]) -> Key[Array, "N"]:
     """A key for each row, from the seed and the number that it draws by."""
-    return jax.vmap(lambda number: jax.random.fold_in(jax.random.key(seed), number))(jnp.asarray(draws))
+    key = key_of(jnp.asarray(halves(seed)))
+    return jax.vmap(lambda number: jax.random.fold_in(key, number))(jnp.asarray(draws))
+
+
+def halves(seed: int) -> UInt32[np.ndarray, "2"]:
+    """The low and the high half of the seed's 64 bits, for programs know no whole ones."""
+    return np.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], np.uint32)
+
+
+def key_of(seed: UInt32[Array, "2"]) -> Key[Array, ""]:
+    """The key of a seed's halves; that of the low one alone where the high one is 0."""
+    low = jax.random.key(seed[0])
+    return jnp.where(seed[1] == 0, low, jax.random.fold_in(low, seed[1]))

@@ -28,7 +28,7 @@ from jaxkv.lowering import lower
 from jaxkv.plan import PromptBlocks, planned
 from jaxkv.prompts import rows_of
 from jaxkv.request import Execution
-from jaxkv.sampling import Sampler, draws_of
+from jaxkv.sampling import Sampler, draws_of, row_keys
 from jaxkv.speculative import PromptLookup
 from jaxkv.store.cache import one_row
 
@@ -460,6 +460,14 @@ def test_filters_keep_the_right_tokens_in_the_right_shares(options, allowed):
     shares = np.bincount(tokens, minlength=4) / draws
     expected = np.where(np.isin(np.arange(4), list(allowed)), chances, 0)
     np.testing.assert_allclose(shares, expected / expected.sum(), atol=0.03)
+
+
+def test_all_bits_of_a_seed_count():
+    keys = {seed: jax.random.key_data(row_keys(seed, np.arange(2))).tolist() for seed in (0, 1, 2**32, 2**32 + 1, -1)}
+    assert len({str(key) for key in keys.values()}) == len(keys)
+    for seed in (5, 2**32 - 1):  # as they were before
+        one = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(np.arange(2))
+        assert jax.random.key_data(row_keys(seed, np.arange(2))).tolist() == jax.random.key_data(one).tolist()
 
 
 def test_repetition_penalty():

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 from jaxkv import run
 from jaxkv.policies.policy import Learned, Policy
 from jaxkv.run import Layers, of_block
+from jaxkv.sampling import halves
 from jaxkv.serving import rows as device
 from jaxkv.serving.asked import Asked, Prefix, Shapes, pseudo_width
 from jaxkv.serving.drafts import Drafts
@@ -309,7 +310,7 @@ class Programs:
         cache = KVCache((), *row, policy=static.policy, model=static.params.fingerprint)
         given = (
             np.array([asked.left], np.int32), self._unseen if asked.seen is None else asked.seen,
-            np.int64(asked.seed), np.int32(number), asked.sampler, asked.stop, np.array([asked.told]),
+            halves(asked.seed), np.int32(number), asked.sampler, asked.stop, np.array([asked.told]),
         )  # fmt: skip
         return passed.logits, cache, *jax.tree.map(self._put, given), passed.drafts
 

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxkv.models import ModelConfig
 from jaxkv.policies.policy import NOTHING, Learned, Policy
 from jaxkv.run import DecodeState, Expected, Layers, decode_logits, emit
-from jaxkv.sampling import RowSampler
+from jaxkv.sampling import RowSampler, key_of
 from jaxkv.serving.drafts import Drafts
 from jaxkv.sharding.layout import ONE_DEVICE, Layout
 from jaxkv.speculative.gate import Gate
@@ -79,7 +79,7 @@ def begin(
     cache: KVCache,
     left: Int[Array, "1"],
     seen: Bool[Array, "1 V"],
-    seed: Int[Array, ""],
+    seed: UInt32[Array, "2"],
     number: Int[Array, ""],
     sampler: RowSampler,
     stop: Int[Array, "1 S"],
@@ -95,7 +95,7 @@ def begin(
 
     `number` tells samples of one prompt apart, as `draws_of` does.
     """
-    keys = jax.random.fold_in(jax.random.key(seed), number)[None]
+    keys = jax.random.fold_in(key_of(seed), number)[None]
     state, token = emit(sampler, stop, DecodeState(cache, left <= 0, left, seen, keys), logits)
     text = text if drafts is None else drafts.drafter.passed(text, token[:, None])
     row = Rows(state, sampler, stop, wanted, text), told(logits, token, wanted, count)
