@@ -20,8 +20,8 @@ COLDEST = 1e-30  # below this temperature float32 cannot divide logits by it, an
 class Sampler:
     """Greedy at temperature 0, else temperature, then top-k, top-p and min-p; the repetition penalty comes first.
 
-    A temperature below 1e-30 is 0. The order and meaning of each are those of Hugging Face transformers' generate.
-    Raises `BadValue` out of range.
+    A temperature below 1e-30 is 0, and a top-p of 1 is none. The order and meaning of each are those of Hugging Face
+    transformers' generate. Raises `BadValue` out of range.
     """
 
     temperature: float = 0.0
@@ -34,6 +34,8 @@ class Sampler:
         check_arguments(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
         if self.temperature < COLDEST:
             object.__setattr__(self, "temperature", 0.0)
+        if self.top_p is not None and self.top_p >= 1:  # which leaves out nothing, and would sort the vocabulary
+            object.__setattr__(self, "top_p", None)
 
     def repeated(self, times: int) -> "Sampler":
         """What draws for so many copies of every row: itself."""

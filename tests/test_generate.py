@@ -470,6 +470,10 @@ def test_all_bits_of_a_seed_count():
         assert jax.random.key_data(row_keys(seed, np.arange(2))).tolist() == jax.random.key_data(one).tolist()
 
 
+def test_a_top_p_of_one_sorts_nothing():
+    assert Sampler(1.0, top_p=1.0) == Sampler(1.0)
+
+
 def test_repetition_penalty():
     logits = jnp.array([[2.0, 1.9, -1.0]])
     seen = jnp.array([[True, False, True]])
