@@ -18,6 +18,7 @@ from jaxkv.speculative.draft_model import DraftModel, SelfDraft
 from jaxkv.speculative.session import Speculative
 from jaxkv.stop_strings import decoded
 from jaxkv.store import KVCache
+from jaxkv.store.line import line_of
 from jaxkv.weights.params import Params
 from pallas_kernels.decode_attend_score.api import OPERATION
 
@@ -161,6 +162,13 @@ def checked_policy(params: Params, policy: Policy | None, cache: KVCache | None)
         return full if policy is None else policy
     if cache.model != params.fingerprint:
         raise BadCheckpoint(f"the cache was made by model {cache.model}, but these params are {params.fingerprint}")
+    if cache.policy.store.keys.plain:  # codes have dtypes of their own
+        held = (line_of(cache.layers) or cache.layers[0]).entries.keys.dtype
+        if held != params.dtype:
+            raise BadCheckpoint(
+                f"the cache holds keys of {held}, but these params run in {params.dtype}: load the model with "
+                f"dtype='{held}', or prefill the text again"
+            )
     if policy is None:
         return cache.policy
     goes_on = dataclasses.replace(full, block=policy.block, rope=cache.policy.rope, store=cache.policy.store)

@@ -506,7 +506,7 @@ def test_bad_input_is_refused(tiny, call, words):
         call(params)
 
 
-def test_a_cache_of_another_model_or_policy_is_refused(tiny, tmp_path):
+def test_a_cache_of_another_model_or_policy_is_refused(goldens, tiny, tmp_path):
     params, other = tiny("llama3"), tiny("llama2")
     policy = jaxkv.policy("tova", budget=12)
     cache = jaxkv.prefill(params, ids(20), policy=policy)
@@ -516,6 +516,9 @@ def test_a_cache_of_another_model_or_policy_is_refused(tiny, tmp_path):
         jaxkv.generate(params, ids(3), cache=cache, policy=jaxkv.policy("tova", budget=13))
     with pytest.raises(BadValue, match="no sampled token"):
         jaxkv.generate(params, cache=cache)
+    narrow = jaxkv.load(goldens / "tiny" / "llama3", dtype="bfloat16")
+    with pytest.raises(BadCheckpoint, match="keys of float32, but these params run in bfloat16"):
+        jaxkv.generate(narrow, ids(3), cache=cache)
     jaxkv.save(cache, tmp_path / "a")
     with pytest.raises(BadCheckpoint, match="made by model"):
         jaxkv.restore(tmp_path / "a", other)
