@@ -114,9 +114,22 @@ def checked_request(
 
 
 def _special(tokenizer: Any, text: str) -> int | None:
-    """The special token whose name the text is, such as "<|im_end|>", which no decoded text holds; None for others."""
+    """The special token whose name the text is, such as "<|im_end|>", which no decoded text holds; None for others.
+    Raises `BadValue` for text that holds such a name and more."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return int(ids[0]) if len(ids) == 1 and not decoded(tokenizer, [int(ids[0])]) else None
+    unsaid = [int(token) for token in ids if not decoded(tokenizer, [int(token)])]
+    if len(ids) == 1 or not unsaid:
+        return unsaid[0] if unsaid else None
+    for token in unsaid:
+        name = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False).strip()
+        if name == text:  # behind a space that the tokenizer puts in front
+            return token
+        if name and name in text:
+            raise BadValue(
+                f"stop={shown(text)} holds the special token {name!r} and more, and no decoded text has its name: give "
+                f"{name!r} alone"
+            )
+    return None
 
 
 def check_speculative(params: Params, speculative: Any) -> None:

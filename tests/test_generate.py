@@ -231,6 +231,13 @@ def test_stop_strings_leave_nothing_behind_them(lettered, name):
         assert np.array_equal(mine[mine >= 0], theirs[theirs >= 0])
 
 
+class Special(Letters):
+    """A tokenizer whose "$" is special: not in the text unless it is asked for."""
+
+    def decode(self, tokens, skip_special_tokens=False, **_):
+        return super().decode([token for token in tokens if not skip_special_tokens or token != ord("$") - 32])
+
+
 def test_the_name_of_a_special_token_stops_at_the_token(lettered):
     """No decoded text holds it."""
 
@@ -244,6 +251,8 @@ def test_the_name_of_a_special_token_stops_at_the_token(lettered):
     free = jaxkv.generate(lettered, "hello", max_new_tokens=12, stop_tokens=()).tokens[0]
     end = free[6]
     params = dataclasses.replace(lettered, tokenizer=Marked())
+    with pytest.raises(BadValue, match=r"holds the special token '\$' and more.*give '\$' alone"):
+        jaxkv.generate(dataclasses.replace(lettered, tokenizer=Special()), "hello", stop="a$")
     out = jaxkv.generate(params, "hello", max_new_tokens=12, stop_tokens=(), stop=["<end>", "never said"])
     assert out.tokens[0, : out.lengths[0]].tolist() == free[: free.tolist().index(end) + 1].tolist()
 
