@@ -12,7 +12,7 @@ from jaxkv.errors import BadValue
 from jaxkv.generate import Generation, generate, prefill
 from jaxkv.models.linear import lookup
 from jaxkv.policies.policy import Policy
-from jaxkv.prompts import Prompt, right_padded, rows_of
+from jaxkv.prompts import Prompt, check_messages, right_padded, rows_of
 from jaxkv.request import check_model
 from jaxkv.store import KVCache
 from jaxkv.store.cache import one_row
@@ -48,6 +48,7 @@ class Episodes:
         """The topic whose direction is nearest to the question's, by cosine; of messages what follows the last answer
         is the question. Raises `BadValue` for several questions."""
         if _are_messages(question):
+            check_messages(question)
             last = max((n for n, message in enumerate(question) if message["role"] == "assistant"), default=-1)
             question = "\n".join(_said(question[last + 1 :])) or _said(question)[-1]
         pending = np.full(1, -1) if isinstance(question, str) else None

@@ -116,10 +116,8 @@ def _check_text(text: str) -> None:
         )
 
 
-def _chat(messages: Any, tokenizer: Any, vocab_size: int, pending: int | None) -> np.ndarray:
-    template = getattr(_needed(tokenizer), "chat_template", None)
-    if not template:
-        raise BadValue("chat messages, but the model's tokenizer has no chat template: give the prompt as text")
+def check_messages(messages: Any) -> None:
+    """Raises `BadValue` for a message without a role or content."""
     for number, message in enumerate(messages):
         good = isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
         if not good:
@@ -128,6 +126,13 @@ def _chat(messages: Any, tokenizer: Any, vocab_size: int, pending: int | None) -
             )
         if isinstance(message["content"], str):
             _check_text(message["content"])
+
+
+def _chat(messages: Any, tokenizer: Any, vocab_size: int, pending: int | None) -> np.ndarray:
+    template = getattr(_needed(tokenizer), "chat_template", None)
+    if not template:
+        raise BadValue("chat messages, but the model's tokenizer has no chat template: give the prompt as text")
+    check_messages(messages)
     if pending is not None and all(message["role"] != "assistant" for message in messages):
         raise BadValue(
             "chat messages without an answer of the model, on a cache: expected the whole conversation, of which what "

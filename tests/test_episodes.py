@@ -2,12 +2,13 @@
 
 import dataclasses
 import sys
+import types
 
 import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.episodes import k_means
+from jaxkv.episodes import Episodes, k_means
 from jaxkv.errors import BadValue
 from jaxkv.policies import Uniform
 from jaxkv.policies.policy import made
@@ -187,6 +188,9 @@ def test_k_means_keeps_what_is_apart_apart():
 
 def test_refusals(tiny, history):
     params = tiny(FAMILY)
+    for wrong in ({"content": "x"}, {"role": "user"}):
+        with pytest.raises(BadValue, match="message 0 is"):
+            Episodes.nearest(types.SimpleNamespace(params=params), [wrong])
     for count, chosen in ((0, policy()), (10, policy()), (2, jaxkv.policy("knorm", budget=16))):
         with pytest.raises(BadValue, match="topics"):
             jaxkv.episodes(params, history, policy=chosen, count=count)
