@@ -802,6 +802,7 @@ def test_the_measured_cost_is_that_of_the_chunks(cost, seed):
         (lambda p: AASD(depth=2, siblings=(1, 1, 1)), "siblings"),
         (lambda p: AASD(low=1.5), "low=1.5"),
         (lambda p: AASD(kept=1), "kept=1"),
+        (lambda p: jaxkv.generate(p, ids(9), speculative=AASD(kept=500)), "kept=500 for a model of 160 tokens"),
         (lambda p: AASD(verify="loose"), "verify='loose'"),
         (lambda p: Conditional(floor=2.0), "floor=2.0"),
         (lambda p: Shape(()), "tree widths"),

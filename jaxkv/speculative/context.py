@@ -256,6 +256,15 @@ class AASD(PromptLookup):
         if self.kept <= max(beside):
             raise BadValue(f"kept={self.kept}: expected more than the {max(beside)} siblings that are drawn from them")
 
+    def drafter(self, params: Params) -> "AASD":
+        """The compiled side: itself. Raises `BadValue` where the model has fewer tokens than are to be kept."""
+        if self.kept > params.config.vocab_size:
+            raise BadValue(
+                f"kept={self.kept} for a model of {params.config.vocab_size} tokens: expected at most as many; take "
+                "fewer"
+            )
+        return self
+
     @property
     def beside(self) -> tuple[int, ...]:
         """The most siblings at each depth."""
