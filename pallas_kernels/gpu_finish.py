@@ -557,8 +557,9 @@ def _aim(how: Finish, ref, row, head, best) -> None:
     ref["chosen"][index] = jnp.where(now < 0, target, jnp.where(first, dead_at, at))
 
     if not how.pooled:
+        low, high = _segment(how, ref, row, head)  # a slot beyond it is nobody's, or another device's
 
-        @pl.when(now >= 0)
+        @pl.when((now >= 0) & (target >= low) & (target < high))
         def _place():
             ref["positions"][_line(how, row, head), target] = now
 

@@ -177,6 +177,18 @@ def test_ties_go_to_the_older_token():
     assert int(got.positions[0, 0, got.next_slot[0, 0]]) == int(np.min(np.asarray(got.positions)))
 
 
+@pytest.mark.some(1)
+@pytest.mark.parametrize("slots", [8, 12])
+def test_a_token_whose_slot_is_another_devices(slots):
+    """It is neither written nor attended to; the head beside it begins where that slot would be."""
+    (token, held, _, judge), scale = inputs(1, 2, 1, slots, 64, rule="adds")
+    positions = jnp.arange(2 * slots, dtype=jnp.int32).reshape(1, 2, slots)
+    held = Held(*(jnp.nan_to_num(x) for x in held[:2]), positions)
+    token = token._replace(position=jnp.full(1, 2 * slots, jnp.int32))
+    bundles = token, held, jnp.asarray([[slots, 3]], jnp.int32), judge
+    check(*(run(which, bundles, scale=scale, with_mass=False) for which in (gpu, reference)))
+
+
 @pytest.mark.some(2)
 @pytest.mark.parametrize("slots", [997, 1000])
 @pytest.mark.parametrize(("dim", "group"), [(64, 4), (80, 1), (96, 7), (128, 12), (128, 16), (256, 16)])

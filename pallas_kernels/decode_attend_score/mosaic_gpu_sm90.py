@@ -175,7 +175,8 @@ def _attend_block(
         ("keys", plan.keys, ref["key"], key_mem, k_mem, k_here),
         ("values", plan.values, ref["value"], value_mem, v_mem, v_here),
     )
-    writes = (now >= 0) & (lax.div(target, plan.block * plan.each) == split)
+    comes = (now >= 0) & (target < shift + plan.slots)  # else nobody's, or another device's
+    writes = comes & (lax.div(target, plan.block * plan.each) == split)
     # From a traced 0, so that the slice may reach past the array: the copy engine reads zeros there and writes nothing.
     zero = row * 0
     all_dims, all_heads = pl.ds(zero, plan.dim), pl.ds(zero, plan.columns)
@@ -191,7 +192,7 @@ def _attend_block(
     def seen(held, start):
         """Positions of slots from `start` on, with the new token's, and which of them it sees."""
         place = plgpu.layout_cast(lax.iota(jnp.int32, held.shape[0]), blocks_of.KEYS) + start
-        held = jnp.where((place == target) & (now >= 0), now, held)
+        held = jnp.where((place == target) & comes, now, held)
         there = (held >= 0) & (held <= now) & (place < positions.shape[1])
         return place, held, there if plan.window is None else there & (now - held < plan.window)
 
@@ -212,7 +213,7 @@ def _attend_block(
             return memory.at[stage]
         spread(side, name, mem, stage, memory.at[0], None if held is None else held >= 0)
 
-        @pl.when((now >= 0) & (lax.div(target, plan.block) == first + index))
+        @pl.when(comes & (lax.div(target, plan.block) == first + index))
         def _lay():
             plgpu.copy_gmem_to_smem(new.at[row, all_dims], exact, once)
             plgpu.barrier_wait(once)
@@ -231,7 +232,7 @@ def _attend_block(
         plgpu.barrier_wait(k_here.at[stage])
         held = plgpu.layout_cast(p_mem[stage], blocks_of.KEYS)
         place, held, there = seen(held, (first + index) * plan.block)
-        own = (place == target) & (now >= 0)
+        own = (place == target) & comes
         gain, low = factors(plan.keys, "keys", mem, stage, own)
         keys = read(plan.keys, "keys", ref["key"], key_mem, k_mem, stage, index, own)
         if plan.keys is not None:
