@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.codes import Codes
@@ -109,6 +110,14 @@ class Judge(NamedTuple):
             raise ValueError(
                 f"with_mass=False, and the judge weighs the mass by {self.weight}: give weight=0.0, or none"
             )
+
+    def over(self, shape: tuple[int, ...]) -> "Judge":
+        """The same with a weight and a bias that are numbers, or a float32 of each slot, as the kernels read them."""
+        factors = (
+            float(x) if isinstance(x, int | float) else jnp.broadcast_to(x, shape).astype(jnp.float32)
+            for x in (self.weight, self.bias)
+        )
+        return self._replace(**dict(zip(("weight", "bias"), factors, strict=True)))
 
     def tree_flatten(self) -> tuple[tuple, tuple]:
         """The arrays (None in a plain number's place), and what is static."""

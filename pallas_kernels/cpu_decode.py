@@ -96,16 +96,24 @@ def step(
     heads, slots = queries.shape[2], held.positions.shape[1]
     group = REDUCE[judge.group] if with_mass else NO_MASS
     facts = [group, window or 0, NO_RULE if judge.rule is None else judge.rule.sinks]
-    by_slot = (held.bias, judge.weight, judge.bias)
+    ints, wide = (functools.partial(jnp.asarray, dtype=dtype) for dtype in (jnp.int32, jnp.float32))
+    by_slot = (_each(x, held.positions.shape) for x in (held.bias, judge.weight, judge.bias))
     shapes = queries.shape, queries.shape[:3], (batch, slots * (heads if group == EACH else 1))
     out = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     return Step(*jax.ffi.ffi_call(_attend(), [*out, jax.ShapeDtypeStruct(slot.shape, jnp.int32)])(
-        queries, key, value, jnp.where(position[:, None] < 0, -1, slot), position, held.positions, held.offsets,
-        line.first, *(x if isinstance(x, jax.Array) else np.full((1, 1), x or 0.0, np.float32) for x in by_slot),
-        judge.recents, np.array([scale, softcap or 0.0], np.float32),
+        queries, wide(key), wide(value), ints(jnp.where(position[:, None] < 0, -1, slot)), ints(position),
+        ints(held.positions), ints(held.offsets), ints(line.first), *by_slot, ints(judge.recents),
+        np.array([scale, softcap or 0.0], np.float32),
         np.array([*facts, *(fact for of in parts for fact in of[1])], np.int32),
         *(array for of in parts for array in of[0]),
     ))  # fmt: skip
+
+
+def _each(x: Any, shape: tuple[int, ...]) -> Any:
+    """A float32 of each slot, or one for all: the kernel reads the bytes as such."""
+    if x is None or isinstance(x, int | float):
+        return np.full((1, 1), x or 0.0, np.float32)
+    return jnp.broadcast_to(x, shape).astype(jnp.float32)
 
 
 def _parts(x: jax.Array | Lying, dim: int) -> tuple[tuple[Any, ...], tuple[int, int]]:

@@ -31,7 +31,7 @@ from jaxkv.policies import (
     catalogue,
 )
 from jaxkv.policies.policy import from_dict, to_dict
-from jaxkv.policies.score import ScoreInputs
+from jaxkv.policies.score import ScoreInputs, of_entries
 
 
 def test_every_policy_of_the_main_job_is_there():
@@ -248,6 +248,14 @@ def test_factors_of_an_own_score_are_a_number_for_each_entry(given, expected):
     for score in (Own(), Maximum(Attention(), Own()), Weighted(Attention(), Own(), scale="rank")):
         with pytest.raises(BadValue, match=f"score 'own' {expected}"):
             score.each({}, inputs)
+
+
+def test_factors_of_a_row_or_of_other_floats_become_one_of_each_entry():
+    positions = jnp.zeros((2, 3, 5), jnp.int32)
+    for given in (jnp.ones((2, 1, 1)), jnp.bfloat16(1), jnp.ones((2, 3, 5), jnp.bfloat16)):
+        found = of_entries("own", given, positions)
+        assert (found.shape, found.dtype) == (positions.shape, jnp.float32)
+    assert of_entries("own", 0.5, positions) == 0.5
 
 
 @pytest.mark.parametrize(

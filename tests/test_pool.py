@@ -396,6 +396,30 @@ def test_a_line_is_read_where_it_lies(rule, counts):
     np.testing.assert_array_equal(ours.positions, theirs.positions)
 
 
+def test_numbers_of_other_forms_are_read_as_what_they_are():
+    """The CPU's kernel reads bytes: it is given float32, and one of each slot."""
+    cpu_decode = pytest.importorskip("pallas_kernels.cpu_decode")
+    rng = np.random.default_rng(6)
+    half = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)  # noqa: E731
+    wide = lambda x: x.astype(jnp.float32)  # noqa: E731
+    query, keys, values = wide(half(2, 4, 8)), wide(half(2, 9, 8)), wide(half(2, 9, 8))
+    token = Token(query, half(2, 2, 8), half(2, 2, 8), jnp.array([20, 21]))
+    positions = jnp.asarray([rng.permutation(9) for _ in range(2)])
+    held = Segments(keys, values, positions, jnp.array([[0, 4, 9]] * 2), bias=half(2, 9))
+    slot, judge = jnp.array([[1, 5], [2, 6]]), Judge(*jnp.full((2, 2), 0), half(2, 1), half(2, 9), Rule("each"))
+    plain = token._replace(key=wide(token.key), value=wide(token.value)), held._replace(bias=wide(held.bias))
+    full = judge._replace(weight=jnp.tile(wide(judge.weight), (1, 9)), bias=wide(judge.bias))
+    theirs = ragged_decode(*plain, slot, full, scale=0.3, implementation="reference")
+    ours = ragged_decode(*plain, slot, judge, scale=0.3, implementation="numba_cpu")
+    np.testing.assert_array_equal(ours.next_slot, theirs.next_slot)
+    given = cpu_decode.step(token, held._replace(positions=ours.positions), slot, judge, scale=0.3)
+    for name in ("output", "lse", "mass"):
+        for x in (getattr(ours, name), getattr(given, name)):
+            want = getattr(theirs, name)
+            np.testing.assert_allclose(x.reshape(want.shape), want, rtol=2e-5, atol=1e-6)
+    np.testing.assert_array_equal(given.next_slot, theirs.next_slot)
+
+
 # ---- whole runs
 
 

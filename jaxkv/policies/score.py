@@ -28,7 +28,7 @@ Stats = dict[str, Float[Array, "B Hk S"]]
 
 
 def of_entries(kind: str, value: Any, positions: Int[Array, "B Hk S"]) -> Any:
-    """What a score of this kind said of the entries: a float, or one of each entry. Raises `BadValue`."""
+    """What a score of this kind said of the entries: a float, or a float32 of each entry. Raises `BadValue`."""
     shape, dtype = _form(value)
     try:
         fits = np.broadcast_shapes(shape, positions.shape) == positions.shape and len(shape) in (0, positions.ndim)
@@ -39,7 +39,7 @@ def of_entries(kind: str, value: Any, positions: Int[Array, "B Hk S"]) -> Any:
             f"score {kind!r} gave {dtype} {shape}: expected a float32 for each of the entries, "
             f"{positions.shape} (row, KV head, slot)"
         )
-    return value
+    return value if isinstance(value, float) else jnp.broadcast_to(value, positions.shape).astype(jnp.float32)
 
 
 def of_tokens(score: "Score", said: Any, shape: tuple[int, ...]) -> Stats:

@@ -37,4 +37,4 @@ def decode_attend_score(
     """
     judge.check(with_mass)
     how |= {"scale": scale, "window": window, "softcap": softcap, "rotate": rotate, "with_mass": with_mass}
-    return OPERATION(implementation, token, held, slot, judge, **how)
+    return OPERATION(implementation, token, held, slot, judge.over(held.positions.shape), **how)

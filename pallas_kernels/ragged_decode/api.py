@@ -37,4 +37,4 @@ def ragged_decode(
     if judge.group == "each":
         raise ValueError("group='each': a pool's mass is one number for each slot; give 'sum', 'mean' or 'max'")
     how |= {"scale": scale, "softcap": softcap, "with_mass": with_mass}
-    return OPERATION(implementation, token, held, slot, judge, **how)
+    return OPERATION(implementation, token, held, slot, judge.over(held.positions.shape), **how)
