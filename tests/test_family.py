@@ -435,6 +435,9 @@ def test_weighted_max_and_then(entries):
     weight, bias = plain.factors({}, inputs.at, inputs.next)
     np.testing.assert_allclose(np.asarray(weight * inputs.mass + bias), np.asarray(plain.score({}, inputs)), rtol=RTOL)
 
+    flat = Weighted(first=Attention(), second=Attention(), first_weight=2.0, second_weight=0.25)
+    assert flat.factors({}, inputs.at, inputs.next) == (2.25, 0.0)  # numbers, as each has them
+
     ratio = Weighted(first=Attention(), second=Recency(), first_weight="ratio", second_weight=1.0)
     np.testing.assert_allclose(show(ratio), 0.5 * mass + newest, rtol=RTOL)  # half of them have to go
     unit = Weighted(first=Attention(), second=Recency(), scale="unit")

@@ -123,9 +123,13 @@ class Weighted(Combined):
     def factors(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
         (a, b), (c, d) = (part.line(stats, positions, now) for part in (self.first, self.second))
         x, y = float(self.first_weight), float(self.second_weight)
-        flat = all(isinstance(factor, float) for factor in (a, c))
-        weight = x * a + y * c if flat else jnp.add(jnp.multiply(a, x), jnp.multiply(c, y))
-        return weight, jnp.add(jnp.multiply(b, x), jnp.multiply(d, y))
+
+        def both(one: Factor, two: Factor) -> Factor:
+            if isinstance(one, float) and isinstance(two, float):
+                return x * one + y * two
+            return jnp.add(jnp.multiply(one, x), jnp.multiply(two, y))
+
+        return both(a, c), both(b, d)
 
     def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
         parts = ((self.first, self.first_weight), (self.second, self.second_weight))
