@@ -36,6 +36,13 @@ def multiplies_bytes() -> bool:
         return True
 
 
+def check_floats(*arrays: jax.Array) -> None:
+    """Raises `NotImplementedError` for floats other than bfloat16 and float32: the chip has no others."""
+    for x in arrays:
+        if x.dtype not in (jnp.bfloat16, jnp.float32):
+            raise NotImplementedError(f"{x.dtype}: bfloat16 or float32")
+
+
 def round_up(size: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least `size`."""
     return -(-size // multiple) * multiple

@@ -180,7 +180,7 @@ def step(
     Keys or values `ByChannel` stay as they are. With `offsets` H is 1, and head h's slots are those between its
     borders. `logit_bias` is added to the logits of each slot, after a soft cap. `judge.weight` and `.bias` are numbers
     or `[B, H, S]`. Raises `NotImplementedError` for 4 slots or fewer, for keys of numbers that are no multiple of 8,
-    and for what does not fit on the chip.
+    for floats other than bfloat16 and float32, and for what does not fit on the chip.
     """
     query, key, value, position, *_ = token
     batch, sets, slots, dim = keys.shape
@@ -189,6 +189,7 @@ def step(
         raise NotImplementedError(f"{slots} slots lie in memory in smaller pieces than the kernel writes")
     if dim % blocks_of.SUBLANES:
         raise NotImplementedError(f"keys of {dim} numbers: a multiple of {blocks_of.SUBLANES}")
+    blocks_of.check_floats(query, *(x for x in (keys, values) if not isinstance(x, Lying)))
     lies = tuple(x.codes if isinstance(x, Lying) else x for x in (keys, values))
     columns = tuple(blocks_of.slots_along_lanes(slots, x.shape[-1]) for x in lies)
     as_bytes = blocks_of.multiplies_bytes()

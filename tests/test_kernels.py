@@ -505,11 +505,13 @@ def test_what_runs_where():
     shape = {"heads": 4, "kv_heads": 2, "head_dim": 64, "slots": 64}
     for dtype, platform, decode, pool in (
         ("float32", "tpu", "mosaic_tpu", "mosaic_tpu"),
+        ("float16", "tpu", "reference", "reference"),  # the chip has no float16
         ("bfloat16", "rocm", "reference", "reference"),
         ("bfloat16", "cpu", "reference", "reference"),
     ):
         found = choices(**shape, dtype=dtype, platform=platform)
         assert (found["decode_attend_score"].implementation, found["ragged_decode"].implementation) == (decode, pool)
+        assert len({choice.implementation for choice in found.values()}) == 1
     assert found["ragged_decode"].reasons == ["numba_cpu does not: bfloat16: float32"]
 
 

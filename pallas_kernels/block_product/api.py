@@ -1,5 +1,6 @@
 """block_product: picks the implementation for where it runs."""
 
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
@@ -26,12 +27,13 @@ def block_product(
     """`reference.block_product` by the fastest implementation that takes the arguments, or the named one.
 
     A plain matrix is multiplied by what is there for the platform that is compiled for. XLA divides no kernel over
-    devices, so one that is `divided` over them is multiplied by the reference.
+    devices, so one that is `divided` over them is multiplied by the reference, and so are rows of other floats than a
+    TPU has.
     """
     arrays = (rows, codes, scale, offset)
     if implementation is not None or codes.ndim == 3:
         return OPERATION(implementation, *arrays, **kwargs)
-    if divided or scale.shape[0] == 1:
+    if divided or scale.shape[0] == 1 or rows.dtype not in (jnp.bfloat16, jnp.float32):
         return reference.block_product(*arrays, **kwargs)
 
     def plain(name: str):

@@ -32,8 +32,10 @@ def block_product(
     """`reference.block_product`; codes are read once for every 256 rows. What an offset adds is that of the sum of its
     inputs, so `codes * scale` alone is rounded to the dtype of the rows.
 
-    Raises `NotImplementedError` for panels, and for a scale that more than 32 inputs share.
+    Raises `NotImplementedError` for panels, for a scale that more than 32 inputs share, and for rows other than
+    bfloat16 and float32.
     """
+    blocks_of.check_floats(rows)
     if codes.ndim != 2 or rows.shape[1] // scale.shape[0] > GROUP:
         raise NotImplementedError(f"codes {codes.shape}, scales {scale.shape}: plain, with scales for some inputs")
     count, dtype = rows.shape[0], jnp.dtype(out_dtype or rows.dtype)

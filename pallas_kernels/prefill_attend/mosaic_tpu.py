@@ -42,8 +42,9 @@ def prefill_attend(
     """`reference.prefill_attend`, without a queries x keys array. Blocks that no query sees are not computed, and with
     `own_keys_last` those behind a block of queries are not even fetched. Codes become numbers on the chip.
 
-    Raises `NotImplementedError` for codes of 3 bits.
+    Raises `NotImplementedError` for codes of 3 bits, and for floats other than bfloat16 and float32.
     """
+    blocks_of.check_floats(queries, *(x for x in (keys, values) if not isinstance(x, Codes)))
     batch, heads, length, dim = queries.shape
     kv_heads, slots = keys.shape[1:3]
     group = heads // kv_heads

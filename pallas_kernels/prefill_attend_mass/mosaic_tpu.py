@@ -36,8 +36,9 @@ def prefill_attend_mass(
 ) -> Float[Array, "B Hq S"]:
     """`reference.prefill_attend_mass`, without a queries x keys array. Codes become numbers on the chip.
 
-    Raises `NotImplementedError` for codes of 3 bits.
+    Raises `NotImplementedError` for codes of 3 bits, and for floats other than bfloat16 and float32.
     """
+    blocks_of.check_floats(queries, *([] if isinstance(keys, Codes) else [keys]))
     del own_keys_last  # a hint, which the blocks here do not need: they look at positions
     batch, heads, length, dim = queries.shape
     kv_heads, slots = keys.shape[1:3]
