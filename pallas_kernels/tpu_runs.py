@@ -1,7 +1,8 @@
 """Runs of slots on TPU: the piece of memory that holds one is copied to the chip, of every head at once.
 
 Arrays lie as XLA lays them out, with the slots along the lanes or along the sublanes (`tpu_blocks.slots_along_lanes`).
-A piece is as many slots as memory holds together, or a whole run where that is longer.
+A piece is as many slots as memory holds together, or a whole run where that is longer; the last of these may begin
+before its run, to end where memory does.
 """
 
 import dataclasses
@@ -32,6 +33,8 @@ class Piece:
     channels: int
     dtype: str
     columns: bool
+    last: int  # where the last piece may begin
+    early: int  # so many slots before its run
 
     @classmethod
     def of(cls, run: Run) -> "Piece":
@@ -46,7 +49,9 @@ class Piece:
         if together % run.size and run.size % together:
             raise NotImplementedError(f"runs of {run.size} slots: a divisor or a multiple of {together}")
         width = min(max(together, run.size), slots)
-        return cls(width, run.size, slots, channels, str(x.dtype), columns)
+        last = blocks_of.round_up(slots, together) - width
+        early = max((slots - 1) // width * width - last, 0)
+        return cls(width, run.size, slots, channels, str(x.dtype), columns, last, early)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -64,21 +69,27 @@ class Piece:
         """The array, or pieces, as they lie; the inverse too."""
         return jnp.swapaxes(x, -1, -2) if self.columns else x
 
-    def begins(self, first: Int[Array, "B Hk"]) -> Int[Array, "B Hk"]:
+    def begins(self, first: Int[Array, "*heads"]) -> Int[Array, "*heads"]:
         """The slot in which the piece begins that holds a run."""
-        return first // self.width * self.width
+        begin = lax.div(first, self.width) * self.width
+        return jnp.minimum(begin, self.last) if self.early else begin
+
+    def moved(self, x: jax.Array, by: int, first: Int[Array, "B Hk"]) -> jax.Array:
+        """The pieces or runs as they lie, those of the last run moved along their slots."""
+        late = (first > self.last)[..., None, None]
+        return jnp.where(late, jnp.roll(x, by, axis=3 if self.columns else 2), x) if self.early else x
 
     def picked(self, pieces: Shaped[Array, "B Hk _ _"], first: Int[Array, "B Hk"]) -> Shaped[Array, "B Hk R N"]:
         """The runs out of their pieces."""
-        x = self.lying(pieces)
+        x = self.lying(self.moved(pieces, -self.early, first))
         x = jnp.pad(x, ((0, 0), (0, 0), (0, -self.width % self.run), (0, 0)))
         x = x.reshape(*x.shape[:2], -1, self.run, self.channels)
-        here = jnp.arange(x.shape[2]) == ((first - self.begins(first)) // self.run)[..., None]
+        here = jnp.arange(x.shape[2]) == (first % self.width // self.run)[..., None]
         return jnp.sum(jnp.where(here[..., None, None], x, jnp.zeros((), x.dtype)), axis=2, dtype=x.dtype)
 
-    def filled(self, new: Shaped[Array, "B Hk R N"]) -> Shaped[Array, "B Hk _ _"]:
+    def filled(self, new: Shaped[Array, "B Hk R N"], first: Int[Array, "B Hk"]) -> Shaped[Array, "B Hk _ _"]:
         """Pieces that have what is new in every run."""
-        x = self.lying(new)
+        x = self.moved(self.lying(new), self.early, first)
         x = jnp.concatenate([x] * -(-self.width // self.run), axis=3 if self.columns else 2)
         return x[..., : self.width] if self.columns else x[:, :, : self.width]
 
@@ -152,7 +163,7 @@ def write(
             for piece, _, first, (new, _, _, held) in each(row, head):
                 wide = jnp.int32 if jnp.issubdtype(held.dtype, jnp.integer) else jnp.float32
                 place = lax.broadcasted_iota(jnp.int32, piece.shape, int(piece.columns))
-                here = lax.div(place, piece.run) == lax.div(lax.rem(first, piece.width), piece.run)
+                here = lax.div(piece.begins(first) + place, piece.run) == lax.div(first, piece.run)
                 both = new[row, head].astype(wide), held[row, head].astype(wide)
                 held[row, head] = jnp.where(here, *both).astype(held.dtype)
 
@@ -169,7 +180,9 @@ def write(
         over(sent, "start")
         over(sent, "wait")
 
-    filled = [piece.filled(new.astype(piece.dtype)) for piece, new in zip(some, news, strict=True)]
+    filled = [
+        piece.filled(new.astype(piece.dtype), run.first) for piece, new, run in zip(some, news, runs, strict=True)
+    ]
     out = _call("write_runs", kernel, rows, some, runs, filled, None, interpret)
     return tuple(piece.lying(x)[:, :, : piece.slots] for piece, x in zip(some, out, strict=True))
 
@@ -187,7 +200,8 @@ def _rows(some: list[Piece], batch: int, heads: int) -> int:
 
 def _piece(piece: Piece, ref: Any, row: Any, head: Any, first: Any) -> Any:
     """The piece of an array in memory that holds a slot."""
-    some = pl.ds(pl.multiple_of(lax.div(first, piece.width) * piece.width, piece.width), piece.width)
+    multiple = math.gcd(piece.width, piece.last) if piece.early else piece.width
+    some = pl.ds(pl.multiple_of(piece.begins(first), multiple), piece.width)
     return ref.at[(row, head, slice(None), some) if piece.columns else (row, head, some, slice(None))]
 
 
@@ -241,7 +255,7 @@ def _call(
 
 
 def _whole(piece: Piece, x: jax.Array) -> jax.Array:
-    """An array filled up to whole pieces."""
+    """An array filled up to what memory has."""
     axis = x.ndim - (1 if piece.columns else 2)
-    more = [(0, (-piece.slots % piece.width) * (at == axis)) for at in range(x.ndim)]
+    more = [(0, (piece.last + piece.width - piece.slots) * (at == axis)) for at in range(x.ndim)]
     return jnp.pad(x, more)

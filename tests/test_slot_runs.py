@@ -1,5 +1,7 @@
 """Runs of slots, read and written: the TPU kernels against the reference, and the reference against loops in NumPy."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,8 @@ from pallas_kernels.write_runs import write_runs
 from tests.test_kernels import HOW
 
 KERNEL = HOW["mosaic_tpu"] | {"implementation": "mosaic_tpu"}
+if KERNEL.get("interpret"):
+    KERNEL["interpret"] = dataclasses.replace(KERNEL["interpret"], out_of_bounds_reads="raise")
 # slots, how many of them are a run, bytes of a slot, channels of what a run has in common
 SHAPES = [(300, 32, 32, 128), (70, 8, 16, 64), (1000, 128, 128, 128), (24, 32, 32, 64), (40, 1, 64, 128)]
 BATCH, HEADS = 3, 2
@@ -63,6 +67,12 @@ def test_runs_are_read_and_written(shape, how):
             if active[row, head]:
                 expected[row, head, first : first + run.size] = np.asarray(new)[row, head, : len(there)]
         assert np.array_equal(np.asarray(whole), expected)
+
+
+@pytest.mark.parametrize("shape", [(136, 128, 128, 128), (520, 256, 32, 64)], ids=str)
+def test_the_last_of_long_runs_ends_behind_what_memory_has(shape):
+    """With the slots along the sublanes, and along the lanes."""
+    test_runs_are_read_and_written(shape, KERNEL)
 
 
 def test_a_run_of_one_array_and_rows_a_few_at_a_time(monkeypatch):
