@@ -9,6 +9,7 @@ import ctypes
 import inspect
 import os
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ VERSION = 0
 HELP, TOLD = -1, -2  # in place of a frame's size: of such a block, and of what a function is told about itself
 ITSELF, BODY = 1, 2  # of that: its own address, and that of what does a unit
 KNOWN: list[np.ndarray] = []  # what functions have been told, for as long as they may run
+REGISTERED: set[str] = set()
+REGISTERING = threading.Lock()
 OWN = "jaxkv_own_word"
 WORD = ir.IntType(64)
 
@@ -323,8 +326,18 @@ def registered(name: str, units: Callable, body: Callable) -> str:
 
     `ins` and `outs` are lists of buffers (`word(ins, 0)` is the first). `units` is `compiled`; `body` is not, for it is
     compiled by itself here, once. They must not fail, for nobody would hear of it. Units may run at the same time, in
-    any order. Raises `NotImplementedError` where `supported` does.
+    any order. Of several threads that ask for a name the first has it compiled. Raises `NotImplementedError` where
+    `supported` does.
     """
+    with REGISTERING:
+        if name not in REGISTERED:
+            _register(name, units, body)
+            REGISTERED.add(name)
+    return name
+
+
+def _register(name: str, units: Callable, body: Callable) -> None:
+    """Compile the function and make its name known to XLA, which takes a name once."""
     supported()
 
     def handler(frame):
@@ -365,4 +378,3 @@ def registered(name: str, units: Callable, body: Callable) -> str:
     KNOWN.append(known)
     handle(known.ctypes.data)
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handle), platform="cpu")
-    return name

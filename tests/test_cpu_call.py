@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -126,6 +127,13 @@ def test_a_later_process_does_not_compile(tmp_path):
     kept[0].write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     assert "compiled again" in process("again")
     assert process("first") == process("again") == "2048.0"
+
+
+def test_threads_that_ask_at_once_get_one_function():
+    jax.devices()  # until there are any, names are only noted
+    with ThreadPoolExecutor(2) as pool:
+        names = [pool.submit(registered, "jaxkv_test_at_once", _rows, _twice) for _ in range(2)]
+    assert {name.result() for name in names} == {"jaxkv_test_at_once"}
 
 
 def _twice(ins, outs, unit):
