@@ -396,6 +396,13 @@ def test_a_line_is_read_where_it_lies(rule, counts):
     np.testing.assert_array_equal(ours.positions, theirs.positions)
 
 
+def test_heads_of_a_pool_choose_each_for_itself():
+    one, row = jnp.ones((1, 1, 8)), jnp.zeros(1, jnp.int32)
+    held = Segments(jnp.ones((1, 4, 8)), jnp.ones((1, 4, 8)), jnp.zeros((1, 4), jnp.int32), jnp.array([[0, 4]]))
+    with pytest.raises(ValueError, match=r"heads='sum': .* give heads='each'"):
+        ragged_decode(Token(one, one, one, row), held, row[None], Judge(row, row, rule=Rule("sum")), scale=1.0)
+
+
 def test_numbers_of_other_forms_are_read_as_what_they_are():
     """The CPU's kernel reads bytes: it is given float32, and one of each slot."""
     cpu_decode = pytest.importorskip("pallas_kernels.cpu_decode")
