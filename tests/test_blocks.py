@@ -134,6 +134,23 @@ def test_a_large_matrix_in_tiles(kind, outputs, inputs, rows):
     np.testing.assert_allclose(got, x.astype(np.float64) @ meant(weight, kind).T, atol=5e-5)
 
 
+@pytest.mark.parametrize("panels", [(), (1,)])
+def test_two_codes_in_a_byte_with_a_scale_for_each_output(panels):
+    codes = jnp.full((*panels, GROUP, 64), 0x21, jnp.uint8)
+    scale = jnp.ones((*panels, 1, 64), jnp.float16).view(jnp.int16)
+    for dtype in (jnp.float32, jnp.float16):
+        got = api.block_product(jnp.ones((1, 2 * GROUP), dtype), codes, scale)
+        assert got.dtype == dtype and np.all(np.asarray(got) == 3 * GROUP)
+
+
+def test_rows_of_floats_that_a_tpu_has_not():
+    codes, scale = jnp.ones((2 * GROUP, 64), jnp.int8), jnp.ones((2, 64), jnp.float16).view(jnp.int16)
+    rows = jnp.ones((1, 2 * GROUP), jnp.float16)
+    assert np.all(np.asarray(api.block_product(rows, codes, scale)) == 2 * GROUP)
+    with pytest.raises(NotImplementedError, match="float16: bfloat16 or float32"):
+        api.block_product(rows, codes, scale, implementation="mosaic_tpu")
+
+
 def test_scales_that_the_cpu_does_not_take():
     pytest.importorskip("numba")
     codes, scale = jnp.ones((1, 64, 64), jnp.int8), jnp.ones((1, 8, 64), jnp.int16)

@@ -48,7 +48,7 @@ def block_product(
     each, `[P, I, W]` and `[P, S, W]`; S is 1, I / GROUP or 2 I / GROUP.
     """
     dtype = jnp.dtype(out_dtype or rows.dtype)
-    if scale.shape[-2] == 1 and offset is None:  # a scale for each output: that of its sum
+    if scale.shape[-2] == 1 and offset is None and codes.dtype != jnp.uint8:  # a scale for each output: its sum's
         out = _product(rows, lambda codes: codes.astype(rows.dtype), codes)
         return (out * halves(scale).reshape(-1)).astype(dtype)
     arrays = (codes, scale) if offset is None else (codes, scale, offset)
