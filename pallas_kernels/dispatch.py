@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 REFERENCE = "reference"  # plain jnp, on every platform
+COMPILERS = ("numba", "llvmlite")  # of the kernels for CPUs
 LOG = logging.getLogger("pallas_kernels")
 
 
@@ -43,10 +44,15 @@ class Operation:
         the reasons of those that refused.
 
         The default backend decides, not the platform that is lowered for: so an ahead-of-time compilation for another
-        one names its implementation. Raises `ValueError` for a name that is not among them.
+        one names its implementation. Raises `ValueError` for a name that is not among them, and `NotImplementedError`
+        where the named one does not take the arguments.
         """
         if implementation is not None:
-            return self.called(implementation)(*args, **kwargs)
+            try:
+                return self.called(implementation)(*args, **kwargs)
+            except NotImplementedError as why:
+                remedy = f"leave implementation= out, or take {REFERENCE!r}"
+                raise NotImplementedError(f"{implementation}: {why}: {remedy}") from why
         out, choice = self.first(jax.default_backend(), lambda call: call(*args, **kwargs))
         _say(self.name, choice.implementation, "; ".join(choice.reasons))
         return out
@@ -82,7 +88,8 @@ class Operation:
             try:
                 module = importlib.import_module(f"pallas_kernels.{self.name}.{name}")
             except ImportError as error:
-                raise NotImplementedError(str(error)) from error
+                remedy = "; pip install 'jaxkv[cpu]'" if error.name in COMPILERS else ""
+                raise NotImplementedError(f"{error}{remedy}") from error
             return getattr(module, self.name)(*args, **kwargs)
 
         return call

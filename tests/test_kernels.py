@@ -14,6 +14,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
+from pallas_kernels.block_product import api as product_api
 from pallas_kernels.choices import choices
 from pallas_kernels.decode_attend_score import api as decode_api
 from pallas_kernels.partial import Partial, merge, portion
@@ -484,6 +485,22 @@ def test_a_name_that_is_not_there():
         ValueError, match="implementation 'warp' is not one of mosaic_tpu, mosaic_gpu_sm90, numba_cpu, reference"
     ):
         decode_api.OPERATION("warp")
+
+
+def test_a_named_kernel_that_does_not_take_the_arguments():
+    with pytest.raises(NotImplementedError, match=r"mosaic_tpu: codes .*: leave implementation= out, or take 'refer"):
+        whole = jnp.ones((1, 1, 64), jnp.int16)
+        product_api.block_product(jnp.ones((1, 1)), whole, whole, implementation="mosaic_tpu")
+
+
+def test_without_numba(monkeypatch):
+    def absent(module):
+        raise ModuleNotFoundError("No module named 'numba'", name="numba")
+
+    monkeypatch.setattr("importlib.import_module", absent)
+    found = choices(heads=4, kv_heads=2, head_dim=64, slots=64, dtype="float32", platform="cpu")["ragged_decode"]
+    assert found.implementation == "reference"
+    assert found.reasons == ["numba_cpu does not: No module named 'numba'; pip install 'jaxkv[cpu]'"]
 
 
 def test_a_refusal_is_logged_once(monkeypatch, caplog):
