@@ -190,7 +190,7 @@ def _head(ins, outs, unit):
     _clear(floats(_at(word(outs, MASS), masses * row * pool), (masses * before,)))
     _clear(floats(_at(word(outs, MASS), masses * (row * pool + end)), (masses * behind,)))
 
-    own = new(4 * (groups * slots + max(slots, 2 * (groups + 1) * dim)))
+    own = new(4 * (groups * slots + max(slots, (2 * groups + 1) * dim + groups)))
     rest = own + 4 * groups * slots
     each = unit * groups * dim
     _logits(
@@ -413,7 +413,7 @@ def _close(lies, block, dim, many, own, groups):
     _of_block(lies[4], block, dim, many, x)
     for g in range(groups):
         _add(own + g * each, x, number(sums + groups * each + 4 * g), dim)
-    _clear(floats(sums, ((groups + 1) * dim,)))
+    _clear(floats(sums, (groups * (dim + 1),)))
 
 
 @compiled
@@ -422,7 +422,7 @@ def _values(lies, offset, output, value, dim, slot, positions, oldest, newest, o
     slots, each, many, opened = positions.shape[0], 4 * dim, max(8 // lies[0], 1), -1
     shared = lies[5] != 0
     sums, total = own + ((groups + 1) * each if shared else 0), own + (2 * groups + 1) * each
-    _clear(floats(own, ((2 * (groups + 1) if shared else groups) * dim,)))
+    _clear(floats(own, ((2 * groups + 1) * dim + groups if shared else groups * dim,)))
     for p in range(slots):
         if p != slot and oldest <= positions[p] and positions[p] <= newest:
             if shared and _block(lies, p) != opened:

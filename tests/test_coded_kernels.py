@@ -295,6 +295,10 @@ def test_scales_by_channel_on_cpu(codecs):
     shared_scales(BY_NUMBA, *codecs, 96, 264, group=1)
 
 
+def test_scales_by_channel_of_more_query_heads_than_channels_on_cpu():
+    shared_scales(BY_NUMBA, *SHARED["both 8"], 8, 33, group=24)
+
+
 def test_scales_by_channel_mean_what_their_blocks_stand_for():
     """The reference on codes against itself on what the codec gives back."""
     rng, codec = np.random.default_rng(3), IntByChannel(4, 8)
