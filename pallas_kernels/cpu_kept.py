@@ -31,8 +31,8 @@ def address(name: str, signature: Any, function: Callable, parts: Iterable[Calla
     """The address of the C function that numba makes of `function`, out of its `parts`: read where it is kept, else
     compiled and kept, as far as JAX keeps its programs.
     """
-    folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    file = Path(folder) / f"{name}-{_key(tuple(map(_file, (function, *parts))))}{SUFFIX}" if folder else None
+    folder = _folder()
+    file = None if folder is None else folder / f"{name}-{_key(tuple(map(_file, (function, *parts))))}{SUFFIX}"
     found = None if file is None else _read(file)
     if found is None:
         code: Any = cfunc(signature, error_model="numpy")(function)
@@ -46,6 +46,12 @@ def address(name: str, signature: Any, function: Callable, parts: Iterable[Calla
         library = context.codegen().unserialize_library(state)
     HELD.append(library)
     return library.get_pointer_to_function(symbol)
+
+
+def _folder() -> Path | None:
+    """JAX's folder of compiled programs; None where there is none, or where it is a bucket, not a folder here."""
+    folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    return Path(folder) if folder and "://" not in folder else None
 
 
 def _file(function: Any) -> str:

@@ -129,6 +129,16 @@ def test_a_later_process_does_not_compile(tmp_path):
     assert process("first") == process("again") == "2048.0"
 
 
+def test_nothing_is_kept_in_a_bucket(tmp_path):
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        for folder, expected in (("gs://bucket/cache", None), (str(tmp_path), tmp_path), (None, None)):
+            jax.config.update("jax_compilation_cache_dir", folder)
+            assert cpu_kept._folder() == expected
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
 def test_threads_that_ask_at_once_get_one_function():
     jax.devices()  # until there are any, names are only noted
     with ThreadPoolExecutor(2) as pool:
