@@ -23,7 +23,8 @@ class Codes:
     """Keys or values as codes of `bits`: low + scale * (code - offset), by slot and by run of D / G channels.
 
     Integers lie in bytes, the first channel in the lowest bits: in 4 bits byte n has channel 2n low and 2n + 1 high.
-    `codes` of a float of 8 bits are themselves numbers. No scale is 1, no low 0. `dtype` is that of what was encoded.
+    `codes` of a float of 8 bits are themselves numbers. No scale is 1, no low 0. Scales are never negative: TPU's
+    kernels read their bits without a sign. `dtype` is that of what was encoded.
     """
 
     codes: Shaped[Array, "*slots N"]
