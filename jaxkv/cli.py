@@ -800,7 +800,7 @@ def _kernels_for(policy: Any, budget: int, command: Info, config: Any) -> dict[s
         codes = functools.partial(form, store.keys), functools.partial(form, store.values)
     found = choices(
         heads=config.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, slots=budget,
-        dtype=command.dtype, batch=command.batch, codes=codes,
+        dtype=command.dtype, batch=command.batch, codes=codes, rotate=policy is not None and policy.rope == "cache",
     )  # fmt: skip
     return {name: "; ".join((chosen.implementation, *chosen.reasons)) for name, chosen in found.items()}
 

@@ -29,10 +29,12 @@ def choices(
     tokens: int = 128,
     platform: str | None = None,
     codes: tuple[Form, Form] | None = None,
+    rotate: bool = False,
 ) -> dict[str, Choice]:
     """By operation, what runs in a layer of this shape: `slots` per KV head, and `tokens` queries at prefill. Nothing
     runs, and nothing is compiled. `platform` is the default backend's, or another one, as jax names it. `codes` make
-    of keys and of values what decode reads of them; a block of a prompt is given floats.
+    of keys and of values what decode reads of them; a block of a prompt is given floats. With `rotate` decode of equal
+    heads turns keys as it reads them, for caches that hold keys before RoPE.
     """
     platform = platform or jax.default_backend()
     scale = head_dim**-0.5
@@ -43,16 +45,17 @@ def choices(
         x = floats(*shape)
         return (x, x) if codes is None else (codes[0](x), codes[1](x))
 
-    def step(call: Callable, held: Held | Segments) -> Any:
+    def step(call: Callable, held: Held | Segments, **how: Any) -> Any:
         new = lying(batch, kv_heads, head_dim)
         key, value = (floats(*x.shape) for x in new)
         codes = (x if isinstance(x, Codes) else None for x in new)
         token = Token(floats(batch, heads, key.shape[-1]), key, value, ints(batch), *codes)
         judge = Judge(ints(batch), ints(batch), rule=Rule("each"))
-        return call(token, held, ints(batch, kv_heads), judge, scale=scale)
+        return call(token, held, ints(batch, kv_heads), judge, scale=scale, **how)
 
     def equal(call: Callable) -> Any:
-        return step(call, Held(*lying(batch, kv_heads, slots, head_dim), ints(batch, kv_heads, slots)))
+        held = Held(*lying(batch, kv_heads, slots, head_dim), ints(batch, kv_heads, slots))
+        return step(call, held, rotate=(lambda queries, keys, _: (queries, keys)) if rotate else None)
 
     def pooled(call: Callable) -> Any:
         entries = lying(batch, kv_heads * slots, head_dim)

@@ -671,3 +671,5 @@ def test_what_runs_of_a_coded_cache(unchecked):
         found = choices(**shape, codes=(of(Int(bits)), of(Int(bits))))
         assert found["decode_attend_score"].implementation == found["ragged_decode"].implementation == runs
         assert found["prefill_attend"].implementation == "mosaic_tpu"
+    turned = choices(**shape, rotate=True)["decode_attend_score"]
+    assert turned.implementation == "reference" and "rotate= needs the reference" in turned.reasons[0]
