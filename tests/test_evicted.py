@@ -452,7 +452,7 @@ def test_no_key_of_a_page_beats_its_bound():
     assert (bound >= logits - 1e-5).all()
     new = rng.standard_normal((2, 2, 8)).astype(np.float32) * 9
     slot = np.array([[9, 20], [3, 0]], np.int32)
-    after = index.with_token(jnp.asarray(slot), jnp.asarray(new), jnp.array([True, False]))
+    after = index.with_key(jnp.asarray(slot), jnp.asarray(new), jnp.array([[True], [False]]))
     keys[0, 0, 9], keys[0, 1, 20] = new[0]
     positions[0, 0, 9], positions[0, 1, 20] = 21, 21
     want = indexed(jnp.asarray(keys), jnp.asarray(positions), 4)
@@ -497,3 +497,17 @@ def test_reading_few_of_a_bounded_cache(tiny):
     assert np.asarray(out.cache.held()).max() <= 32
     with pytest.raises(BadValue, match="reads pages"):
         jaxkv.policy("adakv-h2o", budget=32, read=Pages())
+
+
+@pytest.mark.parametrize(
+    "more", [{"decode_every": 4}, {"decode_evicted": {"kind": "merge", "alike": -1.0}}], ids=["cuts", "merges"]
+)
+def test_the_index_knows_what_moves_while_decoding(tiny, more):
+    """A cut moves entries to other pages, and a merge changes keys: every key held lies in the range of its page."""
+    policy = jaxkv.policy("h2o", budget=24, read=Pages(count=8, page=4, dense=0), **more)
+    out = jaxkv.generate(tiny(FAMILY), ids(40, 1), policy=policy, max_new_tokens=12, stop_tokens=())
+    for layer in out.cache.layers:
+        index, held = layer.beside["pages"], np.asarray(layer.positions) >= 0
+        low, high = (np.repeat(x, index.size, axis=2)[:, :, : held.shape[2]] for x in (index.low, index.high))
+        keys = np.asarray(layer.keys)
+        assert ((low <= keys) & (keys <= high)).all(axis=-1)[held].all()

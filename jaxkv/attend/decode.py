@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.attend.aim import worth_at_decode
@@ -176,7 +177,14 @@ def _evicted(
             return absorbed(rule, beside, entries, chosen, facts)
 
     def cut(store: Any, due: Bool[Array, "B"], each: Int[Array, "B"]) -> Any:
-        return store.recut(due, worth, choose, takes, each=each, room=room, now=now, window=window)
+        after = store.recut(due, worth, choose, takes, each=each, room=room, now=now, window=window)
+        index = policy.read.state
+        if not index:
+            return after
+        made = lax.cond(
+            jnp.any(due), lambda: policy.read.indexed(after).beside[index], lambda: after.beside[index]
+        )  # a cut moves entries to other slots
+        return after.replaced(beside={**after.beside, index: made})
 
     if phase.every > 1:
         return cut(store, active & store.full(allowed, phase.every, now, window), allowed)

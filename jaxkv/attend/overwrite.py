@@ -39,7 +39,11 @@ def overwritten(
         for layer, each, spec in zip(layers, given, specs, strict=True)
     ]
     # What leaves is read before the token is written over it, or the cache would be copied
-    return taking(*map(tuple, zip(*jax.lax.optimization_barrier(after), strict=True)))
+    layers, changes = map(tuple, zip(*jax.lax.optimization_barrier(after), strict=True))
+    return tuple(
+        layer if change is None else policy.read.widened(layer, change)
+        for layer, change in zip(taking(layers, changes), changes, strict=True)
+    )
 
 
 def _layer(
@@ -71,7 +75,7 @@ def _layer(
     moved, state = rule.absorb(old, survivors, gone, facts)
     assert moved is not None
     moved = dataclasses.replace(moved, positions=store.positions)
-    return remembering(state).holding(moved, moved.filled), None
+    return policy.read.indexed(remembering(state).holding(moved, moved.filled)), None
 
 
 def _facts(

@@ -8,7 +8,7 @@ from jax import lax
 
 from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
-from jaxkv.store.entries import EMPTY, taken
+from jaxkv.store.entries import EMPTY, Change, taken
 from jaxkv.store.pages import indexed
 from pallas_kernels.arguments import Judge, Token
 from pallas_kernels.decode_attend_score.victim import aim
@@ -39,6 +39,10 @@ class Read(Checked):
 
     def indexed(self, store: Any) -> Any:
         """The store with its index made anew, after a cut or with new room."""
+        return store
+
+    def widened(self, store: Any, change: Change) -> Any:
+        """The store whose index knows what survivors became as they took up what a token overwrites."""
         return store
 
     def step(
@@ -105,10 +109,14 @@ class Pages(Read):
         index = indexed(store.keys, store.positions, self.page)
         return dataclasses.replace(store, beside={**store.beside, self.state: index})
 
+    def widened(self, store: Any, change: Change) -> Any:
+        index = store.beside[self.state].with_key(change.slot, change.keys, change.slot < store.slots)
+        return dataclasses.replace(store, beside={**store.beside, self.state: index})
+
     def step(self, store, layout, token, judge, rotate, *, scale, window, softcap, implementation, with_mass):
         active, slot = token.position >= 0, store.next_slot
         store = store.with_token(token)
-        index = store.beside[self.state].with_token(slot, token.key, active)
+        index = store.beside[self.state].with_key(slot, token.key, active[:, None])
         bound = index.score(token.query)
         own = jnp.arange(bound.shape[-1]) == (slot // self.page)[..., None]
         _, pages = lax.top_k(jnp.where(own, jnp.inf, bound), self._pages(store.slots))

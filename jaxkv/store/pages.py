@@ -13,7 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 class Pages:
     """`low` and `high` of the keys in each of P pages of `size` slots; +inf and -inf of an empty one.
 
-    An overwrite only widens a page's range, so the bound of `score` holds whatever is evicted.
+    An overwrite only widens a page's range, so the bound of `score` holds whatever is evicted; after a cut, which moves
+    entries to other pages, the index is made anew.
     """
 
     low: Float[Array, "B Hk P D"]
@@ -27,11 +28,11 @@ class Pages:
         """Bytes of the index."""
         return self.low.nbytes + self.high.nbytes
 
-    def with_token(self, slot: Int[Array, "B Hk"], key: Float[Array, "B Hk D"], active: Bool[Array, "B"]) -> "Pages":
-        """The index after the token's key went into each head's slot, in rows that are active."""
+    def with_key(self, slot: Int[Array, "B Hk"], key: Float[Array, "B Hk D"], comes: Bool[Array, "B _"]) -> "Pages":
+        """The index after a key went into each head's slot, where it `comes`."""
         pages = self.low.shape[2]
         rows, heads = jnp.arange(slot.shape[0])[:, None], jnp.arange(slot.shape[1])[None, :]
-        at = (rows, heads, jnp.where(active[:, None], slot // self.size, pages))  # out of range, so dropped
+        at = (rows, heads, jnp.where(comes, slot // self.size, pages))  # out of range, so dropped
         low = self.low.at[at].min(key.astype(self.low.dtype), mode="drop")
         return dataclasses.replace(self, low=low, high=self.high.at[at].max(key.astype(self.high.dtype), mode="drop"))
 
