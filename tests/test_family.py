@@ -367,6 +367,17 @@ def test_non_causal_chunks_do_not_leak(pads):
     np.testing.assert_allclose(got, want, rtol=RTOL)
 
 
+def test_who_looks_changes_no_statistic_of_a_token_that_enters(tiny):
+    """The tokens behind a block are not of it: they enter no chunk, and are not the newest."""
+    score = {"kind": "weighted", "first": {"kind": "non-causal", "chunk": 8}, "second": {"kind": "attention"}}
+    kept = []
+    for who in ({"kind": "all-queries"}, {"kind": "pseudo-queries", "count": 5}, {"kind": "replay"}):
+        phase = {"score": {**score, "second_weight": 0.0}, "observe": who, "select": {"recent": 4}}
+        cache = jaxkv.prefill(tiny("llama3"), _ids(40), policy=from_dict({"name": "x", "budget": 16, "prefill": phase}))
+        kept.append([np.sort(layer.positions, axis=-1).tolist() for layer in cache.layers])
+    assert kept[0] == kept[1] == kept[2]
+
+
 def test_recurrence_by_hand():
     """Two entries' gaps over a hand-made history: the one that comes back soon is worth more when it is due."""
     part = Recurrence(threshold=0.5)

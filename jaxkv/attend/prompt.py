@@ -55,16 +55,17 @@ def prefill_layer(
     query, key, value = (jnp.swapaxes(layout.lay("heads", x), 1, 2) for x in (query, key, value))  # [B, H, T, D]
     ask, facts, store = given.ask, given.facts, layout.gathered(given.cache)
     rotation = functools.partial(rotate, rope=spec.rope)
+    own = positions.shape[1] - ask.extra
     entered = policy.enter(  # before RoPE, so that a token's norm is the same wherever it stands
-        key,
-        value,
-        queries=query,
-        positions=positions,
+        key[:, :, :own],
+        value[:, :, :own],
+        queries=query[:, :, :own],
+        positions=positions[:, :own],
         rotate=rotation,
         learned=facts.learned,
         out=facts.out,
     )
-    own = positions.shape[1] - ask.extra
+    entered = {name: jnp.pad(stat, ((0, 0), (0, 0), (0, ask.extra))) for name, stat in entered.items()}
     inputs = ScoreInputs(
         queries=query[:, :, :own], query_positions=positions[:, :own], query_places=positions[:, :own],
         rotate=rotation, scale=spec.scale, layer=facts.layer, layers=facts.layers, out=facts.out,
