@@ -10,6 +10,7 @@ from watched import watched
 import jaxkv
 from jaxkv.errors import BadValue
 from jaxkv.policies import Propagate, Straight
+from jaxkv.policies.policy import from_dict
 from jaxkv.speculative import AASD, PromptLookup
 
 FAMILY = "llama2"  # three layers
@@ -81,6 +82,10 @@ def test_refusals(tiny):
         Propagate(kernel=4)
     with pytest.raises(BadValue, match="without replay"):
         dataclasses.replace(jaxkv.policy("kvzip", budget=12, allocate={"kind": "uniform"}), flow=Propagate())
+    summed = {"score": {"kind": "accumulated-attention"}, "observe": {"kind": "all-queries"}}
+    for rule in ({"kind": "merge", "by": "mean-attention"}, {"kind": "spread"}):
+        with pytest.raises(BadValue, match="see no attention"):
+            from_dict({"name": "x", "flow": {"kind": "follow"}, "prefill": {**summed, "evicted": rule}})
     policy, tokens = jaxkv.policy("fastkv", budget=12, window=4), np.arange(3, 63)
     with pytest.raises(BadValue, match="PromptLookup"):
         jaxkv.generate(tiny(FAMILY), tokens, policy=policy, speculative=AASD())

@@ -393,6 +393,19 @@ def test_what_has_merged_can_be_drafted_over(tiny):
         )  # fmt: skip
 
 
+def test_who_is_not_averaged_with_others_stands_for_itself():
+    """Weights of 0 are no mean: the survivor stays as it is, and counts as it did."""
+    layer, _ = layer_of(1)
+    layer.attention[:] = 0
+    stays = layer.at % 2 == 0
+    entries = entries_of(layer, True)
+    lost, kept = entries.masked(jnp.asarray(~stays)[None]), entries.masked(jnp.asarray(stays)[None])
+    new, _ = Merge(by="attention", divide="sum", alike=-1.0, counts=True).absorb(None, kept, lost, Leaving())
+    held = np.asarray(new.filled)
+    assert (np.asarray(new.weight) == np.asarray(kept.weight))[held].all()
+    assert (np.asarray(new.values) == np.asarray(kept.values))[held].all()
+
+
 def test_what_does_not_fit_is_refused():
     for options, match in (
         ({"into": "above"}, "into='above'"),

@@ -54,6 +54,7 @@ class Evicted(Checked):
     attended: ClassVar[bool] = False  # whether its state is attended to
     weighs: ClassVar[bool] = False  # whether survivors may stand for several tokens
     ranks: ClassVar[bool] = False  # whether it asks what each entry was last valued at: the statistic `worth`
+    attentive: ClassVar[bool] = False  # whether it asks for the attention that entries have had so far
     needs: ClassVar[frozenset[str]] = frozenset()
 
     @property

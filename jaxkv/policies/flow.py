@@ -96,6 +96,12 @@ class Follow(Flow):
                 f"reuse={self.reuse} of policy {policy.name!r}: expected at least 1 layer; above 1 the layers hold the "
                 "same entries, so it goes with a prefill phase, uniform budgets and no decode phase"
             )
+        if not self.straight and policy.prefill.evicted.attentive:
+            raise BadValue(
+                f"evicted {policy.prefill.evicted} of policy {policy.name!r}, whose layers follow others "
+                f"(reuse={self.reuse}): those that follow see no attention to go by; expected reuse=1, or a rule that "
+                "asks for none, such as evicted kind 'merge' with by='equal'"
+            )
 
     def leads(self, layer: int, block: Block) -> bool:
         return not self.straight and layer in block.full and block.full.index(layer) % self.reuse == 0

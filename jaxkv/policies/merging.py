@@ -92,8 +92,12 @@ class Merge(Evicted):
     def weighs(self) -> bool:
         return self.counts
 
+    @property
+    def attentive(self) -> bool:
+        return "attention" in self.by
+
     def check(self, policy: Any) -> None:
-        if "attention" in self.by and ATTENTION not in policy.stats:
+        if self.attentive and ATTENTION not in policy.stats:
             raise BadValue(
                 f"policy {policy.name!r} merges by={self.by!r}, the attention so far, which none of its scores adds "
                 "up: use score kind 'accumulated-attention', or another by="
@@ -277,7 +281,7 @@ class Merge(Evicted):
             new = (own[..., None] * wide + add(gone * theirs[..., None], targets)) / whole[..., None]
             return jnp.where(taken[..., None], new, wide).astype(x.dtype)
 
-        weight = None if kept.weight is None else jnp.where(kept.filled, stands, 1.0)
+        weight = None if kept.weight is None else jnp.where(kept.filled, jnp.where(taken, stands, n), 1.0)
         kept = dataclasses.replace(kept, values=mean(kept.values, lost.values), weight=weight)
         if self.what == "values":
             return kept
@@ -332,6 +336,7 @@ class Spread(Evicted):
     seed: int = 0
     kind: ClassVar[str] = "spread"
     moves: ClassVar[bool] = True
+    attentive: ClassVar[bool] = True
 
     def __post_init__(self):
         if self.over < 1:
