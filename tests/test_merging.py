@@ -417,6 +417,9 @@ def test_what_does_not_fit_is_refused():
             Merge(**options)
     with pytest.raises(BadValue, match="none of its scores adds up"):
         jaxkv.policy("snapkv", budget=128, evicted=Merge(by="attention"))
+    for rule in ({"kind": "demote"}, {"kind": "estimate"}):
+        with pytest.raises(BadValue, match="stand for several"):
+            jaxkv.policy("h2o", budget=128, prefill_evicted=Merge(counts=True), decode_evicted=rule)
     with pytest.raises(BadValue, match="turned=false"):
         shared = jaxkv.policy("global-h2o", budget=128)
         dataclasses.replace(shared, prefill=dataclasses.replace(shared.prefill, evicted=Merge(turned=False)))

@@ -237,6 +237,7 @@ class Demote(Evicted):
         )
 
     def check(self, policy: Any) -> None:
+        _check_single(self, policy)
         if self.balance != "none" and policy.allocate.divides:
             raise BadValue(
                 f"balance={self.balance!r} of policy {policy.name!r}, whose layers share one budget and are cut when "
@@ -302,6 +303,9 @@ class Estimate(Evicted):
                 "expected at least 1 of each, and a distance of 0 or more"
             )
 
+    def check(self, policy: Any) -> None:
+        _check_single(self, policy)
+
     def begin(self, batch: int, heads: int, head_dim: int, dtype: Any) -> sketch.Sketch:
         return sketch.empty(batch, heads, self.clusters, self.members, self.sample, head_dim)
 
@@ -310,6 +314,16 @@ class Estimate(Evicted):
         u = draws(lost.positions, self.seed + self.members, self.sample)
         by_size = jnp.log(jnp.maximum(u, 2.0**-25))  # over ||v||^2 the highest is a draw with those odds
         return kept, beside.added(lost.keys, lost.values, lost.positions, even, by_size, self.radius)
+
+
+def _check_single(rule: Evicted, policy: Any) -> None:
+    """Refuses entries that stand for several tokens, for a rule whose state takes each for one."""
+    if policy.weighs:
+        raise BadValue(
+            f"evicted kind {rule.kind!r} of policy {policy.name!r}, whose entries may stand for several tokens: it "
+            "would take each for one; expected a rule of the other phase that does not count (counts=false), or here "
+            "evicted kind 'summarise', 'residual' or 'drop'"
+        )
 
 
 KINDS: dict[str, type[Evicted]] = {rule.kind: rule for rule in (Drop, Summarise, Residual, Estimate, Demote)}
