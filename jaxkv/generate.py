@@ -20,8 +20,8 @@ from jaxkv.generation import Generation
 from jaxkv.plan import SIZES, PromptBlocks, check_room, lacking, limits_of, places_taken, plan, rows_filled, scored
 from jaxkv.policies.allocator import UNLIMITED
 from jaxkv.policies.catalogue import catalogue
-from jaxkv.policies.catalogue import policy as by_name
-from jaxkv.policies.observe import Observer
+from jaxkv.policies.evicted import Drop
+from jaxkv.policies.observe import LastQueries, Observer
 from jaxkv.policies.policy import Policy, check_scores
 from jaxkv.programs import make_room
 from jaxkv.prompts import Prompt, left_padded, right_padded, rows_of
@@ -370,7 +370,8 @@ def behind(params: Params, rows: list[np.ndarray], observe: Observer, blocks: Pr
 
 def first_pass(policy: Policy, goes_on: bool = False) -> Policy:
     """The policy under which a lookahead policy drafts: SnapKV at `draft_times` the budget, in the same codecs, and
-    with the same rule for what leaves. Its window is smaller than its budget.
+    with the same rule for what leaves, unless that asks for the attention so far, which SnapKV does not add up: then
+    it drops. Its window is smaller than its budget.
 
     Where the prompt goes on from a cache, which is bounded already, all that is new is kept.
     """
@@ -381,8 +382,14 @@ def first_pass(policy: Policy, goes_on: bool = False) -> Policy:
     budget = None if policy.budget is None else min(int(policy.budget * observe.draft_times), UNLIMITED)
     ratio = None if policy.ratio is None else max(policy.ratio - (observe.draft_times - 1) * (1 - policy.ratio), 0.0)
     window = observe.draft_window if budget is None else max(min(observe.draft_window, budget - 1), 1)
-    draft = by_name("snapkv", budget=budget, ratio=ratio, window=window, evicted=evicted)
-    return dataclasses.replace(draft, rope=policy.rope, block=policy.block, store=policy.store)
+    snapkv = catalogue()["snapkv"]
+    assert snapkv.prefill is not None
+    evicted = Drop() if evicted.attentive else evicted
+    phase = dataclasses.replace(snapkv.prefill, observe=LastQueries(window), evicted=evicted)
+    return dataclasses.replace(
+        snapkv, prefill=phase, budget=budget, ratio=ratio, rope=policy.rope, block=policy.block, store=policy.store,
+        fidelity="",
+    )  # fmt: skip
 
 
 def with_room(policy: Policy, config: Any, cache: KVCache, room: int) -> KVCache:

@@ -15,6 +15,7 @@ from ordered import heads_of
 
 import jaxkv
 from jaxkv.errors import BadValue
+from jaxkv.generate import first_pass
 from jaxkv.models.rope import rotate
 from jaxkv.policies import (
     AccumulatedAttention,
@@ -650,6 +651,21 @@ def test_lookahead_tokens_are_the_drafts(tiny, monkeypatch, times, size):
     ours = jaxkv.prefill(params, ids, policy=policy)
     assert [x.shape[1] for x in seen] == [0, 5] and np.array_equal(seen[1], draft.tokens)
     assert (np.asarray(ours.held()) == 16).all()
+
+
+def test_the_first_pass_can_be_wherever_its_policy_can():
+    """Rules that ask for attention drop while it drafts, rules of the cache's places have them; budgets it cannot have
+    are refused with the policy's own name."""
+    for rule in ({"kind": "merge", "by": "attention"}, {"kind": "spread"}):
+        draft = first_pass(jaxkv.policy("laq-h2o", budget=20, evicted=rule))
+        assert draft.prefill.evicted.kind == "drop" and draft.budget == 20
+    looks = {"prefill_observe": {"kind": "lookahead", "count": 4}, "prefill_score": {"kind": "attention"}}
+    draft = first_pass(jaxkv.policy("freqkv", budget=64, **looks))
+    assert (draft.rope, draft.prefill.evicted.kind) == ("cache", "low-pass")
+    with pytest.raises(BadValue, match="budget=1 of policy 'laq': expected at least 2"):
+        jaxkv.policy("laq", budget=1)
+    assert first_pass(jaxkv.policy("laq", budget=1, draft_times=2.0)).budget == 2
+    assert first_pass(jaxkv.policy("laq", budget=2)).budget == 2
 
 
 @pytest.mark.long

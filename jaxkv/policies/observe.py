@@ -33,6 +33,11 @@ class Observer(Checked):
     lead: int = 0  # tokens of the block before that tell where a block begins, for `between`
 
     @property
+    def least(self) -> int:
+        """The smallest budget under which it can look."""
+        return 1
+
+    @property
     def at_end(self) -> bool:
         """Whether those that look are the last of the prompt, or stand behind it."""
         return self.window > 0 or self.extra > 0
@@ -181,6 +186,11 @@ class Lookahead(Observer):
             )
         if not self.draft_times >= 1:
             raise BadValue(f"draft_times={self.draft_times}: expected 1 or more, of the budget")
+
+    @property
+    def least(self) -> int:
+        """The first pass holds a window of 1 and one entry that can be evicted."""
+        return 1 if self.draft_times >= 2 else 2
 
     @property
     def extra(self) -> int:

@@ -188,7 +188,8 @@ class Policy(Checked):
         if self.budget is not None and self.budget < self.floor:
             raise BadValue(
                 f"budget={self.budget} of policy {self.name!r}: expected at least {self.floor} "
-                f"(sinks + recent + 1); raise budget= or lower sinks=, recent= or window="
+                "(sinks + recent + 1, and 2 where a first pass drafts); raise budget= or lower sinks=, recent= or "
+                "window="
             )
         if self.budget is not None and self.budget > UNLIMITED:
             raise BadValue(f"budget={self.budget}: expected at most 2**30; policy 'full' keeps everything")
@@ -232,7 +233,8 @@ class Policy(Checked):
     @property
     def floor(self) -> int:
         """The smallest budget that holds what is protected and one entry that can be evicted."""
-        return max((_floor(phase) for phase in self.phases), default=1)
+        looks = 1 if self.prefill is None else self.prefill.observe.least
+        return max(looks, *(_floor(phase) for phase in self.phases), 1)
 
     @property
     def stats(self) -> tuple[str, ...]:
