@@ -10,7 +10,8 @@ import jaxkv
 from jaxkv.store import entries as of_slots
 from jaxkv.store import slots as stores
 from jaxkv.store.slots import Slots
-from pallas_kernels.decode_attend_score.victim import victim
+from pallas_kernels.arguments import Judge, Rule
+from pallas_kernels.decode_attend_score.victim import aim, alive, victim
 
 
 def layer_with(positions: np.ndarray, seed: int = 0) -> Slots:
@@ -113,6 +114,17 @@ def test_victim_is_free_then_lowest_then_oldest(case, limit):
             assert slot == int(np.argmax(held < 0))
         elif count and np.isfinite(score[held >= 0]).any():
             assert (score[slot], held[slot]) == min((s, p) for s, p in zip(score, held, strict=True) if p >= 0)
+
+
+@pytest.mark.parametrize("rule", [None, Rule(sinks=0, heads="each")], ids=["none", "rule"])
+def test_the_next_token_takes_what_just_left_the_window(rule):
+    """The token at 7 sees 4 to 7 through a window of 4: the entry at 3, and no other, is free."""
+    positions = jnp.array([[[6, 5, 3, 4]]], jnp.int32)
+    assert alive(positions, jnp.array([7]), 4).tolist() == [[[True, True, False, True]]]
+    judge = Judge(jnp.array([4]), jnp.array([0]), rule=rule)
+    mass = jnp.array([[[3.0, 1.0, 2.0, 4.0]]])
+    assert aim(mass, positions, jnp.array([6]), jnp.array([[0]]), judge, window=4).tolist() == [[2]]
+    assert alive(positions, jnp.array([7]), 5).all()
 
 
 @given(layers())

@@ -331,6 +331,9 @@ def test_rules_of_the_family(tiny, name):
     assert out.tokens.tolist() == whole.tokens[:, : steps + 1].tolist()
     for row in range(len(prompts)):
         assert_rules(cache, chosen, row)
+        mean = np.mean([len(held) for layer in cache.views for held in entries(layer, row)])
+        assert out.stats.kept[row] == pytest.approx(mean)
+        assert out.stats.evicted[row] == pytest.approx(len(prompts[row]) + steps - mean)
     for layer, limit in zip(cache.views, np.asarray(cache.limits)[:, 0], strict=True):
         kept, shared = int(min(limit, 45) - reserved(chosen, limit)), pooled(layer)
         new = 0 if chosen.decode is not None else steps

@@ -488,6 +488,23 @@ def test_few_pages_are_read(tiny):
     out = jaxkv.generate(params, ids(1, 9), cache=cache, max_new_tokens=4, stop_tokens=())
     assert out.stats.read_bytes == sum(out.cache.read_bytes)
 
+    begun = jaxkv.generate(params, ids(45, 1), policy=policy, max_new_tokens=1, stop_tokens=()).cache
+    first, second = begun.layers
+    assert not (np.asarray(second.positions)[0, :, :4] >= 0).any(), "the new token's page holds nothing yet"
+
+    def following(hit, *names):
+        """The token behind a step that finds NaN in these pages `[Hk, P]` of the second layer."""
+        slots = np.repeat(hit, 4, axis=1)[None, :, :, None]
+        bad = second.changed(**{name: jnp.where(slots, jnp.nan, getattr(second, name)) for name in names})
+        spoilt = dataclasses.replace(begun, layers=(first, bad))
+        return int(jaxkv.generate(params, cache=spoilt, max_new_tokens=1, stop_tokens=()).tokens[0, 0])
+
+    every = np.eye(pairs * pages, dtype=bool).reshape(-1, pairs, pages)
+    want = following(every[0], "values")
+    matter = np.array([following(one, "values") != want for one in every]).reshape(pairs, pages)
+    assert matter.sum(axis=1).tolist() == [2, 2], "of three pages one is the new token's"
+    assert following(~matter, "keys", "values") == want
+
 
 def test_reading_few_of_a_bounded_cache(tiny):
     """What is kept and what is read are two budgets: H2O keeps 32 and reads 8 of them; others get no mass."""

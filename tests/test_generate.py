@@ -483,6 +483,19 @@ def test_a_top_p_of_one_sorts_nothing():
     assert Sampler(1.0, top_p=1.0) == Sampler(1.0)
 
 
+@pytest.mark.parametrize(
+    "options, chances, kept",
+    [({"top_p": 0.5}, [0.5, 0.5, 1e-90, 1e-91], 1), ({"min_p": 1.0}, [0.25, 0.25, 0.25, 0.25], 4)],
+    ids=["top_p", "min_p"],
+)
+def test_the_filters_at_their_very_edge(options, chances, kept):
+    """As in transformers: what stands behind `top_p` itself goes, what has `min_p` itself stays. Numbers without
+    rounding, in the shape of the draws above, whose programs are compiled."""
+    logits = jnp.broadcast_to(jnp.asarray(np.log(chances), jnp.float32), (4000, 4))
+    found = np.isfinite(np.asarray(Sampler(temperature=1.0, **options).warped(logits, None)))
+    assert (found.sum(axis=-1) == kept).all()
+
+
 def test_repetition_penalty():
     logits = jnp.array([[2.0, 1.9, -1.0]])
     seen = jnp.array([[True, False, True]])

@@ -157,7 +157,9 @@ def left(layer):
 
 
 @pytest.mark.some(1)
-@pytest.mark.parametrize("family", ["llama2", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["llama2", "qwen3", *(pytest.param(each, marks=pytest.mark.long) for each in ("mistral", "gemma3_text"))]
+)
 def test_the_full_cache_generates_what_transformers_does(goldens, tiny, family):
     theirs = arrays(goldens / "tiny" / family / "logits.npz")
     steps = theirs["greedy"].shape[1]

@@ -19,14 +19,18 @@ import openai
 import pytest
 import uvicorn
 from letters import Letters
+from prometheus_client import generate_latest
 
 import jaxkv
 from jaxkv import cli
 from jaxkv.errors import BadValue, unknown
 from jaxkv.serving import Engine
+from jaxkv.serving.engine import Load
 from jaxkv.serving.http import LOOPBACK, Limits, Server, _name_of, _refused
+from jaxkv.serving.metrics import Metrics
 from jaxkv.serving.serve import serve
 from jaxkv.serving.wire import Completion, parsed
+from jaxkv.speculative.tally import Speculation
 
 FAMILY = "llama3"
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -159,11 +163,22 @@ def test_completions_of_several_prompts_and_samples(running, params, client):
     assert "".join(told.tokens) == out.choices[0].text and told.text_offset == list(range(6))
     assert all(len(best) == 3 and max(best.values()) <= 0 for best in told.top_logprobs)
     assert out.usage.prompt_tokens == 3 + 7 and out.usage.completion_tokens == 24
-    stop = expected[0].text[0][3]
-    cut = client(address).completions.create(
-        model="tiny", prompt=[65 - 32, 66], stop=[stop, "unlikely"], max_tokens=8, temperature=0, seed=1
-    )
-    assert stop not in cut.choices[0].text
+
+
+def test_a_completion_ends_before_its_stop_string(running, client):
+    """Whole and streamed: what stands before the first place of it in the same text without."""
+    address, _ = running
+    asked = {"model": "tiny", "prompt": [65 - 32, 66], "max_tokens": 12, "temperature": 0}
+    asked["extra_body"] = {"ignore_eos": True}
+    whole = client(address).completions.create(**asked).choices[0]
+    assert whole.finish_reason == "length" and len(whole.text) == 12
+    stop = whole.text[5:7]
+    before = whole.text[: whole.text.index(stop)]
+    cut = client(address).completions.create(**asked, stop=[stop, "unlikely"]).choices[0]
+    assert cut.text == before and cut.finish_reason == "stop" and before
+    pieces = list(client(address).completions.create(**asked, stop=[stop, "unlikely"], stream=True))
+    assert "".join(piece.choices[0].text for piece in pieces) == before
+    assert pieces[-1].choices[0].finish_reason == "stop"
 
 
 def test_log_probabilities_of_a_chat(running, client):
@@ -282,7 +297,9 @@ def test_health_models_and_metrics(running, client):
     (model,) = client(address).models.list().data
     assert (model.id, model.policy, model.budget, model.rows) == ("tiny", "tova", 40, 2)
     assert client(address).models.retrieve("tiny").id == "tiny"
-    client(address).completions.create(model="tiny", prompt="abc", max_tokens=3, extra_body={"ignore_eos": True})
+    before = engine.load.evicted
+    out = client(address).completions.create(model="tiny", prompt="abc", max_tokens=50, extra_body={"ignore_eos": True})
+    until(lambda: engine.load.taken == 0 and engine.load.evicted > before)
     text = got(address, "/metrics")[1].decode()
     found = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#") and " " in line)
     assert float(found["jaxkv_rows"]) == 2 and float(found["jaxkv_cache_bytes"]) == engine.nbytes
@@ -290,6 +307,30 @@ def test_health_models_and_metrics(running, client):
     assert float(found['jaxkv_requests_total{finish="length"}']) >= 1
     until(lambda: b"jaxkv_time_to_first_token_seconds_count" in got(address, "/metrics")[1])
     assert float(found["jaxkv_generation_tokens_total"]) == engine.load.new_tokens
+    gone = float(found["jaxkv_evicted_tokens_total"]) - before
+    assert gone == out.usage.seen_tokens - out.usage.kept_tokens == 3 + 49 - 40
+    assert not any("passes" in name or "tokens_per_pass" in name for name in found)  # it does not draft
+
+
+def test_metrics_of_drafts():
+    """Passes with drafts and without, and what a row got from one."""
+
+    class Told(Engine):
+        load = Load(queued=1, rows=3, taken=2, ended={"stop": 4}, prompt_tokens=50, new_tokens=60, evicted=7.5)
+        nbytes = 800
+        speculation = Speculation(trees=5, steps=6, acceptance_length=2.5, tokens_per_pass=1.75, departed=0, cost=1.5)
+
+        def __init__(self):
+            pass
+
+    text = generate_latest(Metrics(Told()).registry).decode()
+    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    expected = {
+        "requests_waiting": 1, "rows": 3, "rows_taken": 2, "cache_bytes": 800, "prompt_tokens_total": 50,
+        "generation_tokens_total": 60, "evicted_tokens_total": 7.5, "tokens_per_pass": 1.75,
+        'passes_total{kind="drafts"}': 5, 'passes_total{kind="plain"}': 6, 'requests_total{finish="stop"}': 4,
+    }  # fmt: skip
+    assert {name: float(found[f"jaxkv_{name}"]) for name in expected} == expected
 
 
 def test_the_page_is_one_file_of_our_own(running):

@@ -1,0 +1,180 @@
+"""What the options of `jaxkv generate` and `jaxkv eval` reach: nothing is loaded or run."""
+
+import json
+
+import pytest
+
+import jaxkv
+from jaxkv import cli, evaluation
+from jaxkv.errors import BadValue
+from jaxkv.speculative import PromptLookup
+
+MODEL = "a model"
+
+
+@pytest.fixture
+def asked(monkeypatch, goldens):
+    """What `jaxkv.load` and `jaxkv.generate` were given; the latter refuses to run."""
+    found = {}
+
+    def load(path, **options):
+        found["load"] = {"path": path, **options}
+        return MODEL
+
+    def generate(params, prompt, **options):
+        assert params == MODEL and callable(options.pop("progress"))
+        found["generate"] = {"prompt": prompt, **options}
+        raise BadValue("enough")
+
+    monkeypatch.setattr(jaxkv, "load", load)
+    monkeypatch.setattr(jaxkv, "generate", generate)
+    monkeypatch.setattr(cli, "_keep_programs", lambda: None)
+
+    def run(*words):
+        assert cli.main(["generate", *words, "--model", str(goldens / "tiny" / "llama3")]) == 2
+        assert found["load"].pop("path") == goldens / "tiny" / "llama3"
+        return found["generate"], found["load"]
+
+    return run
+
+
+def test_what_generate_is_given(asked):
+    words = ["hello", "--policy", "full", "--temperature", "0.7", "--top-k", "40", "--top-p", "0.9", "--min-p", "0.05",
+             "--repetition-penalty", "1.3", "--seed", "11", "--stop", "one", "two", "--max-new-tokens", "17",
+             "--speculative", "lookup", "--verify", "conditional",
+             "--dtype", "bfloat16", "--weights", "int8-g16"]  # fmt: skip
+    given, loaded = asked(*words)
+    assert given == {
+        "prompt": "hello", "policy": jaxkv.policy("full"), "speculative": PromptLookup(verify="conditional"),
+        "scan_layers": True, "temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3,
+        "seed": 11, "stop": ("one", "two"), "max_new_tokens": 17,
+    }  # fmt: skip
+    assert loaded == {"dtype": "bfloat16", "weights": "int8-g16", "mesh": None}
+
+
+def test_what_generate_is_given_by_default(asked):
+    given, loaded = asked("hello")
+    assert given == {
+        "prompt": "hello", "policy": jaxkv.policy(cli.DEFAULT_POLICY, budget=cli.DEFAULT_BUDGET), "speculative": None,
+        "scan_layers": True, "temperature": 0.0, "top_k": None, "top_p": None, "min_p": None,
+        "repetition_penalty": None, "seed": 0, "stop": (), "max_new_tokens": 128,
+    }  # fmt: skip
+    assert loaded == {"dtype": None, "weights": None, "mesh": None}
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        (
+            ["--budget", "24", "--option", "sinks=2", "prefill_recent=3"],
+            {"budget": 24, "sinks": 2, "prefill_recent": 3},
+        ),
+        (["--ratio", "0.75"], {"ratio": 0.75}),
+        (["--bytes", "100000"], {"bytes": 100_000}),
+    ],
+    ids=["budget", "ratio", "bytes"],
+)
+def test_the_size_of_the_policy_and_a_chat(asked, words, size):
+    given, _ = asked("hello", "--policy", "h2o", "--chat", *words)
+    assert given["policy"] == jaxkv.policy("h2o", **size)
+    assert given["prompt"] == [{"role": "user", "content": "hello"}]
+
+
+@pytest.mark.parametrize(
+    ("file", "options", "weights"),
+    [
+        ("model.gguf", {}, "file"),  # in its own blocks, unless told otherwise
+        ("model.gguf", {"weights": "floats"}, None),
+        ("model.gguf", {"dtype": "float32"}, None),
+        ("folder", {}, None),
+        ("folder", {"weights": "int4"}, "int4"),
+    ],
+    ids=str,
+)
+def test_how_the_weights_are_held(monkeypatch, tmp_path, file, options, weights):
+    monkeypatch.setattr(jaxkv, "load", lambda path, **options: (path.name, options["weights"]))
+    (tmp_path / file).touch()
+    assert cli._loaded(cli.Generate("hello", model=str(tmp_path / file), **options)) == (file, weights)
+
+
+RUN = """
+policies = ["tova", {name = "h2o", budgets = [8]}]
+budgets = [64]
+weights = "int8"
+batch = 3
+[[tasks]]
+name = "passkey"
+[[tasks]]
+name = "lookup"
+[[tasks]]
+file = "some.jsonl"
+"""
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """The settings that a run has with these words, how its model is loaded, and where its results go."""
+    found = []
+
+    def load(model, **options):
+        found.append((model, options))
+        return MODEL
+
+    def evaluate(params, settings, out, **_):
+        assert params == MODEL
+        found.append((settings, out))
+        raise BadValue("enough")
+
+    monkeypatch.setattr(jaxkv, "load", load)
+    monkeypatch.setattr(evaluation, "evaluate", evaluate)
+    monkeypatch.setattr(cli, "_keep_programs", lambda: None)
+    (tmp_path / "run.toml").write_text(RUN, encoding="utf-8")
+    (tmp_path / "some.jsonl").write_text(json.dumps({"context": "a", "question": "b", "answers": ["c"]}) + "\n")
+
+    def run(*words):
+        assert cli.main(["eval", str(tmp_path / "run.toml"), *words]) == 2
+        (model, options), (settings, out) = found
+        assert (model, options) == (settings.model, {"dtype": settings.dtype, "weights": settings.weights})
+        return settings, out
+
+    return run
+
+
+def test_a_run_as_its_file_says(measured):
+    settings, out = measured()
+    assert settings.weights == "int8" and settings.dtype is None and settings.batch == 3 and out == "results/evaluation"
+    assert settings.budgets == (64,) and settings.policies == ("tova", {"name": "h2o", "budgets": [8]})
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"ratios": (0.5, 0.75)}, {"bytes": (100_000,)}, {"budgets": (16,), "ratios": (0.5,)}],
+    ids=["ratios", "bytes", "both"],
+)
+def test_sizes_stand_in_place_of_the_runs(measured, sizes):
+    """Of all kinds, and of single policies too; and floats in place of its weights."""
+    words = [word for name, each in sizes.items() for word in (f"--{name}", *map(str, each))]
+    settings, _ = measured(*words, "--weights", "floats")
+    found = {name: getattr(settings, name) for name in ("budgets", "ratios", "bytes")}
+    assert found == {"budgets": (), "ratios": (), "bytes": (), **sizes}
+    assert settings.policies == ("tova", {"name": "h2o"}) and settings.weights is None
+
+
+def test_what_else_stands_in_place_of_the_runs(measured):
+    words = ["--model", "some/model", "--dtype", "bfloat16", "--weights", "int4", "--policies", "full", "snapkv",
+             "--data", "folder", "--batch", "5", "--block", "512", "--share-prefill", "--out", "there",
+             "--tasks", "passkey", "some", "--limit", "3", "--longest", "500", "--lengths", "128", "256"]  # fmt: skip
+    settings, out = measured(*words)
+    assert (settings.model, settings.dtype, settings.weights) == ("some/model", "bfloat16", "int4")
+    assert (settings.policies, settings.data, settings.batch) == (("full", "snapkv"), "folder", 5)
+    assert (settings.block, settings.share_prefill, out) == (512, True, "there")
+    made, file = settings.tasks
+    assert (made.name, made.lengths, made.limit, made.longest) == ("passkey", (128, 256), None, None)
+    assert file.file.endswith("some.jsonl") and (file.limit, file.longest) == (3, 500)
+
+
+def test_a_plan_runs_nothing(measured, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: pytest.fail("it has run"))
+    monkeypatch.setattr(evaluation, "cost", lambda params, settings: f"{params}, {settings.batch} at a time")
+    assert cli.main(["eval", str(tmp_path / "run.toml"), "--plan", "--batch", "7"]) == 0
+    assert capsys.readouterr().out == "a model, 7 at a time\n"
