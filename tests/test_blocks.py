@@ -134,6 +134,7 @@ def test_a_large_matrix_in_tiles(kind, outputs, inputs, rows):
     np.testing.assert_allclose(got, x.astype(np.float64) @ meant(weight, kind).T, atol=5e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("panels", [(), (1,)])
 def test_two_codes_in_a_byte_with_a_scale_for_each_output(panels):
     codes = jnp.full((*panels, GROUP, 64), 0x21, jnp.uint8)

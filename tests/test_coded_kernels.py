@@ -295,6 +295,7 @@ def test_scales_by_channel_on_cpu(codecs):
     shared_scales(BY_NUMBA, *codecs, 96, 264, group=1)
 
 
+@pytest.mark.long
 def test_scales_by_channel_of_more_query_heads_than_channels_on_cpu():
     shared_scales(BY_NUMBA, *SHARED["both 8"], 8, 33, group=24)
 

@@ -368,6 +368,7 @@ def test_non_causal_chunks_do_not_leak(pads):
     np.testing.assert_allclose(got, want, rtol=RTOL)
 
 
+@pytest.mark.long
 def test_who_looks_changes_no_statistic_of_a_token_that_enters(tiny):
     """The tokens behind a block are not of it: they enter no chunk, and are not the newest."""
     score = {"kind": "weighted", "first": {"kind": "non-causal", "chunk": 8}, "second": {"kind": "attention"}}

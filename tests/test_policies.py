@@ -342,6 +342,7 @@ def test_parts_that_do_not_go_together(name, options, words):
         jaxkv.policy(name, budget=64, **options)
 
 
+@pytest.mark.long
 def test_a_score_that_divides_looks_too(tiny):
     """Heads' shares by what the layer's last queries see, which the policy's own score does not ask for."""
     share = {"kind": "adaptive", "of": {"kind": "window-attention", "window": 4}}
@@ -364,7 +365,9 @@ def test_who_is_scored():
     assert asked(jaxkv.policy("full"), 20, 21, 30) == [False] * 3
 
 
-@pytest.mark.parametrize("options", [{"reserve": 2}, {"decode": "h2o", "prefill_reserve": 16}])
+@pytest.mark.parametrize(
+    "options", [{"reserve": 2}, pytest.param({"decode": "h2o", "prefill_reserve": 16}, marks=pytest.mark.long)]
+)
 def test_sliding_layers_reserve_nothing(tiny, options):
     """Their windows are their budgets: what a budget holds whole gives the full cache's tokens."""
     prompt, params = np.random.default_rng(9).integers(3, 180, 40), tiny("gemma3_text")
@@ -375,6 +378,7 @@ def test_sliding_layers_reserve_nothing(tiny, options):
     assert said[0] == said[1]
 
 
+@pytest.mark.long
 def test_as_many_as_the_deeper_layers_hold_go_on_from_a_sliding_one(tiny):
     prompt, params = np.random.default_rng(9).integers(3, 180, 40), tiny("gemma3_text")
     policy = jaxkv.policy("snapkv", budget=24, window=4, flow={"kind": "propagate", "after": 0, "keep": 0.1})

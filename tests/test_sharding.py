@@ -279,6 +279,7 @@ def test_a_cache_goes_on_on_another_mesh(goldens, tmp_path, name):
         assert np.array_equal(moved.cache.tokens, whole.cache.tokens)
 
 
+@pytest.mark.long
 def test_a_tier_that_is_divided_over_fewer_axes_counts_once(goldens):
     """Three KV heads on two devices along `model`: these share the slots, 10 of the tier only along `context`."""
     folder, devices = goldens / "tiny" / "smollm2", jax.devices()[:4]

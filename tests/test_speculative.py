@@ -128,6 +128,7 @@ def test_greedy_equals_plain_decoding(tiny, name):
     assert told.departed == 0
 
 
+@pytest.mark.long
 def test_drafts_enter_with_what_a_decode_score_reads_of_the_model(tiny):
     """Its output matrix, in the tree and in the drafter's steps; these are the model's own, so that all is right."""
     decode = {
