@@ -516,6 +516,7 @@ def test_reading_few_of_a_bounded_cache(tiny):
         jaxkv.policy("adakv-h2o", budget=32, read=Pages())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "more", [{"decode_every": 4}, {"decode_evicted": {"kind": "merge", "alike": -1.0}}], ids=["cuts", "merges"]
 )
