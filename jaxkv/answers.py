@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxkv.errors import BadValue
+from jaxkv.evaluation.asking import ids
 from jaxkv.generate import generate
 from jaxkv.policies.catalogue import policy
 from jaxkv.store.entries import EMPTY
@@ -88,7 +89,7 @@ def hidden(params: Params, text: str, length: int, count: int, seed: int, compar
     """`count` prompts of `length` tokens: what the model's texts begin with, words of the text (over and over where
     there are too few), a fact at another depth in each, and the question at the end."""
     rng = np.random.default_rng(seed)
-    front, filler, out = beginning(params), _ids(params, " ".join(text.split())), []
+    front, filler, out = ids(params.tokenizer, "", begins=True), _ids(params, " ".join(text.split())), []
     filler = np.resize(filler, max(len(filler), length)).tolist()
     for number in range(count):
         answer = str(rng.integers(10_000, 100_000))
@@ -138,11 +139,6 @@ def _until(said: list[int], ends: set[int]) -> list[int]:
 def _within(some: list[int], all_of: list[int]) -> bool:
     """Whether the tokens stand side by side among the others."""
     return any(all_of[at : at + len(some)] == some for at in range(len(all_of) - len(some) + 1))
-
-
-def beginning(params: Params) -> list[int]:
-    """The tokens that the model's texts begin with: BOS, or none."""
-    return list(params.tokenizer("")["input_ids"])
 
 
 def _ids(params: Params, text: str) -> list[int]:

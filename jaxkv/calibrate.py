@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.answers import answered, beginning
+from jaxkv.answers import answered
 from jaxkv.checks import check_arguments
 from jaxkv.errors import BadValue
+from jaxkv.evaluation.asking import ids
 from jaxkv.evaluation.texts import calibration
 from jaxkv.models import AttentionSpec, ModelConfig
 from jaxkv.models.rope import rotate
@@ -95,7 +96,7 @@ def calibrate(
     told, compared = (answered(params, text, length, needles, seed, compared=each) for each in (False, True))
     of = 4 * len(stretches) + len(told) + len(compared) + 1 + (params.config.num_layers if predictors else 0)
     sums = _Sums(params, progress, of)
-    texts, front = [(tokens[None],) for tokens in stretches], len(beginning(params))
+    texts, front = [(tokens[None],) for tokens in stretches], len(ids(params.tokenizer, "", begins=True))
     found = {
         **_statistics(sums.total(_sums, texts)),
         "retrieval": sums.mean(_told_mass, told),
@@ -195,22 +196,21 @@ def _triangle(outer: Float[Array, "N N"]) -> Float[Array, "_"]:
 def _windows(params: Params, text: str, length: int, count: int) -> list[np.ndarray]:
     """`count` stretches of the text, evenly spread over it and overlapping where it is too short, each behind what the
     model's texts begin with."""
-    front = np.asarray(beginning(params), np.int32)
-    ids = np.asarray(params.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
-    if len(ids) < length:
-        raise BadValue(f"length={length}: the text has {len(ids)} tokens; expected no more, or a longer text")
-    if count > len(ids) - length + 1:
+    front, tokens = ids(params.tokenizer, "", begins=True), ids(params.tokenizer, text)
+    if len(tokens) < length:
+        raise BadValue(f"length={length}: the text has {len(tokens)} tokens; expected no more, or a longer text")
+    if count > len(tokens) - length + 1:
         raise BadValue(
-            f"windows={count}: the text has {len(ids) - length + 1} stretches of {length} tokens; expected no more, or "
-            "a longer text"
+            f"windows={count}: the text has {len(tokens) - length + 1} stretches of {length} tokens; expected no more, "
+            "or a longer text"
         )
-    starts = np.linspace(0, len(ids) - length, count).astype(int)
-    return [np.append(front, ids[start : start + length - len(front)]) for start in starts]
+    starts = np.linspace(0, len(tokens) - length, count).astype(int)
+    return [np.append(front, tokens[start : start + length - len(front)]) for start in starts]
 
 
 def _random(params: Params, length: int, seed: int) -> np.ndarray:
     """What the model's texts begin with, and random tokens, the same ones four times: as many as the length holds."""
-    front = beginning(params)
+    front = ids(params.tokenizer, "", begins=True)
     some = np.random.default_rng(seed).integers(0, params.config.vocab_size, (length - len(front)) // REPEATS)
     return np.append(front, np.tile(some, REPEATS)).astype(np.int32)
 

@@ -135,8 +135,8 @@ def _going(
     looks = query[:, :, last], keys, query_positions[:, last], key_positions
     mass = prefill_attend_mass(layout, *looks, reduce="sum", **softmax)
     block = slice(mass.shape[-1] - query.shape[2], mass.shape[-1] - ask.extra)
-    most = given.limits if given.most is None else given.most
-    return flow.choose(mass[:, :, block], query_positions[:, :own], most, ask.going)
+    assert given.most is not None  # of a prompt
+    return flow.choose(mass[:, :, block], query_positions[:, :own], given.most, ask.going)
 
 
 def _mass(
@@ -224,8 +224,8 @@ def _choice(
     layer with a sliding window keeps nothing free for new tokens, whose places are those that leave the window."""
     flat = lambda x: x.reshape(x.shape[0], -1)  # noqa: E731
     limits, phase = given.limits, policy.prefill
-    frees = phase is not None and looked and window is None
-    reserved = jnp.broadcast_to(phase.reserved(limits) if frees and phase is not None else 0, limits.shape)
+    frees = phase.reserved(limits) if phase is not None and looked and window is None else 0
+    reserved = jnp.broadcast_to(frees, limits.shape)
 
     def worth(score: Score | None, goal: Int[Array, "B *Hk"]) -> Float[Array, "B N"]:
         if phase is None or not looked:
