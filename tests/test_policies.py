@@ -335,11 +335,20 @@ CHUNKS = [{"kind": "non-causal", "chunk": size} for size in (4, 256)]
         ("h2o", {"decode_score": {"kind": "pooled", "of": FIXED}}, "lets the cache grow"),
         ("snapkv", {"score": {"kind": "scaled", "of": BELOW}}, "can be negative"),
         ("snapkv", {"allocate": {"kind": "adaptive", "of": {"kind": "crush"}}}, "sums over the heads"),
+        ("dapq", {"aggregate": {"decay": 0.9}}, "'pseudo-queries' stand behind them"),
+        ("kvzip", {"aggregate": {"probes": 0.1}}, "'replay' stand behind them"),
     ],
 )
 def test_parts_that_do_not_go_together(name, options, words):
     with pytest.raises(BadValue, match=words):
         jaxkv.policy(name, budget=64, **options)
+
+
+def test_a_decoded_token_has_an_even_share():
+    """Where only the prefill phase reads the output matrix: not less than any token of the prompt."""
+    policy = jaxkv.policy("defensivekv", budget=64)
+    new = jnp.ones((1, 4, 1, 8))
+    assert np.asarray(policy.enter(new, new)["output_share"]).tolist() == [[[0.25]] * 4]
 
 
 @pytest.mark.long

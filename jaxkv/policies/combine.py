@@ -41,7 +41,8 @@ class Scaled(Combined):
 
     `by`: "value-l1", "value-l2", "output-l1", or "output-share": output-l1 over its sum over the layer's KV heads, of
     the same token. Only for scores that are never negative. All but "output-l1" are fixed as a token enters; that is
-    computed from the values at every cut, for it reads the layer's output matrix.
+    computed from the values at every cut, for it reads the layer's output matrix. Where only the prefill phase reads
+    the matrix, a decoded token's share is that of equal heads.
     Source: VATP (arXiv 2406.12335) with value-l1; CriticalKV (arXiv 2502.03805) with output-l1; DefensiveKV's release
     (arXiv 2510.13334) with output-share.
     """
@@ -73,7 +74,7 @@ class Scaled(Combined):
             return more
         if self.by == "output-share":
             if new.out is None:  # a token that is decoded, where only the prefill phase reads the matrix
-                return {**more, self.name: jnp.zeros(values.shape[:-1], jnp.float32)}
+                return {**more, self.name: jnp.full(values.shape[:-1], 1 / values.shape[1], jnp.float32)}
             size = _output_size(values, new.out)
             total = jnp.sum(size, axis=1, keepdims=True)
             return {**more, self.name: size / jnp.where(total > 0, total, 1.0)}

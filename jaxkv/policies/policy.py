@@ -51,6 +51,13 @@ class Phase(Checked):
     def __post_init__(self):
         if MASS in self.score.needs and not self.observe.looks:
             raise BadValue(f"score {self.score.kind!r} needs attention: give the phase queries that look (observe=)")
+        aggregate, behind = self.aggregate, self.observe.extra or self.observe.replays
+        if behind and (aggregate.decay < 1 or aggregate.probes):
+            raise BadValue(
+                f"aggregate decay={aggregate.decay}, probes={aggregate.probes}: they weigh a prompt's own queries, and "
+                f"those of observe kind {self.observe.kind!r} stand behind them; expected decay=1 and probes=0, or "
+                "observe kind 'last-queries' or 'all-queries'"
+            )
         if self.reserve < 0 or (self.reserve > 1 and self.reserve != int(self.reserve)) or self.every < 1:
             raise BadValue(
                 f"reserve={self.reserve}, every={self.every}: expected reserve >= 0 (tokens, or a fraction of the "
