@@ -34,6 +34,7 @@ from jaxkv.policies import (
     Redundancy,
     Scaled,
     Select,
+    StretchLeverage,
     Then,
     Weighted,
     catalogue,
@@ -61,11 +62,17 @@ MORE = {
     "cap": ("capkv", {}, True),
     "chunkkv-c10-snapkv-w8-k5": ("chunkkv", {"window": 8, "chunk": 10}, False),
 }
+EVEN = {"allocate": {"kind": "uniform"}, "select": {}}  # equal heads, and nothing protected, as in kvpress
+NON_CAUSAL = {"kind": "non-causal", "neighbours": 3, "by_value": True, "apart": True}
+BLEND = {
+    **{"kind": "weighted", "first": {"kind": "leverage"}, "first_weight": "ratio"},
+    **{"second": NON_CAUSAL | {"mutual": 36}, "second_weight": 1.0},
+}
 FAMILY = {
     "criticalkv-snapkv-w8-k5": ("criticalkv", {"window": 8}, True),
-    "leverage-s48": ("leverage", {}, True),
-    "noncausal-c40": ("non-causal", {}, True),
-    "compactor-c36": ("compactor", {}, True),
+    "leverage-s48": ("leverage", {"score": {"kind": "leverage"}, **EVEN}, True),
+    "noncausal-c40": ("non-causal", {"score": NON_CAUSAL | {"mutual": 40}, **EVEN}, True),
+    "compactor-c36": ("compactor", {"score": BLEND, **EVEN, "select": {"sinks": 8, "recent": 4}}, True),
     "chunk-c40-knorm": ("chunk-topk", {"chunk": 40}, False),
     "finch-w8": ("finch", {"question": 8, "recent": 8, "rope": "text"}, True),
     "egchunkkv-c10-knorm": ("chunkkv-entropy", {}, False),
@@ -109,13 +116,6 @@ def _twin(method, budget):
         return dataclasses.replace(
             policy, prefill=Phase(score=KeyNorm(), aggregate=aggregate, select=select), budget=budget
         )
-    if method in ("noncausal-c40", "compactor-c36"):  # `chunk` is a field of select, too
-        policy = jaxkv.policy(name, budget=budget)
-        score = policy.prefill.score
-        both = method == "compactor-c36"
-        chunks = dataclasses.replace(score.second if both else score, chunk=int(method[-2:]))
-        score = dataclasses.replace(score, second=chunks) if both else chunks
-        return dataclasses.replace(policy, prefill=dataclasses.replace(policy.prefill, score=score))
     return jaxkv.policy(name, budget=budget, **options)
 
 
@@ -344,34 +344,64 @@ def test_lag_kv_keeps_the_newest_of_a_short_text(entries):
     assert (np.diff(got, axis=-1) > 0).all()
 
 
-@pytest.mark.some(1)
-@pytest.mark.parametrize("pads", [0, 3])
-def test_non_causal_chunks_do_not_leak(pads):
-    """Chunks of 8 of 20 tokens: the last has 4, and neither padding nor another chunk adds to its sums."""
-    rng, length = np.random.default_rng(3), 20
+def _entering(pads, length=20):
+    """Random tokens behind `pads` empty places, and the queries, keys and values of the tokens."""
+    rng = np.random.default_rng(3)
     query, key, value = (rng.normal(size=(1, heads, length, DIMS)).astype(np.float32) for heads in (4, 2, 2))
 
     def padded(x):
         return jnp.asarray(np.concatenate([np.full((*x.shape[:2], pads, DIMS), 9.0, np.float32), x], axis=2))
 
     positions = jnp.asarray(np.concatenate([np.full(pads, -1), np.arange(length)])[None], jnp.int32)
-    new = Entering(padded(key), padded(value), padded(query), positions, lambda x, at: x)
-    got = np.asarray(NonCausal(chunk=8).enter(new)["non_causal"])[0, :, pads:]
+    return Entering(padded(key), padded(value), padded(query), positions, lambda x, at: x), query[0], key[0], value[0]
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("released", [True, False])
+@pytest.mark.parametrize("pads", [0, 3])
+def test_non_causal_chunks_do_not_leak(pads, released):
+    """Chunks of 8 of 20 tokens: the last has 4, and neither padding nor another chunk adds to its sums; as released its
+    keys get an eighth for each of the 4 queries that it lacks."""
+    new, query, key, value = _entering(pads)
+    length = key.shape[1]
+    part = NonCausal(mutual=8) if released else NonCausal(mutual=8, neighbours=3, by_value=True, apart=True)
+    got = np.asarray(part.enter(new)["non_causal"])[0, :, pads:]
     want = np.zeros((2, length))
     for head in range(4):
         for start in range(0, length, 8):
-            logits = query[0, head, start : start + 8] @ key[0, head // 2, start : start + 8].T
+            logits = query[head, start : start + 8] @ key[head // 2, start : start + 8].T
             weights = np.exp(logits - logits.max(axis=1, keepdims=True))
             want[head // 2, start : start + 8] += (weights / weights.sum(axis=1, keepdims=True)).sum(axis=0) / 2
-    want = want * np.linalg.norm(value[0], axis=-1)
-    want = np.stack([np.convolve(row, np.ones(3) / 3, mode="same") for row in want])
+    if released:
+        want[:, 16:] += 4 / 8
+    else:
+        want = want * np.linalg.norm(value, axis=-1)
+        want = np.stack([np.convolve(row, np.ones(3) / 3, mode="same") for row in want])
     np.testing.assert_allclose(got, want, rtol=RTOL)
+
+
+@pytest.mark.parametrize("pads", [0, 3])
+def test_leverage_by_stretches(pads):
+    """The hat matrix of each stretch of 8 of 20 tokens by itself, the last of 4, as z-scores over its heads and tokens;
+    padding adds nothing, and a decoded token has 0."""
+    new, _, key, _ = _entering(pads)
+    part = StretchLeverage(sketch=5, stretch=8)
+    got = np.asarray(part.enter(new)["stretch_leverage"])[0]
+    assert (got[:, :pads] == 0).all()
+    for start in (0, 8, 16):
+        x = key[:, start : start + 8].astype(np.float64)
+        x = (x - x.mean(1, keepdims=True)) @ np.asarray(part.gaussian(DIMS), np.float64)
+        inverse = np.linalg.inv(x.swapaxes(1, 2) @ x + 0.005 * np.eye(5))
+        hat = np.einsum("hsd,hde,hse->hs", x, inverse, x)
+        want = (hat - hat.mean()) / hat.std()
+        np.testing.assert_allclose(got[:, pads + start :][:, :8], want, rtol=RTOL, atol=1e-4)
+    assert not part.enter(dataclasses.replace(new, prompt=False))["stretch_leverage"].any()
 
 
 @pytest.mark.long
 def test_who_looks_changes_no_statistic_of_a_token_that_enters(tiny):
     """The tokens behind a block are not of it: they enter no chunk, and are not the newest."""
-    score = {"kind": "weighted", "first": {"kind": "non-causal", "chunk": 8}, "second": {"kind": "attention"}}
+    score = {"kind": "weighted", "first": {"kind": "non-causal", "mutual": 8, "apart": True}, "second": {"kind": "attention"}}
     kept = []
     for who in ({"kind": "all-queries"}, {"kind": "pseudo-queries", "count": 5}, {"kind": "replay"}):
         phase = {"score": {**score, "second_weight": 0.0}, "observe": who, "select": {"recent": 4}}

@@ -16,7 +16,7 @@ from test_outliers import apart, quantised
 from tiers_numpy import Tiered, in_bits, outwards, small_floats
 
 import jaxkv
-from jaxkv.policies import Leverage
+from jaxkv.policies import StretchLeverage
 from jaxkv.policies.catalogue import named
 
 NEVER = 10**6  # entries over the budget: everything new is added
@@ -708,32 +708,60 @@ class Quest(Rule):
         return np.isin(number, order[: self.count])
 
 
-class Compactor(Rule):
-    """The fraction that goes times the leverage of the keys, and non-causal attention by chunks, both as z-scores; the
-    first and last two tokens, which stay, are cut off before."""
+class Leverages(Rule):
+    """The leverage of the keys before RoPE, centred and sketched, by stretches of 16 as z-scores; the heads compete for
+    what the first and last two tokens leave."""
 
-    every, chunk = NEVER, 256
+    every, stretch = NEVER, 16
 
     def prepare(self, tiny, ids):
         self.unrotated = [tiny.rope(seen.key, -np.arange(len(ids))) for seen in tiny.prompt(ids)[1]]
 
+    def kept(self, worth, count, layer):
+        return competing(worth, count, 1)
+
+    def leverages(self, seen):
+        keys, out = self.unrotated[seen.layer], []
+        for start in range(0, keys.shape[1], self.stretch):
+            x = keys[:, start : start + self.stretch]
+            x = (x - x.mean(1, keepdims=True)) @ np.asarray(StretchLeverage().gaussian(x.shape[-1]), np.float64)
+            inverse = np.linalg.inv(x.swapaxes(1, 2) @ x + 0.005 * np.eye(x.shape[-1]))
+            hat = np.einsum("hsd,hde,hse->hs", x, inverse, x)
+            out.append((hat - hat.mean()) / hat.std())
+        return np.concatenate(out, axis=1)
+
+    def worth(self, seen):
+        return self.leverages(seen)
+
     def prompt(self, seen: Prompt):
-        x = self.unrotated[seen.layer]
-        length, inside = x.shape[1], slice(2, -2)
-        x, query, key, value = (y[:, inside] for y in (x, seen.query, seen.key, seen.value))
-        x = (x - x.mean(1, keepdims=True)) @ np.asarray(Leverage(sketch=48).gaussian(*x.shape[::2]), np.float64)
-        inverse = np.linalg.inv(x.swapaxes(1, 2) @ x + 0.01 * np.eye(x.shape[-1]))
-        hat = np.einsum("hsd,hde,hse->hs", x, inverse, x)
-        around = np.zeros(query.shape[:2])
-        for start in range(0, length - 4, self.chunk):
+        worth = self.worth(seen)
+        return np.where(ends(np.arange(worth.shape[1]), 2, worth.shape[1] - 2), np.inf, worth)
+
+
+class NonCausals(Leverages):
+    """What the keys of each chunk of 16 get of its queries, without order or scale, as z-scores; a short chunk's get a
+    sixteenth for each query that it lacks."""
+
+    chunk = 16
+
+    def around(self, seen):
+        sums = np.zeros(seen.query.shape[:2])
+        for start in range(0, sums.shape[1], self.chunk):
             part = slice(start, start + self.chunk)
-            logits = query[:, part] @ key[:, part].repeat(seen.group, 0).swapaxes(1, 2)
-            around[:, part] = softmax(logits).sum(1)
-        around = seen.by_group(around).mean(1) * np.linalg.norm(value, axis=-1)
-        around = np.stack([np.convolve(row, np.ones(3) / 3, mode="same") for row in around])
-        unit = lambda x: (x - x.mean()) / x.std(ddof=1)  # noqa: E731
-        worth = (1 - self.budget / length) * unit(hat) + unit(around)
-        return np.pad(worth, ((0, 0), (2, 2)), constant_values=np.inf)
+            weights = softmax(seen.query[:, part] @ seen.key[:, part].repeat(seen.group, 0).swapaxes(1, 2))
+            sums[:, part] = weights.sum(1) + (self.chunk - weights.shape[1]) / self.chunk
+        sums = seen.by_group(sums).mean(1)
+        return (sums - sums.mean()) / sums.std()
+
+    def worth(self, seen):
+        return self.around(seen)
+
+
+class Compactor(NonCausals):
+    """Half of the leverage and all of the attention."""
+
+    def worth(self, seen):
+        return 0.5 * self.leverages(seen) + self.around(seen)
 
 
 class KeyDiff(Rule):
@@ -750,27 +778,6 @@ class KeyDiff(Rule):
 
     def step(self, head, mass, now):
         return self.worth(head.key)
-
-
-class Leverages(Rule):
-    """The leverage of the centred keys before RoPE, through the sketch of each head."""
-
-    every = 4
-
-    def prepare(self, tiny, ids):
-        self.unrotated = lambda key, at: tiny.rope(key, -at)
-
-    def worth(self, key, at, head, heads):
-        x = self.unrotated(key, at)
-        x = (x - x.mean(0)) @ np.asarray(Leverage(sketch=48).gaussian(heads, x.shape[-1]), np.float64)[head]
-        return np.einsum("sd,de,se->s", x, np.linalg.inv(x.T @ x + 0.01 * np.eye(x.shape[-1])), x)
-
-    def prompt(self, seen: Prompt):
-        at, self.heads = np.arange(seen.key.shape[1]), len(seen.key)
-        return np.stack([self.worth(key, at, head, self.heads) for head, key in enumerate(seen.key)])
-
-    def step(self, head, mass, now):
-        return self.worth(head.key, head.at, head.number, self.heads)
 
 
 class LagKv(Rule):
@@ -879,11 +886,12 @@ CASES = {  # the rule, our options, the seed of a prompt without near ties
     "ada-pyramidkv": (AdaPyramidKv, {"window": 6, "beta": 5.0, "pool": "avg", "kernel": 5}, 0),
     "quest": (Quest, {"count": 16, "page": 4, "dense": 1}, 0),
     "keydiff": (KeyDiff, {"every": 4}, 0),
-    "leverage": (Leverages, {"decode": {"score": {"kind": "leverage"}, "every": 4}}, 0),
+    "leverage": (Leverages, {"sinks": 2, "recent": 2, "stretch": 16}, 0),
+    "non-causal": (NonCausals, {"sinks": 2, "recent": 2, "mutual": 16}, 0),
     "lagkv": (LagKv, {"sinks": 4, "lag": 4, "every": 4}, 0),
     "cur": (Cur, {"decode": {"score": {"kind": "cur"}, "select": {"sinks": 4}, "every": 4}, "local": 4}, 0),
     "criticalkv": (CriticalKv, {"window": 6, "decode": VALUES}, 0),
-    "compactor": (Compactor, {"sinks": 2, "recent": 2}, 0),
+    "compactor": (Compactor, {"sinks": 2, "recent": 2, "stretch": 16, "mutual": 16}, 0),
 }
 
 

@@ -324,7 +324,7 @@ def test_one_statistic_of_two_kinds_counts_once():
 ACCUMULATED = {"kind": "accumulated-attention"}
 FIXED = {"kind": "fixed-place"}
 BELOW = {"kind": "weighted", "first": {"kind": "attention"}, "second": {"kind": "recency"}, "second_weight": -1.0}
-CHUNKS = [{"kind": "non-causal", "chunk": size} for size in (4, 256)]
+CHUNKS = [{"kind": "non-causal", "mutual": size} for size in (4, 256)]
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from archives import arrays
 from ordered import heads_of, in_text_order
 
 import jaxkv
+from jaxkv.policies import StretchLeverage
 
 RTOL = 5e-4  # the sharper the model, the more rounding shows
 
@@ -199,3 +201,23 @@ def test_snapkv_scores_by_loops(tiny, scored, name):
             total += np.array([x.max() if aggregate.pool == "max" else x.sum() / aggregate.kernel for x in near])
         worth = worths[0][head, :-8]
         np.testing.assert_allclose(worth / worth.sum(), total / total.sum(), rtol=RTOL)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("budget", [100, 130])
+@pytest.mark.parametrize("stretch", [512, 80])
+def test_compactor_as_released(goldens, sharpened, scored, monkeypatch, stretch, budget):
+    """Leverage, the scores of what nothing protects, and what the heads of a layer keep of a prompt of 200 tokens, of
+    which the last chunk of 128 lacks 56."""
+    golden = arrays(goldens / "policies" / "compactor.npz")
+    monkeypatch.setattr(StretchLeverage, "gaussian", lambda self, dims: jnp.asarray(golden["phi"]))
+    ids = golden["ids"][0]
+    cache, worths = scored(sharpened("llama3", 2.0), ids, jaxkv.policy("compactor", budget=budget, stretch=stretch))
+    for index, (layer, worth) in enumerate(zip(cache.views, worths, strict=True)):
+        where = f"stretch{stretch}/layer{index}"
+        np.testing.assert_allclose(worth[:, 16:-64], golden[f"{where}/scores"], rtol=RTOL, atol=RTOL)
+        kept = golden[f"{where}/b{budget}/kept_mask"]
+        np.testing.assert_array_equal(masks(layer, len(ids)), kept)
+        own, filled = layer.by_head().stats["stretch_leverage"][0], np.asarray(layer.by_head().positions)[0] >= 0
+        for head, leverage in enumerate(golden[f"{where}/leverage"]):
+            np.testing.assert_allclose(own[head][filled[head]], leverage[kept[head]], rtol=RTOL, atol=RTOL)

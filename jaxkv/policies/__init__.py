@@ -17,6 +17,7 @@ from jaxkv.policies.by_keys import LagKV as LagKV
 from jaxkv.policies.by_keys import Leverage as Leverage
 from jaxkv.policies.by_keys import QueryDirection as QueryDirection
 from jaxkv.policies.by_keys import Redundancy as Redundancy
+from jaxkv.policies.by_keys import StretchLeverage as StretchLeverage
 from jaxkv.policies.by_queries import CalibratedAttention as CalibratedAttention
 from jaxkv.policies.by_queries import Capacity as Capacity
 from jaxkv.policies.by_queries import ExpectedAttention as ExpectedAttention

@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.errors import BadValue
 from jaxkv.policies.needs import calibrated
@@ -148,6 +148,60 @@ class Leverage(Score):
 
 
 @dataclasses.dataclass(frozen=True)
+class StretchLeverage(Score):
+    """score = x^T (X^T X + `ridge` I)^-1 x, X being the keys before RoPE of one stretch of the prompt, centred and
+    multiplied by a Gaussian sketch, as z-scores over the heads and tokens of the stretch.
+
+    A block of the prompt has its stretches from its first token on; the last is as short as it is. All heads have the
+    same sketch of `sketch` dims, drawn by `seed`. It is fixed as a token enters; a decoded one has 0. Source: the
+    release of Compactor (arXiv 2507.08143).
+    """
+
+    sketch: int = 48
+    stretch: int = 512
+    ridge: float = 0.005
+    seed: int = 0
+    kind: ClassVar[str] = "stretch-leverage"
+    signed: ClassVar[bool] = True
+    stats: ClassVar[tuple[str, ...]] = ("stretch_leverage",)
+    particular: ClassVar[bool] = True
+    linear: ClassVar[bool] = False
+
+    def __post_init__(self):
+        if self.sketch < 1 or self.stretch < 1 or not self.ridge > 0:
+            raise BadValue(
+                f"sketch={self.sketch}, stretch={self.stretch}, ridge={self.ridge}: expected at least 1 dim, at least 1 "
+                "token and a number above 0"
+            )
+
+    def gaussian(self, dims: int) -> Float[Array, "D sketch"]:
+        """The sketch, normal with variance 1 / sketch."""
+        return jax.random.normal(jax.random.key(self.seed), (dims, self.sketch), jnp.float32) * self.sketch**-0.5
+
+    def enter(self, new: Entering) -> Stats:
+        if not new.prompt:
+            return {"stretch_leverage": jnp.zeros(new.keys.shape[:-1], jnp.float32)}
+        assert new.positions is not None
+        length, exact = new.positions.shape[1], lax.Precision.HIGHEST
+        there, before = new.positions >= 0, jnp.sum(new.positions < 0, axis=1, dtype=jnp.int32)[:, None]
+        first, back = ((jnp.arange(length)[None] + shift) % length for shift in (before, -before))
+        there = in_chunks(jnp.take_along_axis(there, first, axis=1)[:, None], self.stretch)[..., None]
+        keys = jnp.take_along_axis(new.keys.astype(jnp.float32), first[:, None, :, None], axis=2)
+        x = jnp.einsum("bhsd,dk->bhsk", keys, self.gaussian(keys.shape[-1]), precision=exact)
+        x = jnp.where(there, in_chunks(x, self.stretch), 0.0)
+        x = jnp.where(there, x - jnp.sum(x, axis=3, keepdims=True) / count(there, 3, keepdims=True), 0.0)
+        gram = jnp.einsum("bhcsk,bhcsl->bhckl", x, x, precision=exact) + self.ridge * jnp.eye(self.sketch)
+        solved = jax.scipy.linalg.cho_solve((jnp.linalg.cholesky(gram), True), jnp.swapaxes(x, -1, -2))
+        hat = jnp.maximum(jnp.einsum("bhcsk,bhcks->bhcs", x, solved), 0.0)
+        worth = standard(hat, jnp.broadcast_to(there[..., 0], hat.shape), (1, 3), 0.0)
+        worth = jnp.take_along_axis(worth.reshape(*worth.shape[:2], -1), back[:, None], axis=2)
+        return {"stretch_leverage": jnp.where((new.positions >= 0)[:, None], worth, 0.0)}
+
+    def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
+        return stats["stretch_leverage"]
+
+
+@dataclasses.dataclass(frozen=True)
 class Redundancy(Score):
     """score = -softmax_j(mean_i cos(k_i, k_j)): keep the keys that have no near copy.
 
@@ -181,14 +235,21 @@ class Redundancy(Score):
         return -jax.nn.softmax(jnp.where(live, mean, -jnp.inf), axis=-1)
 
 
-def z_score(x: Float[Array, "B Hk S"], inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
-    """(x - mean) / deviation over the heads and entries of each row but those that are protected; the deviation is
-    unbiased and at least 1e-6."""
-    free, axes = inputs.free, (1, 2)
-    many = count(free, axes, keepdims=True)
-    mean = jnp.sum(jnp.where(free, x, 0.0), axis=axes, keepdims=True) / many
-    square = jnp.sum(jnp.where(free, (x - mean) ** 2, 0.0), axis=axes, keepdims=True) / jnp.maximum(many - 1, 1.0)
-    return (x - mean) / jnp.maximum(jnp.sqrt(square), 1e-6)
+def z_score(x: Float[Array, "B Hk S"], inputs: ScoreInputs, apart: bool = True) -> Float[Array, "B Hk S"]:
+    """(x - mean) / deviation over the heads and entries of each row, the deviation at least 1e-6: with `apart` over
+    those that nothing protects, the deviation unbiased, else over all and biased."""
+    return standard(x, inputs.free if apart else inputs.live, (1, 2), 1.0 if apart else 0.0)
+
+
+def standard(
+    x: Float[Array, "*all"], counted: Bool[Array, "*all"], axes: tuple[int, ...], less: float
+) -> Float[Array, "*all"]:
+    """(x - mean) / deviation over the axes, among what is `counted`; the squares' sum is divided by `less` than its
+    number, and the deviation is at least 1e-6."""
+    many = count(counted, axes, keepdims=True)
+    mean = jnp.sum(jnp.where(counted, x, 0.0), axis=axes, keepdims=True) / many
+    square = jnp.sum(jnp.where(counted, (x - mean) ** 2, 0.0), axis=axes, keepdims=True)
+    return (x - mean) / jnp.maximum(jnp.sqrt(square / jnp.maximum(many - less, 1.0)), 1e-6)
 
 
 def unit(x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:

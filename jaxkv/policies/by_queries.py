@@ -17,6 +17,7 @@ from jaxkv.policies.order import count, in_chunks, in_time
 from jaxkv.policies.score import Entering, Score, ScoreInputs, Stats
 
 ROWS = 64  # queries that look together
+TILE = 64  # queries of a chunk that the release of Compactor loads together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,15 +120,21 @@ class Capacity(Score):
 
 @dataclasses.dataclass(frozen=True)
 class NonCausal(Score):
-    """The block in chunks; inside each every query sees every key, earlier or later.
+    """The block in chunks of `mutual` tokens; inside each every query sees every key, earlier or later.
 
-    score = z-score of the mean over 3 neighbours of ||v_j|| sum_i softmax_j(q_i . k_j), mean over the group; there is
-    no scale in that softmax. It is fixed as a token enters. The last chunk is as short as it is (kvpress lets its
-    padding leak in). The sinks and the newest tokens that the phase protects look at themselves alone, and chunks begin
-    behind the sinks. Source: Compactor (arXiv 2507.08143).
+    score = z-score of sum_i softmax_j(q_i . k_j), mean over the group; there is no scale in that softmax. It is fixed
+    as a token enters. Every key of a last chunk that is too short gets 1 / `mutual` for each query that is missing to
+    the next multiple of 64. With `by_value` the sum is multiplied by ||v_j||, and `neighbours` is the odd
+    number of sums, its own in the middle, that it is the mean of. With `apart` the sinks and the newest tokens that the phase protects look at
+    themselves alone, chunks begin behind the sinks, and the last chunk is as short as it is. Source: the release of
+    Compactor (arXiv 2507.08143); chunks of 256, `neighbours` 3, `by_value` and `apart` are kvpress' (whose padding leaks into
+    the last chunk).
     """
 
-    chunk: int = 256
+    mutual: int = 128
+    neighbours: int = 1
+    by_value: bool = False
+    apart: bool = False
     kind: ClassVar[str] = "non-causal"
     signed: ClassVar[bool] = True
     stats: ClassVar[tuple[str, ...]] = ("non_causal",)
@@ -136,16 +143,18 @@ class NonCausal(Score):
     needs: ClassVar[frozenset[str]] = frozenset({QUERIES})
 
     def __post_init__(self):
-        if self.chunk < 1:
-            raise BadValue(f"chunk={self.chunk}: expected at least 1 token")
+        if self.mutual < 1:
+            raise BadValue(f"mutual={self.mutual}: expected at least 1 token")
+        if self.neighbours < 1 or self.neighbours % 2 == 0:
+            raise BadValue(f"neighbours={self.neighbours}: expected an odd number, 1 for the token alone")
 
     def enter(self, new: Entering) -> Stats:
         if not new.prompt:
             return {"non_causal": jnp.zeros(new.keys.shape[:-1], jnp.float32)}
         assert new.queries is not None and new.positions is not None and new.rotate is not None
         positions, length, kv_heads = new.positions, new.positions.shape[1], new.keys.shape[1]
-        sinks = (positions >= 0) & (positions < new.sinks)
-        newest = ~sinks & (positions > positions[:, -1:] - new.recent)
+        sinks = (positions >= 0) & (positions < new.sinks) & self.apart
+        newest = ~sinks & (positions > positions[:, -1:] - new.recent) & self.apart
         part = jnp.where(positions < 0, 0, jnp.where(sinks, 1, jnp.where(newest, 3, 2)))  # 0: no token
         before = jnp.sum(part < 2, axis=1, dtype=jnp.int32)  # chunks begin behind them, and they come last
         shift = (jnp.arange(length)[None] + before[:, None]) % length
@@ -153,10 +162,10 @@ class NonCausal(Score):
 
         def chunks(x):
             x = jnp.where((positions >= 0)[:, None, :, None], x.astype(jnp.float32), 0.0)
-            return in_chunks(jnp.take_along_axis(x, shift[:, None, :, None], axis=2), self.chunk)
+            return in_chunks(jnp.take_along_axis(x, shift[:, None, :, None], axis=2), self.mutual)
 
         query, key = (chunks(new.rotate(x, positions[:, None])) for x in (new.queries, new.keys))
-        belongs = in_chunks(jnp.take_along_axis(part, shift, axis=1)[:, None], self.chunk)[:, 0]
+        belongs = in_chunks(jnp.take_along_axis(part, shift, axis=1)[:, None], self.mutual)[:, 0]
 
         def one(_, each):
             query, key, belongs = each
@@ -164,22 +173,29 @@ class NonCausal(Score):
             sees = sees[:, None, None]
             logits = jnp.where(sees, jnp.einsum("bhgtd,bhsd->bhgts", _grouped(query, kv_heads), key), -1e30)
             weight = jnp.where(sees, jax.nn.softmax(logits, axis=-1), 0.0)
-            return None, jnp.mean(jnp.sum(weight, axis=3), axis=2)
+            total = jnp.mean(jnp.sum(weight, axis=3), axis=2)
+            if self.apart:
+                return None, total
+            lacks = -jnp.sum(belongs > 0, axis=1, dtype=jnp.int32) % min(TILE, self.mutual)
+            return None, total + lacks[:, None, None].astype(jnp.float32) / self.mutual
 
         each = jnp.moveaxis(query, 2, 0), jnp.moveaxis(key, 2, 0), jnp.moveaxis(belongs, 1, 0)
         _, total = lax.scan(one, None, each)
         total = jnp.moveaxis(total, 0, 2).reshape(*new.keys.shape[:2], -1)[:, :, :length]
         total = jnp.take_along_axis(total, undo[:, None], axis=2)
         total = jnp.where((positions >= 0)[:, None], total, 0.0)
-        total = total * jnp.linalg.norm(new.values.astype(jnp.float32), axis=-1)
-        alike = (part[:, 1:] == part[:, :-1])[:, None]  # neighbours of one part
-        above = jnp.pad(jnp.where(alike, total[..., :-1], 0.0), ((0, 0), (0, 0), (1, 0)))
-        below = jnp.pad(jnp.where(alike, total[..., 1:], 0.0), ((0, 0), (0, 0), (0, 1)))
-        around = above + total + below
-        return {"non_causal": around / 3}
+        if self.by_value:
+            total = total * jnp.linalg.norm(new.values.astype(jnp.float32), axis=-1)
+        half = self.neighbours // 2
+        around = total
+        for step in (step for step in range(-half, half + 1) if step):
+            alike = part == jnp.roll(part, step, axis=1)  # neighbours of one part
+            alike &= (jnp.arange(length) >= step) & (jnp.arange(length) < length + step)
+            around = around + jnp.where(alike[:, None], jnp.roll(total, step, axis=2), 0.0)
+        return {"non_causal": around / self.neighbours}
 
     def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
-        return z_score(stats["non_causal"], inputs)
+        return z_score(stats["non_causal"], inputs, self.apart)
 
 
 @dataclasses.dataclass(frozen=True)

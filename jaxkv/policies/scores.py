@@ -1,7 +1,7 @@
 """Every score by its kind, as TOML names it."""
 
 from jaxkv.policies.bits import NeededBits
-from jaxkv.policies.by_keys import Cur, KeyDiff, LagKV, Leverage, QueryDirection, Redundancy
+from jaxkv.policies.by_keys import Cur, KeyDiff, LagKV, Leverage, QueryDirection, Redundancy, StretchLeverage
 from jaxkv.policies.by_queries import (
     CalibratedAttention,
     Capacity,
@@ -35,7 +35,7 @@ KINDS: dict[str, type[Score]] = {
     for part in (
         *(Recency, Random, FixedPlace, KeyNorm, Attention, NormalizedAttention, AccumulatedAttention, AttentionValue),
         PeakAttention,
-        *(KeyDiff, LagKV, Cur, Leverage, Redundancy, QueryDirection),
+        *(KeyDiff, LagKV, Cur, Leverage, StretchLeverage, Redundancy, QueryDirection),
         *(
             ExpectedAttention,
             CalibratedAttention,
