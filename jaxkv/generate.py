@@ -352,15 +352,19 @@ def behind(params: Params, rows: list[np.ndarray], observe: Observer, blocks: Pr
     tokenizer = params.tokenizer
     encode = None if tokenizer is None else lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
     first = [observe.behind(row, params.config.vocab_size, encode) for row in rows]
-    if not observe.lead:
+    if not observe.lead and not observe.ends:
         return np.stack(first)
 
     def at(row: np.ndarray, one: np.ndarray, block: slice) -> np.ndarray:
+        if observe.ends and block.stop == blocks.length:
+            return one[:0]
         begin = block.start - (blocks.length - len(row))
-        return observe.between(row[max(begin - observe.lead, 0) : begin], encode) if begin > 0 else one
+        lead = observe.lead and begin > 0
+        return observe.between(row[max(begin - observe.lead, 0) : begin], encode) if lead else one
 
     each = [[at(row, one, block) for block in blocks] for row, one in zip(rows, first, strict=True)]
-    most = max(map(len, (observe.between(np.zeros(observe.lead, np.int32), encode), *first)))
+    longest = (observe.between(np.zeros(observe.lead, np.int32), encode),) if observe.lead else ()
+    most = max(map(len, (*longest, *first)))
     out = np.full((len(rows), len(each[0]), most), EMPTY, np.int32)
     for row, of_row in enumerate(each):
         for block, tokens in enumerate(of_row):

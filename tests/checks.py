@@ -78,7 +78,7 @@ CHECKS: dict[str, Check | tuple[Check, ...]] = {
     "expected-attention": TWINS,
     "expected-attention-stats": TWINS,
     "fastkv": RELEASED,
-    "finch": TWINS,
+    "finch": (FORMS, Check(FORM, PART, "test_family.py::test_a_question_behind_every_block")),
     "freqkv": (
         Check(CODE, PART, "test_frequency.py::test_low_frequencies_as_released"),
         Check(FORM, BOTH, "test_frequency.py::test_a_text_that_is_cut_again_and_again"),

@@ -33,7 +33,7 @@ SMALL = {  # published windows are longer than the tiny prompts
     "ems": {"question": 4, "prefill_recent": 4, "decode_recent": 4},
     "epicache": {"count": 6, "sinks": 2},
     "fastkv": {"window": 4},
-    "finch": {"question": 4, "recent": 4},
+    "finch": {"count": 4, "recent": 4},
     "freqkv": {"sinks": 2, "every": 4},
     "gear": {"tokens": 8, "residual": 8, "outliers": 0.1},
     "graphkv": {"window": 6},

@@ -15,8 +15,9 @@ from ordered import heads_of
 
 import jaxkv
 from jaxkv.errors import BadValue
-from jaxkv.generate import first_pass
+from jaxkv.generate import behind, first_pass
 from jaxkv.models.rope import rotate
+from jaxkv.plan import PromptBlocks
 from jaxkv.policies import (
     AccumulatedAttention,
     Adaptive,
@@ -68,13 +69,14 @@ BLEND = {
     **{"kind": "weighted", "first": {"kind": "leverage"}, "first_weight": "ratio"},
     **{"second": NON_CAUSAL | {"mutual": 36}, "second_weight": 1.0},
 }
+FINCH = {"observe": {"kind": "none"}, "score": {"kind": "question-attention", "question": 8}, "aggregate": {}}
 FAMILY = {
     "criticalkv-snapkv-w8-k5": ("criticalkv", {"window": 8}, True),
     "leverage-s48": ("leverage", {"score": {"kind": "leverage"}, **EVEN}, True),
     "noncausal-c40": ("non-causal", {"score": NON_CAUSAL | {"mutual": 40}, **EVEN}, True),
     "compactor-c36": ("compactor", {"score": BLEND, **EVEN, "select": {"sinks": 8, "recent": 4}}, True),
     "chunk-c40-knorm": ("chunk-topk", {"chunk": 40}, False),
-    "finch-w8": ("finch", {"question": 8, "recent": 8, "rope": "text"}, True),
+    "finch-w8": ("finch", FINCH | {"recent": 8, "rope": "text"}, True),
     "egchunkkv-c10-knorm": ("chunkkv-entropy", {}, False),
 }
 CALIBRATED = {
@@ -401,13 +403,38 @@ def test_leverage_by_stretches(pads):
 @pytest.mark.long
 def test_who_looks_changes_no_statistic_of_a_token_that_enters(tiny):
     """The tokens behind a block are not of it: they enter no chunk, and are not the newest."""
-    score = {"kind": "weighted", "first": {"kind": "non-causal", "mutual": 8, "apart": True}, "second": {"kind": "attention"}}
+    score = {
+        "kind": "weighted",
+        "first": {"kind": "non-causal", "mutual": 8, "apart": True},
+        "second": {"kind": "attention"},
+    }
     kept = []
     for who in ({"kind": "all-queries"}, {"kind": "pseudo-queries", "count": 5}, {"kind": "replay"}):
         phase = {"score": {**score, "second_weight": 0.0}, "observe": who, "select": {"recent": 4}}
         cache = jaxkv.prefill(tiny("llama3"), _ids(40), policy=from_dict({"name": "x", "budget": 16, "prefill": phase}))
         kept.append([np.sort(layer.positions, axis=-1).tolist() for layer in cache.layers])
     assert kept[0] == kept[1] == kept[2]
+
+
+@pytest.mark.long
+def test_a_question_behind_every_block(tiny):
+    """FINCH (`finch`): of the first 25 tokens stays what the prompt's last 4, run behind them, look at, and no block
+    comes behind the last."""
+    params, row = tiny("llama3"), _ids(45)
+    policy = jaxkv.policy("finch", budget=16, count=4, recent=4, block=20)
+    question = row[-4:].tolist()
+    given = behind(params, [row], policy.prefill.observe, PromptBlocks(5, 2, 20))
+    assert given.tolist() == [[question, question, [-1] * 4]]
+
+    phase = dataclasses.replace(policy.prefill, observe=observe.PseudoQueries(count=4, content="last", at="block"))
+    asked = dataclasses.replace(policy, prefill=phase)
+
+    def kept(part, policy, **given):
+        return [set(_held(layer)[0]) for layer in jaxkv.prefill(params, [part], policy=policy, **given).layers]
+
+    before = kept(row[:25], asked, pseudo=row[None, -4:])
+    assert all({p for p in held if p < 25} <= own for held, own in zip(kept(row, policy), before, strict=True))
+    assert before != kept(row[:25], asked), "another question keeps others"
 
 
 def test_recurrence_by_hand():

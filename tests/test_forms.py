@@ -764,6 +764,17 @@ class Compactor(NonCausals):
         return 0.5 * self.leverages(seen) + self.around(seen)
 
 
+class Finch(Rule):
+    """What the last four tokens, the question, see of the others, summed over all heads, which keep the same."""
+
+    every = NEVER
+
+    def prompt(self, seen: Prompt):
+        worth = seen.weights[:, -4:].sum((0, 1))
+        worth[-4:] = np.inf
+        return np.tile(worth, (len(seen.key), 1))
+
+
 class KeyDiff(Rule):
     """Keys that differ from the mean direction stay; while decoding a cut every 4 tokens."""
 
@@ -891,6 +902,7 @@ CASES = {  # the rule, our options, the seed of a prompt without near ties
     "lagkv": (LagKv, {"sinks": 4, "lag": 4, "every": 4}, 0),
     "cur": (Cur, {"decode": {"score": {"kind": "cur"}, "select": {"sinks": 4}, "every": 4}, "local": 4}, 0),
     "criticalkv": (CriticalKv, {"window": 6, "decode": VALUES}, 0),
+    "finch": (Finch, {"count": 4, "recent": 4, "rope": "text"}, 0),
     "compactor": (Compactor, {"sinks": 2, "recent": 2, "stretch": 16, "mutual": 16}, 0),
 }
 

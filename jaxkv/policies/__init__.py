@@ -69,6 +69,7 @@ from jaxkv.policies.observe import Lookahead as Lookahead
 from jaxkv.policies.observe import NoQueries as NoQueries
 from jaxkv.policies.observe import Observer as Observer
 from jaxkv.policies.observe import PseudoQueries as PseudoQueries
+from jaxkv.policies.observe import Question as Question
 from jaxkv.policies.observe import Replay as Replay
 from jaxkv.policies.parts import load_parts as load_parts
 from jaxkv.policies.parts import register as register

@@ -236,20 +236,21 @@ class Redundancy(Score):
 
 
 def z_score(x: Float[Array, "B Hk S"], inputs: ScoreInputs, apart: bool = True) -> Float[Array, "B Hk S"]:
-    """(x - mean) / deviation over the heads and entries of each row, the deviation at least 1e-6: with `apart` over
-    those that nothing protects, the deviation unbiased, else over all and biased."""
+    """(x - mean) / deviation over the heads and entries of each row: with `apart` over those that nothing protects, the
+    deviation unbiased, else over all and biased."""
     return standard(x, inputs.free if apart else inputs.live, (1, 2), 1.0 if apart else 0.0)
 
 
 def standard(
     x: Float[Array, "*all"], counted: Bool[Array, "*all"], axes: tuple[int, ...], less: float
 ) -> Float[Array, "*all"]:
-    """(x - mean) / deviation over the axes, among what is `counted`; the squares' sum is divided by `less` than its
-    number, and the deviation is at least 1e-6."""
+    """(x - mean) / deviation over the axes, among what is `counted`, of whose number `less` is taken away under the
+    squares' sum; 0 where the deviation is not above 1e-6, for that is rounding."""
     many = count(counted, axes, keepdims=True)
     mean = jnp.sum(jnp.where(counted, x, 0.0), axis=axes, keepdims=True) / many
     square = jnp.sum(jnp.where(counted, (x - mean) ** 2, 0.0), axis=axes, keepdims=True)
-    return (x - mean) / jnp.maximum(jnp.sqrt(square / jnp.maximum(many - less, 1.0)), 1e-6)
+    deviation = jnp.sqrt(square / jnp.maximum(many - less, 1.0))
+    return jnp.where(deviation > 1e-6, (x - mean) / jnp.maximum(deviation, 1e-6), 0.0)
 
 
 def unit(x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:

@@ -28,6 +28,7 @@ class Observer(Checked):
     looks: ClassVar[bool] = True  # whether anybody does
     replays: ClassVar[bool] = False  # each block of the prompt is run again behind itself
     drafts: ClassVar[bool] = False  # the tokens that look come from a first pass
+    ends: ClassVar[bool] = False  # a prompt's last block ends with those that look: nothing runs behind it
     draft_window: int = 0  # and that is SnapKV's, with this window,
     draft_times: float = 1.0  # at so many times the budget
     lead: int = 0  # tokens of the block before that tell where a block begins, for `between`
@@ -203,6 +204,45 @@ class Lookahead(Observer):
 
 
 @dataclasses.dataclass(frozen=True)
+class Question(Observer):
+    """The prompt's last `count` tokens look: from where they stand at the last block's end, and run once more behind
+    every block before it.
+
+    Source: FINCH (TACL 2024, 10.1162/tacl_a_00716), whose prompts are a context and a question, and which runs the
+    question behind every chunk of the context.
+    """
+
+    count: int = 32
+    kind: ClassVar[str] = "question"
+    window: ClassVar[int] = 0
+    ends: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if self.count < 1:
+            raise BadValue(f"count={self.count}: expected at least 1 token")
+
+    @property
+    def extra(self) -> int:
+        """Tokens run behind each block of the prompt but the last."""
+        return self.count
+
+    def begins(self, ends: Int[Array, "B"], now: Int[Array, "B"]) -> Int[Array, "B"]:
+        """The position behind the block."""
+        return now
+
+    def behind(self, prompt: np.ndarray, vocab_size: int, encode: Encode | None) -> np.ndarray:
+        """The question's ids `[count]`; a prompt that is shorter is one block, and nothing runs behind it."""
+        return np.resize(prompt[-self.count :], self.count).astype(np.int32)
+
+    def looking(self, positions: Int[Array, "B T"], extra: int) -> Int[Array, "B N"]:
+        """The positions of the block's last tokens, where nothing runs behind it, else of what does."""
+        own = positions[:, -2 * extra : -extra] if positions.shape[1] >= 2 * extra else positions[:, :-extra]
+        behind = positions[:, -extra:]
+        last = behind[:, :1] < 0
+        return jnp.concatenate([jnp.where(last, own, EMPTY), behind], axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
 class Replay(Observer):
     """Every block of the prompt is run once more behind itself, behind an `instruction` (text), and that looks.
 
@@ -239,5 +279,6 @@ class Replay(Observer):
 
 
 KINDS: dict[str, type[Observer]] = {
-    part.kind: part for part in (NoQueries, LastQueries, AllQueries, CurrentQuery, PseudoQueries, Lookahead, Replay)
+    part.kind: part
+    for part in (NoQueries, LastQueries, AllQueries, CurrentQuery, PseudoQueries, Lookahead, Question, Replay)
 }
