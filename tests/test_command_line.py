@@ -1,13 +1,16 @@
-"""What the options of `jaxkv generate` and `jaxkv eval` reach: nothing is loaded or run."""
+"""What the options of the commands reach: nothing is loaded or run."""
 
+import dataclasses
 import json
+import types
 
 import pytest
 
 import jaxkv
-from jaxkv import cli, evaluation
+from jaxkv import cli, evaluation, serving
 from jaxkv.errors import BadValue
-from jaxkv.speculative import PromptLookup
+from jaxkv.serving import serve
+from jaxkv.speculative import AASD, PromptLookup
 
 MODEL = "a model"
 
@@ -60,6 +63,92 @@ def test_what_generate_is_given_by_default(asked):
         "repetition_penalty": None, "seed": 0, "stop": (), "max_new_tokens": 128,
     }  # fmt: skip
     assert loaded == {"dtype": None, "weights": None, "mesh": None}
+
+
+DRAWN = ["--temperature", "0.7", "--top-k", "40", "--top-p", "0.9", "--min-p", "0.05", "--repetition-penalty", "1.3",
+         "--seed", "11", "--stop", "one", "--max-new-tokens", "17"]  # fmt: skip
+DRAWS = {
+    "temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3, "seed": 11,
+    "stop": ("one",), "max_new_tokens": 17,
+}  # fmt: skip
+
+
+def test_what_a_chat_is_given(asked, monkeypatch):
+    """Its first turn, and the cache of that in the next."""
+    turns, lines = [], iter(["hello", "and then?"])
+
+    class Pieces:
+        def __init__(self, params, messages, **options):
+            turns.append({"messages": [*messages], **options})
+            self.generation = types.SimpleNamespace(cache="a cache", text="hi", stats=None)
+
+        def __iter__(self):
+            return iter(("h", "i"))
+
+    monkeypatch.setattr(jaxkv, "stream", Pieces)
+    monkeypatch.setattr(cli, "_ask", lambda: next(lines, ""))
+    monkeypatch.setattr(cli, "_facts", lambda stats: {})
+    model = types.SimpleNamespace(tokenizer=types.SimpleNamespace(chat_template="of turns"))
+    monkeypatch.setattr(jaxkv, "load", lambda path, **options: model)
+    words = ["--policy", "h2o", "--budget", "24", "--system", "be brief", "--speculative", "lookup", "--json", *DRAWN]
+    assert cli.main(["chat", *words]) == 0
+    said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    drafting = {"speculative": PromptLookup(), "scan_layers": True, **DRAWS}
+    assert all(callable(turn.pop("progress")) for turn in turns)
+    first, then = turns
+    assert first == {"messages": said, "policy": jaxkv.policy("h2o", budget=24), "cache": None, **drafting}
+    said += [{"role": "assistant", "content": "hi"}, {"role": "user", "content": "and then?"}]
+    assert then == {"messages": said, "policy": None, "cache": "a cache", **drafting}
+
+
+def test_what_a_warmup_is_given(asked, monkeypatch, capsys):
+    given = []
+
+    def warmup(params, lengths, **options):
+        given.append((params, lengths, options))
+        return dict.fromkeys(lengths, 1.5)
+
+    monkeypatch.setattr(jaxkv, "warmup", warmup)
+    words = ["--policy", "h2o", "--budget", "24", "--batch", "3", "--speculative", "aasd", *DRAWN]
+    assert cli.main(["warmup", "48", "96", *words]) == 0
+    options = {"policy": jaxkv.policy("h2o", budget=24), "speculative": AASD(), "scan_layers": True, "batch": 3}
+    assert given == [(MODEL, (length,), options | DRAWS) for length in (48, 96)]
+    assert capsys.readouterr().out.splitlines() == ["48 tokens: 1.5 s", "96 tokens: 1.5 s"]
+
+
+def test_what_a_server_is_given(asked, monkeypatch, tmp_path):
+    """The engine's sizes, the limits of a request, and a text to branch from."""
+    found, file = {}, tmp_path / "facts.txt"
+    file.write_text("facts", encoding="utf-8")
+
+    class Engine:
+        leads = False
+
+        def __init__(self, params, policy, **options):
+            found["engine"] = {"params": params, "policy": policy, **options}
+
+        def store(self, name, cache):
+            found["stored"] = name, cache
+
+    monkeypatch.setattr(serving, "Engine", Engine)
+    monkeypatch.setattr(serve, "serve", lambda engine, name, **options: found.update(served={"name": name, **options}))
+    monkeypatch.setattr(jaxkv, "prefill", lambda params, text, policy: (text, policy.block))
+    words = ["--policy", "h2o", "--budget", "24", "--rows", "3", "--longest", "96", "--max-new-tokens", "17",
+             "--block", "48", "--queue", "5", "--prefix", f"known={file}", "--host", "0.0.0.0", "--host-names", "a.b",
+             "--port", "8431", "--token", "secret", "--name", "mine", "--body", "4096", "--seconds", "9",
+             "--grace", "2", "--speculative", "aasd"]  # fmt: skip
+    assert cli.main(["serve", *words]) == 0
+    chosen = dataclasses.replace(jaxkv.policy("h2o", budget=24), block=48)
+    assert found["engine"] == {
+        "params": MODEL, "policy": chosen, "rows": 3, "longest": 96, "max_new_tokens": 17, "queue": 5,
+        "speculative": AASD(), "scan_layers": True,
+    }  # fmt: skip
+    assert found["stored"] == ("known", ("facts", 48))
+    limits = found["served"].pop("limits")
+    assert (limits.body, limits.seconds, limits.max_tokens) == (4096, 9.0, 17)
+    assert found["served"] == {
+        "name": "mine", "host": "0.0.0.0", "host_names": ("a.b",), "port": 8431, "token": "secret", "grace": 2.0,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -170,8 +170,8 @@ class StretchLeverage(Score):
     def __post_init__(self):
         if self.sketch < 1 or self.stretch < 1 or not self.ridge > 0:
             raise BadValue(
-                f"sketch={self.sketch}, stretch={self.stretch}, ridge={self.ridge}: expected at least 1 dim, at least 1 "
-                "token and a number above 0"
+                f"sketch={self.sketch}, stretch={self.stretch}, ridge={self.ridge}: expected at least 1 dim, at "
+                "least 1 token and a number above 0"
             )
 
     def gaussian(self, dims: int) -> Float[Array, "D sketch"]:

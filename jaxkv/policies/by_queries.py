@@ -124,11 +124,11 @@ class NonCausal(Score):
 
     score = z-score of sum_i softmax_j(q_i . k_j), mean over the group; there is no scale in that softmax. It is fixed
     as a token enters. Every key of a last chunk that is too short gets 1 / `mutual` for each query that is missing to
-    the next multiple of 64. With `by_value` the sum is multiplied by ||v_j||, and `neighbours` is the odd
-    number of sums, its own in the middle, that it is the mean of. With `apart` the sinks and the newest tokens that the phase protects look at
-    themselves alone, chunks begin behind the sinks, and the last chunk is as short as it is. Source: the release of
-    Compactor (arXiv 2507.08143); chunks of 256, `neighbours` 3, `by_value` and `apart` are kvpress' (whose padding leaks into
-    the last chunk).
+    the next multiple of 64. With `by_value` the sum is multiplied by ||v_j||, and `neighbours` is the odd number of
+    sums, its own in the middle, that it is the mean of. With `apart` the sinks and the newest tokens that the phase
+    protects look at themselves alone, chunks begin behind the sinks, and the last chunk is as short as it is. Source:
+    the release of Compactor (arXiv 2507.08143); chunks of 256, `neighbours` 3, `by_value` and `apart` are kvpress'
+    (whose padding leaks into the last chunk).
     """
 
     mutual: int = 128
