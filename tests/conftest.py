@@ -1,5 +1,6 @@
 """Strictness for every test, and the models that they share."""
 
+import gc
 import itertools
 import os
 import random
@@ -27,6 +28,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAXKV_TESTS_PROGRAMS"] = tempfile.mkdtemp(prefix="jaxkv-tests-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["JAXKV_TESTS_PROGRAMS"]
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+
+gc.set_threshold(100_000, 50, 50)  # tracing makes many objects that stay: looking for garbage among them takes long
 
 import jax
 import jaxtyping
