@@ -29,12 +29,11 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["JAXKV_TESTS_PROGRAMS"]
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
-gc.set_threshold(100_000, 50, 50)  # tracing makes many objects that stay: looking for garbage among them takes long
-
 import jax
 import jaxtyping
 import pytest
 
+gc.set_threshold(100_000, 50, 50)  # tracing makes many objects that stay: looking for garbage among them takes long
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_debug_nans", False)
 jax.config.update("jax_num_cpu_devices", 8)  # virtual ones, for meshes; everything else runs on the first
