@@ -191,8 +191,11 @@ class StretchLeverage(Score):
         x = jnp.where(there, in_chunks(x, self.stretch), 0.0)
         x = jnp.where(there, x - jnp.sum(x, axis=3, keepdims=True) / count(there, 3, keepdims=True), 0.0)
         gram = jnp.einsum("bhcsk,bhcsl->bhckl", x, x, precision=exact) + self.ridge * jnp.eye(self.sketch)
-        solved = jax.scipy.linalg.cho_solve((jnp.linalg.cholesky(gram), True), jnp.swapaxes(x, -1, -2))
-        hat = jnp.maximum(jnp.einsum("bhcsk,bhcks->bhcs", x, solved), 0.0)
+        lower = jnp.linalg.cholesky(gram)  # a small inverse costs less than to solve for every token
+        inverse = lax.linalg.triangular_solve(
+            lower, jnp.broadcast_to(jnp.eye(self.sketch), gram.shape), left_side=True, lower=True
+        )
+        hat = jnp.sum(jnp.einsum("bhcsk,bhclk->bhcsl", x, inverse, precision=exact) ** 2, axis=-1)
         worth = standard(hat, jnp.broadcast_to(there[..., 0], hat.shape), (1, 3), 0.0)
         worth = jnp.take_along_axis(worth.reshape(*worth.shape[:2], -1), back[:, None], axis=2)
         return {"stretch_leverage": jnp.where((new.positions >= 0)[:, None], worth, 0.0)}
