@@ -75,6 +75,7 @@ def test_query_statistics(params, found):
             np.testing.assert_allclose(found["query_direction"][layer, head], np.mean(directions, 0), atol=1e-2)
 
 
+@pytest.mark.long
 def test_products_of_keys_and_values(params, found):
     """The mean of k k^T after RoPE and of v v^T over the channels of all heads: its upper triangle, row by row."""
     for layer in range(params.config.num_layers):

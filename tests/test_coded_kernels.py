@@ -551,7 +551,7 @@ def test_a_store_gives_what_it_gave_decoded(weighs, codecs, kind, monkeypatch):
         assert np.array_equal(np.asarray(a)[~touched], np.asarray(b)[~touched])
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("codecs", [
     Codecs(Int(4), Int(4), residual=6), Codecs(IntBalanced(4), Int(4, channels=32), residual=6, initial=4),
     Codecs(IntByChannel(2, 4), Int(4), residual=8),

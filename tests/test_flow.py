@@ -86,9 +86,14 @@ def test_refusals(tiny):
     for rule in ({"kind": "merge", "by": "mean-attention"}, {"kind": "spread"}):
         with pytest.raises(BadValue, match="see no attention"):
             from_dict({"name": "x", "flow": {"kind": "follow"}, "prefill": {**summed, "evicted": rule}})
-    policy, tokens = jaxkv.policy("fastkv", budget=12, window=4), np.arange(3, 63)
     with pytest.raises(BadValue, match="PromptLookup"):
-        jaxkv.generate(tiny(FAMILY), tokens, policy=policy, speculative=AASD())
+        policy = jaxkv.policy("fastkv", budget=12, window=4)
+        jaxkv.generate(tiny(FAMILY), np.arange(3, 63), policy=policy, speculative=AASD())
+
+
+@pytest.mark.long
+def test_drafts_from_the_text_where_few_tokens_go_on(tiny):
+    policy, tokens = jaxkv.policy("fastkv", budget=12, window=4), np.arange(3, 63)
     plain = jaxkv.generate(tiny(FAMILY), tokens, policy=policy, max_new_tokens=8, stop_tokens=())
     drafted = jaxkv.generate(
         tiny(FAMILY), tokens, policy=policy, max_new_tokens=8, stop_tokens=(), speculative=PromptLookup()

@@ -742,7 +742,7 @@ def test_what_looks_ahead_near_the_end_depends_on_no_neighbour(lettered, monkeyp
     assert drafts(rows[1::2]).shape == (2, 4) and calls == [2]
 
 
-@pytest.mark.parametrize("name", ["tova", "r-kv"])
+@pytest.mark.parametrize("name", ["tova", pytest.param("r-kv", marks=pytest.mark.long)])
 def test_a_restored_cache_needs_no_new_programs(lettered, tmp_path, name):
     policy = jaxkv.policy(name, budget=12, **SMALL.get(name, {}))
     options = {"max_new_tokens": 4, "stop_tokens": ()}
@@ -755,7 +755,8 @@ def test_a_restored_cache_needs_no_new_programs(lettered, tmp_path, name):
     assert seen == [] and out.tokens.tolist() == want.tokens.tolist()
 
 
-@pytest.mark.parametrize("name", ["global-h2o", pytest.param("d2o", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["global-h2o", "d2o"])
 def test_layers_that_share_a_budget_beyond_the_text(lettered, monkeypatch, name):
     """A large budget has slots as the text needs them, and nothing leaves."""
     monkeypatch.setattr("jaxkv.plan.AT_ONCE", 8)
@@ -766,6 +767,7 @@ def test_layers_that_share_a_budget_beyond_the_text(lettered, monkeypatch, name)
         assert out.tokens.tolist() == jaxkv.generate(lettered, rows, **options).tokens.tolist()
 
 
+@pytest.mark.long
 def test_a_short_prompt_under_a_ratio_keeps_what_the_policy_needs(lettered):
     """Its limit is no smaller than what must stay and one token more; so what it holds does not depend on its batch."""
     policy = jaxkv.policy("ems", ratio=0.5, **SMALL["ems"])
@@ -790,6 +792,7 @@ def test_blocks_depend_on_no_neighbour_where_places_are_the_caches(lettered, kin
             planned(policy, lettered.config, np.zeros(1, int), nothing, np.array([3500]), 4)
 
 
+@pytest.mark.long
 def test_bytes_hold_for_texts_of_any_length(tiny):
     """A pyramid gives low layers more, which windows cut; a short text gives every layer the mean."""
     params, policy = tiny("gemma3_text"), jaxkv.policy("pyramidkv", bytes=100_000, window=6)

@@ -299,7 +299,12 @@ TAKES = {"numba_cpu": ("float32",)}
 @pytest.mark.some(1)
 @pytest.mark.parametrize(
     "how, shape, group, rule, counts, dtype",
-    [(how, *case) for how in DECODES for case in CASES if case[-1] in TAKES.get(how, case)],
+    [
+        pytest.param(how, *case, marks=[pytest.mark.long][: case[0] == "two blocks"])
+        for how in DECODES
+        for case in CASES
+        if case[-1] in TAKES.get(how, case)
+    ],
 )
 def test_ragged_decode_is_each_head_by_itself(how, shape, group, rule, counts, dtype):
     """Every head of a pool gets what decode_attend_score gives on its segment alone; the softcap and log n as well."""

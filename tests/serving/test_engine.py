@@ -496,6 +496,7 @@ def test_a_mesh_that_divides_rows_is_refused(params):
         Engine(divided, sized("h2o"))
 
 
+@pytest.mark.long
 def test_a_penalty_behind_a_prefix_of_unknown_text_is_refused(engine, params):
     cache = jaxkv.prefill(params, ids(20, 5), policy=engine.policy)
     engine.store("unknown", dataclasses.replace(cache, tokens=None))
