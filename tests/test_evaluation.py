@@ -301,6 +301,7 @@ INT4 = {"keys": {"kind": "int", "bits": 4}, "values": {"kind": "int", "bits": 4}
 BYTES = {"policies": ["full", "tova", {"name": "tova", "store": INT4, "label": "tova in 4 bits"}], "bytes": [40_000]}
 
 
+@pytest.mark.long
 def test_sizes_in_bytes_are_budgets_of_the_model(lettered):
     """The same bytes hold more entries of fewer bits; what they cannot hold is not measured, and said so."""
     full, whole, coded = (jobs.measurable(lettered, cell) for cell in settings.from_dict(BYTES).cells())

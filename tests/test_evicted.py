@@ -506,6 +506,7 @@ def test_few_pages_are_read(tiny):
     assert following(~matter, "keys", "values") == want
 
 
+@pytest.mark.long
 def test_reading_few_of_a_bounded_cache(tiny):
     """What is kept and what is read are two budgets: H2O keeps 32 and reads 8 of them; others get no mass."""
     params = tiny(FAMILY)

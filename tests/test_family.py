@@ -824,6 +824,7 @@ def test_a_look_once(tiny):
         assert len(want) == 10 and (_held(ours.layers[layer]) == want).all(), layer
 
 
+@pytest.mark.long
 def test_layers_in_pairs_keep_the_same(tiny):
     """Under flow "follow" the second layer of a pair keeps what the first chose."""
     params, ids = tiny("llama2"), _ids(41)

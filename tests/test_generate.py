@@ -426,6 +426,7 @@ def test_samples_and_seeds(tiny):
     assert jaxkv.generate(params, ids(9), seed=4, **options).tokens[0].tolist() != out.tokens[0].tolist()
 
 
+@pytest.mark.long
 def test_samples_go_on_as_they_began(tiny, tmp_path):
     """Each by its own random numbers, as far as one longer call, also out of a file; and a question asked of different
     texts is answered as each alone answers it."""
@@ -688,6 +689,7 @@ def test_full_speculates_on_codes_as_they_lie(lettered):
     assert fast.tokens.tolist() == plain.tokens.tolist()
 
 
+@pytest.mark.long
 def test_what_looks_ahead_ends_with_the_context(lettered):
     """Fewer tokens look where the context ends before; a prompt that fills it is looked at by nobody."""
     params = dataclasses.replace(lettered, config=dataclasses.replace(lettered.config, max_position=64))
@@ -699,6 +701,7 @@ def test_what_looks_ahead_ends_with_the_context(lettered):
     assert int(jaxkv.prefill(params, ids(64), policy=policy).lengths[0]) == 64
 
 
+@pytest.mark.long
 def test_places_in_the_cache_end_with_the_context(lettered):
     """Where nothing leaves while decoding, they count, and not the text's length: with a prompt and without one."""
     params = dataclasses.replace(lettered, config=dataclasses.replace(lettered.config, max_position=64))

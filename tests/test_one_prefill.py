@@ -168,6 +168,7 @@ def test_a_stopped_run_computes_only_what_is_missing(lettered, data, tmp_path, m
     assert len(store.path.read_text().splitlines()) == len(lines)
 
 
+@pytest.mark.long
 def test_policies_that_were_not_measured_on_the_model_are_said_so(tiny, data, tmp_path):
     params = tiny("llama3")
     params = type(params)(params.weights, params.config, Letters())

@@ -374,9 +374,8 @@ def test_who_is_scored():
     assert asked(jaxkv.policy("full"), 20, 21, 30) == [False] * 3
 
 
-@pytest.mark.parametrize(
-    "options", [{"reserve": 2}, pytest.param({"decode": "h2o", "prefill_reserve": 16}, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{"reserve": 2}, {"decode": "h2o", "prefill_reserve": 16}])
 def test_sliding_layers_reserve_nothing(tiny, options):
     """Their windows are their budgets: what a budget holds whole gives the full cache's tokens."""
     prompt, params = np.random.default_rng(9).integers(3, 180, 40), tiny("gemma3_text")

@@ -93,7 +93,7 @@ def test_the_rule_is_the_releases(golden, form):
     np.testing.assert_array_equal(ruled(golden, allowed, 1), theirs)
 
 
-@pytest.mark.parametrize("form", ["slide", "adaptive", "discontinuous"])
+@pytest.mark.parametrize("form", [pytest.param("slide", marks=pytest.mark.long), "adaptive", "discontinuous"])
 def test_a_layer_keeps_what_the_rule_says(golden, form):
     found = golden[0]
     _, window, recent, delta, _ = found["sizes"].tolist()

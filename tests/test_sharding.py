@@ -413,6 +413,7 @@ def test_collectives_are_found_in_text():
     assert [(each.kind, each.bytes) for each in found if each.looped] == [("all-reduce", 4)]
 
 
+@pytest.mark.long
 def test_bytes_hold_where_devices_share_the_slots(goldens):
     """Each device's share is whole pieces of memory, which counts."""
     params = jaxkv.load(goldens / "tiny" / "smollm2", mesh=on((1, 1, 8)))

@@ -441,6 +441,7 @@ def test_a_stop_string_ends_a_row_of_any_verification(tiny):
         assert out.text == free.text[: free.text.index(free.text[at : at + 2])]
 
 
+@pytest.mark.long
 def test_rows_that_end_inside_a_chunk_leave_a_cache_to_go_on_from(tiny):
     """Where a row ends sooner the others draft otherwise, and come further: they too end with their stop string."""
     params = dataclasses.replace(tiny(FAMILY), tokenizer=Letters())
@@ -624,6 +625,7 @@ def test_draft_models_change_nothing_when_greedy(tiny, name, drafter):
         assert fast.stats.speculation.acceptance_length == 4, "the model agrees with itself"
 
 
+@pytest.mark.long
 def test_conditional_verification_follows_its_formula():
     """One node with two children, of made-up probabilities: which child passes, and what counts as a departure."""
     shape, rule = Shape((2,)), Conditional(alpha=0.1, beta=0.3, floor=0.02)

@@ -177,6 +177,7 @@ def test_prefill_kernels_read_codes(name, codec):
             assert made_of(keys.codes.shape, text) <= moves and made_of(keys.shape, text) <= moves
 
 
+@pytest.mark.long
 def test_newest_tokens_in_full_precision_leave_the_others_in_codes(unchecked):
     """They are a part of their own: nothing has the codes decoded."""
     codecs = Codecs(Int(4, channels=64), Int(4, channels=64), residual=96)
