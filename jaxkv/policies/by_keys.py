@@ -191,10 +191,7 @@ class StretchLeverage(Score):
         x = jnp.where(there, in_chunks(x, self.stretch), 0.0)
         x = jnp.where(there, x - jnp.sum(x, axis=3, keepdims=True) / count(there, 3, keepdims=True), 0.0)
         gram = jnp.einsum("bhcsk,bhcsl->bhckl", x, x, precision=exact) + self.ridge * jnp.eye(self.sketch)
-        lower = jnp.linalg.cholesky(gram)  # a small inverse costs less than to solve for every token
-        inverse = lax.linalg.triangular_solve(
-            lower, jnp.broadcast_to(jnp.eye(self.sketch), gram.shape), left_side=True, lower=True
-        )
+        inverse = inverted(jnp.linalg.cholesky(gram))
         hat = jnp.sum(jnp.einsum("bhcsk,bhclk->bhcsl", x, inverse, precision=exact) ** 2, axis=-1)
         worth = standard(hat, jnp.broadcast_to(there[..., 0], hat.shape), (1, 3), 0.0)
         worth = jnp.take_along_axis(worth.reshape(*worth.shape[:2], -1), back[:, None], axis=2)
@@ -236,6 +233,21 @@ class Redundancy(Score):
         total, _ = lax.scan(some, total, tuple(jnp.moveaxis(block, 2, 0) for block in blocks))
         mean = total / count(live, -1, keepdims=True)
         return -jax.nn.softmax(jnp.where(live, mean, -jnp.inf), axis=-1)
+
+
+def inverted(lower: Float[Array, "*lead k k"]) -> Float[Array, "*lead k k"]:
+    """The inverse of small lower triangular matrices, a row at a time. On a CPU LAPACK's would be threaded, and its
+    threads stand in the way of XLA's."""
+    size = lower.shape[-1]
+
+    def row(at, rows):
+        own = jnp.take(lower, at, axis=-2)
+        others = jnp.where(jnp.arange(size) < at, own, 0.0)
+        known = jnp.einsum("...k,...kl->...l", others, rows, precision=lax.Precision.HIGHEST)
+        unit = (jnp.arange(size) == at).astype(lower.dtype)
+        return rows.at[..., at, :].set((unit - known) / jnp.take(own, at, axis=-1)[..., None])
+
+    return lax.fori_loop(0, size, row, jnp.zeros_like(lower))
 
 
 def z_score(x: Float[Array, "B Hk S"], inputs: ScoreInputs, apart: bool = True) -> Float[Array, "B Hk S"]:
