@@ -69,7 +69,7 @@ def quality() -> dict[str, dict[str, Any]]:
 def costs() -> dict[str, dict[str, float]]:
     """By policy: `prefill` over plain prefill, and a `step` over LongFlow's (later files count)."""
     found: dict[str, dict[str, float]] = {}
-    for name in ("family_cost", "family_cost-again", "family_cost-layers", "family_cost-lacache", "family_cost-compactor"):
+    for name in ("family_cost", *(f"family_cost-{more}" for more in ("again", "layers", "lacache", "compactor"))):
         for row in json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["results"]:
             found.setdefault(OLD_NAMES.get(row["policy"], row["policy"]), {}).update(
                 {key: row[key] for key in ("prefill", "step") if row.get(key)}
