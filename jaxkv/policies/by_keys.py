@@ -182,11 +182,9 @@ class StretchLeverage(Score):
         if not new.prompt:
             return {"stretch_leverage": jnp.zeros(new.keys.shape[:-1], jnp.float32)}
         assert new.positions is not None
-        length, exact = new.positions.shape[1], lax.Precision.HIGHEST
-        there, before = new.positions >= 0, jnp.sum(new.positions < 0, axis=1, dtype=jnp.int32)[:, None]
-        first, back = ((jnp.arange(length)[None] + shift) % length for shift in (before, -before))
-        there = in_chunks(jnp.take_along_axis(there, first, axis=1)[:, None], self.stretch)[..., None]
-        keys = jnp.take_along_axis(new.keys.astype(jnp.float32), first[:, None, :, None], axis=2)
+        exact, order = lax.Precision.HIGHEST, in_time(new.positions[:, None])  # behind padding: the first token first
+        there = in_chunks(order.filled, self.stretch)[..., None]
+        keys = order.put(new.keys.astype(jnp.float32))
         x = jnp.einsum("bhsd,dk->bhsk", keys, self.gaussian(keys.shape[-1]), precision=exact)
         x = jnp.where(there, in_chunks(x, self.stretch), 0.0)
         x = jnp.where(there, x - jnp.sum(x, axis=3, keepdims=True) / count(there, 3, keepdims=True), 0.0)
@@ -194,7 +192,7 @@ class StretchLeverage(Score):
         inverse = inverted(jnp.linalg.cholesky(gram))
         hat = jnp.sum(jnp.einsum("bhcsk,bhclk->bhcsl", x, inverse, precision=exact) ** 2, axis=-1)
         worth = standard(hat, jnp.broadcast_to(there[..., 0], hat.shape), (1, 3), 0.0)
-        worth = jnp.take_along_axis(worth.reshape(*worth.shape[:2], -1), back[:, None], axis=2)
+        worth = order.slots(worth.reshape(*worth.shape[:2], -1))
         return {"stretch_leverage": jnp.where((new.positions >= 0)[:, None], worth, 0.0)}
 
     def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
