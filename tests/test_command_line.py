@@ -8,6 +8,7 @@ import pytest
 
 import jaxkv
 from jaxkv import cli, evaluation, serving
+from jaxkv.cli.options import DEFAULT_BUDGET, DEFAULT_POLICY, Load
 from jaxkv.errors import BadValue
 from jaxkv.serving import serve
 from jaxkv.speculative import AASD, PromptLookup
@@ -31,7 +32,7 @@ def asked(monkeypatch, goldens):
 
     monkeypatch.setattr(jaxkv, "load", load)
     monkeypatch.setattr(jaxkv, "generate", generate)
-    monkeypatch.setattr(cli, "_keep_programs", lambda: None)
+    monkeypatch.setattr("jaxkv.cli.entry.keep_programs", lambda: None)
 
     def run(*words):
         assert cli.main(["generate", *words, "--model", str(goldens / "tiny" / "llama3")]) == 2
@@ -58,7 +59,7 @@ def test_what_generate_is_given(asked):
 def test_what_generate_is_given_by_default(asked):
     given, loaded = asked("hello")
     assert given == {
-        "prompt": "hello", "policy": jaxkv.policy(cli.DEFAULT_POLICY, budget=cli.DEFAULT_BUDGET), "speculative": None,
+        "prompt": "hello", "policy": jaxkv.policy(DEFAULT_POLICY, budget=DEFAULT_BUDGET), "speculative": None,
         "scan_layers": True, "temperature": 0.0, "top_k": None, "top_p": None, "min_p": None,
         "repetition_penalty": None, "seed": 0, "stop": (), "max_new_tokens": 128,
     }  # fmt: skip
@@ -86,8 +87,8 @@ def test_what_a_chat_is_given(asked, monkeypatch):
             return iter(("h", "i"))
 
     monkeypatch.setattr(jaxkv, "stream", Pieces)
-    monkeypatch.setattr(cli, "_ask", lambda: next(lines, ""))
-    monkeypatch.setattr(cli, "_facts", lambda stats: {})
+    monkeypatch.setattr("jaxkv.cli.chat._ask", lambda: next(lines, ""))
+    monkeypatch.setattr("jaxkv.cli.chat.facts", lambda stats: {})
     model = types.SimpleNamespace(tokenizer=types.SimpleNamespace(chat_template="of turns"))
     monkeypatch.setattr(jaxkv, "load", lambda path, **options: model)
     words = ["--policy", "h2o", "--budget", "24", "--system", "be brief", "--speculative", "lookup", "--json", *DRAWN]
@@ -183,7 +184,7 @@ def test_the_size_of_the_policy_and_a_chat(asked, words, size):
 def test_how_the_weights_are_held(monkeypatch, tmp_path, file, options, weights):
     monkeypatch.setattr(jaxkv, "load", lambda path, **options: (path.name, options["weights"]))
     (tmp_path / file).touch()
-    assert cli._loaded(cli.Generate("hello", model=str(tmp_path / file), **options)) == (file, weights)
+    assert Load(model=str(tmp_path / file), **options).build() == (file, weights)
 
 
 RUN = """
@@ -216,7 +217,7 @@ def measured(monkeypatch, tmp_path):
 
     monkeypatch.setattr(jaxkv, "load", load)
     monkeypatch.setattr(evaluation, "evaluate", evaluate)
-    monkeypatch.setattr(cli, "_keep_programs", lambda: None)
+    monkeypatch.setattr("jaxkv.cli.entry.keep_programs", lambda: None)
     (tmp_path / "run.toml").write_text(RUN, encoding="utf-8")
     (tmp_path / "some.jsonl").write_text(json.dumps({"context": "a", "question": "b", "answers": ["c"]}) + "\n")
 

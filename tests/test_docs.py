@@ -13,10 +13,11 @@ import pytest
 import tyro
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+from tyro.conf import OmitArgPrefixes
 
 import jaxkv
 from benchmarks.family_cost import first_layers
-from jaxkv import cli
+from jaxkv.cli.entry import Command
 from jaxkv.evaluation import scorers, settings
 from jaxkv.policies.parts import PARTS
 from jaxkv.policies.policy import from_dict
@@ -94,22 +95,18 @@ def test_commands_have_the_options_that_are_shown(name, text):
     commands = re.findall(r"^(?:.*&& )?jaxkv (.*)$", text.replace("\\\n", " "), re.M)
     assert commands
     for command in commands:
-        tyro.cli(cli.Command, prog="jaxkv", args=shlex.split(command, comments=True), config=cli_config())
+        tyro.cli(Command, prog="jaxkv", args=shlex.split(command, comments=True), config=(OmitArgPrefixes,))
 
 
 def test_a_wrong_option_would_be_found(capsys):
     with pytest.raises(SystemExit):
-        tyro.cli(cli.Command, prog="jaxkv", args=["generate", "x", "--budgets", "3"], config=cli_config())
+        tyro.cli(Command, prog="jaxkv", args=["generate", "x", "--budgets", "3"], config=(OmitArgPrefixes,))
     assert "budget" in capsys.readouterr().err
-
-
-def cli_config() -> tuple:
-    return (cli.OmitArgPrefixes,)
 
 
 def test_inline_commands_are_there():
     """`jaxkv NAME` in the text is a subcommand."""
-    names = {get_args(each)[1].name for each in get_args(cli.Command)}
+    names = {get_args(each)[1].name for each in get_args(Command)}
     assert {"generate", "eval"} <= names
     for page in PAGES.values():
         for command in re.findall(r"`jaxkv ([a-z]+)[^`\n]*`", page.read_text(encoding="utf-8")):

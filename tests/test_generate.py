@@ -22,6 +22,7 @@ from small import SMALL
 import jaxkv
 from jaxkv import cli, run
 from jaxkv.chat import next_turn
+from jaxkv.cli.terminal import Meter
 from jaxkv.errors import BadCheckpoint, BadValue, JaxkvError, MissingModel, UnknownName
 from jaxkv.evaluation.forced import follow
 from jaxkv.lowering import lower
@@ -648,7 +649,7 @@ def test_chat_says_what_it_waits_for(monkeypatch, capsys, lettered):
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setattr("builtins.input", lambda _: next(lines, ""))
     monkeypatch.setattr(jaxkv, "load", lambda *_, **__: lettered)
-    monkeypatch.setattr(cli._Meter, "PATIENCE", 0.0)
+    monkeypatch.setattr(Meter, "PATIENCE", 0.0)
     heard = len(monitoring.get_event_listeners())
     jax.clear_caches()
     assert cli.main(["chat", "--policy", "tova", "--budget", "24", "--max-new-tokens", "6"]) == 0

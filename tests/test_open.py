@@ -13,6 +13,7 @@ from letters import Letters
 
 import jaxkv
 from jaxkv import cli
+from jaxkv.cli.options import Cut
 from jaxkv.errors import BadCheckpoint, BadValue, UnknownName
 from jaxkv.evaluation import settings
 from jaxkv.evaluation.results import Store
@@ -173,8 +174,8 @@ def test_a_budget_may_stand_in_the_file(mine, tmp_path):
     path.write_text('name = "small"\nbudget = 24\n' + (mine / "mine.toml").read_text())
     assert (jaxkv.policy(path).budget, jaxkv.policy(str(path)).name) == (24, "small")
     assert jaxkv.policy(path, ratio=0.5).budget is None
-    assert cli.Cut(policy=str(path)).build().budget == 24
-    assert cli.Cut(policy="tova").build().budget == 1024
+    assert Cut(policy=str(path)).build().budget == 24
+    assert Cut(policy="tova").build().budget == 1024
     assert settings.from_dict({"policies": [str(path)]}).cells()[0].budget == 24
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import cli
+from jaxkv.cli.options import Cut
 from jaxkv.errors import BadValue, UnknownName
 from jaxkv.plan import scored
 from jaxkv.policies import (
@@ -105,7 +105,7 @@ def test_any_policy_can_be_bounded_while_decoding(name, tmp_path):
         (lambda: jaxkv.policy("full", store={"kind": "int"}), UnknownName, "kind"),
         (lambda: jaxkv.policy("snapkv", budget=64, select={"kind": "x"}), UnknownName, "kind"),
         (lambda: jaxkv.policy("h2o", budget=64, chosen=3), UnknownName, "chosen"),
-        (lambda: cli.Cut("h2o", option=("budget=8",)).build(), BadValue, "give --budget 8"),
+        (lambda: Cut("h2o", option=("budget=8",)).build(), BadValue, "give --budget 8"),
         (lambda: jaxkv.policy("snapkv"), BadValue, "exactly one of"),
         (lambda: jaxkv.policy("snapkv", budget=100, ratio=0.5), BadValue, "budget=100 and ratio=0.5"),
         (lambda: jaxkv.policy("snapkv", budget=32), BadValue, "at least 33"),

@@ -23,6 +23,7 @@ from prometheus_client import generate_latest
 
 import jaxkv
 from jaxkv import cli
+from jaxkv.cli.serve import Serve
 from jaxkv.errors import BadValue, unknown
 from jaxkv.serving import Engine
 from jaxkv.serving.engine import Load
@@ -516,9 +517,9 @@ def test_a_port_that_is_taken_is_said_before_anything_is_loaded(monkeypatch):
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(BadValue, match=f"port={port}: Address already in use"):
-            cli._serve(cli.Serve(port=port))
+            Serve(port=port)()
     with pytest.raises(BadValue, match=r"host='nowhere\.invalid'"):
-        cli._serve(cli.Serve(host="nowhere.invalid"))
+        Serve(host="nowhere.invalid")()
 
 
 @pytest.mark.parametrize(

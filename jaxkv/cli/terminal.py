@@ -1,0 +1,77 @@
+"""What a command says to the person at a terminal, beside what it prints for the pipe."""
+
+import sys
+import threading
+from typing import Any, ClassVar
+
+
+def note(text: str) -> None:
+    """A line for the person, not for the pipe."""
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
+
+
+class Meter:
+    """A progress bar on a terminal, nothing elsewhere; it says when a program is being compiled for the first time."""
+
+    NEXT: ClassVar[dict[str, str]] = {"calibrate": "the next measurement", "prefill": "decoding"}
+    PATIENCE = 1.0  # seconds after which a program is not read from those that are kept, but compiled
+
+    def __init__(self, quiet: bool):
+        self._quiet = quiet or not sys.stderr.isatty()
+        self._tasks: dict[str, Any] = {}
+        self._timer: threading.Timer | None = None
+
+    def __enter__(self) -> "Meter":
+        if not self._quiet:
+            import jax
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._bar = Progress(console=Console(stderr=True), transient=True)
+            self._bar.start()
+            jax.monitoring.register_event_listener(self._event)
+            jax.monitoring.register_event_duration_secs_listener(self._ended)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._quiet:
+            import jax
+
+            self._compiled()
+            self._bar.stop()
+            self._quiet = True
+            jax.monitoring.unregister_event_listener(self._event)
+            jax.monitoring.unregister_event_duration_listener(self._ended)
+
+    def update(self, kind: str, done: Any, of: Any) -> None:
+        """`generate`'s progress callback."""
+        if self._quiet:
+            return
+        if kind not in self._tasks:
+            self._tasks[kind] = self._bar.add_task(kind, total=int(of))
+        self._bar.update(self._tasks[kind], completed=int(done))
+
+    def _event(self, event: str, **_: Any) -> None:
+        if not self._quiet and event.endswith("/compile_requests_use_cache"):
+            self._compiled()
+            self._timer = threading.Timer(self.PATIENCE, self._compiling)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _ended(self, event: str, duration_secs: float, **_: Any) -> None:
+        if not self._quiet and event.endswith("/backend_compile_duration"):
+            self._compiled()
+
+    def _compiling(self) -> None:
+        what = next((what for kind, what in self.NEXT.items() if kind in self._tasks), "the prompt")
+        text = f"compiling for {what}: the first time with this model, policy and size; kept for later"
+        self._tasks["compiling"] = self._bar.add_task(text, total=None)
+
+    def _compiled(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        task = self._tasks.pop("compiling", None)
+        if task is not None:
+            self._bar.remove_task(task)
