@@ -241,7 +241,8 @@ def index(found: dict[str, Policy]) -> str:
         [
             "# Catalogue",
             "Every method by name: click one to see its paper, its parts, how faithful it is, what checks it and what "
-            "was measured. [Choosing a policy](../choosing.md) says which to take when.",
+            "was measured. [Choosing a policy](../choosing.md) says which to take when. *Faithful* is meant of "
+            "a prompt that is read in one block (`block=`): a longer one is cut behind each of its blocks.",
             "*Decode*: whether new tokens push others out (`evicts`), in some layers alone (`partly`), or are added to "
             'what the prompt left (`adds`; `decode="h2o"` bounds such a policy). *Checked '
             "against*: `released code` is a golden from the authors' own program, `kvpress` one from kvpress 0.5.5, "

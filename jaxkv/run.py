@@ -175,7 +175,7 @@ def through_block(
     the positions that the observer gives them; when the block itself is replayed, they are its instruction and come
     before it.
     """
-    length, learned = tokens.shape[1], policy.allocate.prepared(learned)
+    length, learned = tokens.shape[1], policy.allocate.prepared(learned, config.num_kv_heads)
     if begins:  # the slots of a cache to go on from lie as decoding left them; from here on they stay in time order
         layers = tuple(layout.gathered(layer).in_time_order() if layer.slots else layer for layer in layers)
     full = [layer for layer in range(config.num_layers) if shares(policy, config, layer)]
@@ -365,7 +365,7 @@ def decode_logits(
     learned: Learned = NOTHING,
 ) -> tuple[KVCache, Float[Array, "B V"]]:
     """Run each running row's pending token through the model; the cache, and the logits of the token after it."""
-    position, learned = jnp.where(running, cache.lengths, EMPTY), policy.allocate.prepared(learned)
+    position, learned = jnp.where(running, cache.lengths, EMPTY), policy.allocate.prepared(learned, config.num_kv_heads)
     attend = functools.partial(decode_layer, policy, position, layout, implementation)
     model = model_of(config, weights)
     given = tuple(

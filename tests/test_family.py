@@ -42,7 +42,7 @@ from jaxkv.policies import (
     observe,
 )
 from jaxkv.policies.needs import HIDDEN, MASS, OUTPUT
-from jaxkv.policies.order import BIG
+from jaxkv.policies.order import BIG, best_first
 from jaxkv.policies.parts import PARTS
 from jaxkv.policies.policy import from_dict, to_dict
 from jaxkv.policies.score import Entering, KeyNorm, Recency, ScoreInputs
@@ -54,12 +54,13 @@ CLEAR = 2e-5  # smallest margin of every golden here: rounding can't change what
 
 # kvpress' method -> our policy, its options, and whether its own scores can be compared (ChunkKV records those of the
 # scorer inside, ChunkPress' become places in a chunk)
+BARE = {"epsilon": 0.0, "allocate": {"kind": "uniform"}}  # ExpectedAttentionPress by itself
 MORE = {
     "keydiff": ("keydiff", {}, True),
     "cur": ("cur", {}, True),
     "lagkv-l16": ("lagkv", {"sinks": 4, "lag": 16}, True),
-    "expected-n512": ("expected-attention", {}, True),
-    "expected-n512-e0.01": ("expected-attention", {"prefill_score": {"epsilon": 0.01}}, True),
+    "expected-n512": ("expected-attention", BARE, True),
+    "expected-n512-e0.01": ("expected-attention", BARE | {"epsilon": 0.01}, True),
     "cap": ("capkv", {}, True),
     "chunkkv-c10-snapkv-w8-k5": ("chunkkv", {"window": 8, "chunk": 10}, False),
 }
@@ -81,7 +82,7 @@ FAMILY = {
 }
 CALIBRATED = {
     "qfilters": ("q-filters", {"prefill_recent": 0}, True),
-    "expected-stats-n512": ("expected-attention-stats", {}, True),
+    "expected-stats-n512": ("expected-attention-stats", BARE, True),
 }
 GEMMA = (
     "keydiff",
@@ -107,11 +108,6 @@ def _sketch(self, heads, dims):
 def _twin(method, budget):
     """Our policy of a kvpress method."""
     _, name, options, _ = METHODS[method]
-    if "epsilon" in method or method.endswith("e0.01"):
-        policy = jaxkv.policy(name, budget=budget)
-        score = policy.prefill.score
-        score = dataclasses.replace(score, of=dataclasses.replace(score.of, epsilon=0.01))
-        return dataclasses.replace(policy, prefill=dataclasses.replace(policy.prefill, score=score))
     if method == "egchunkkv-c10-knorm":  # the choice of chunks is the policy's, the score is not
         policy, aggregate = catalogue()[name], Aggregate(heads="sum")
         select = dataclasses.replace(policy.prefill.select, recent=0)
@@ -599,7 +595,7 @@ def test_random_is_uniform_and_differs():
 
 @pytest.mark.parametrize("by", ["whole", "even"])
 def test_chunks(entries, by):
-    """Whole chunks by their mean, with what shares a chunk with a protected entry; or as many of every chunk."""
+    """Whole chunks by their mean, with what shares a chunk with a protected entry; or the best part of every chunk."""
     inputs, arrays = entries
     guard = jnp.asarray(np.asarray(inputs.at) == S - 1)
     worth = Select(chunk=5, by=by).by_chunks(inputs.mass, inputs.at, guard)
@@ -608,11 +604,36 @@ def test_chunks(entries, by):
         for start in range(0, S, 5):
             mine, score = row[start : start + 5], values[start : start + 5]
             if by == "even":
-                assert np.array_equal(-mine, (-score).argsort().argsort())
+                rank = (-score).argsort().argsort()
+                np.testing.assert_allclose(-mine, np.where(rank == 0, 0.0, (rank + 1) / rank.size), rtol=RTOL)
             elif start == 20:
                 assert (mine == np.float32(BIG)).all()
             else:
                 np.testing.assert_allclose(mine, score.mean(), rtol=RTOL)
+
+
+def test_a_short_chunk_keeps_the_same_part():
+    """Of 100 tokens in chunks of 40 half: 20, 20 and 10, as kvpress' ChunkPress."""
+    at = jnp.arange(100, dtype=jnp.int32)[None, None]
+    score = jnp.asarray(np.random.default_rng(0).permutation(100), jnp.float32)[None, None]
+    worth = Select(chunk=40, by="even").by_chunks(score, at, jnp.zeros(at.shape, bool))
+    kept = np.flatnonzero(np.asarray(best_first(worth, at))[0, 0] < 50)
+    assert np.histogram(kept, [0, 40, 80, 100])[0].tolist() == [20, 20, 10]
+
+
+def test_the_window_counts_where_chunks_are_gated():
+    """The press gives its window more than all else before it takes the medians over the chunks."""
+    rng = np.random.default_rng(1)
+    at = jnp.arange(60, dtype=jnp.int32)[None, None]
+    score = np.where(np.arange(60) < 52, rng.random(60), 0.0).astype(np.float32)[None, None]
+    window, select = at >= 52, Select(chunk=4, by="entropy", gate=2)
+    worth = select.by_chunks(jnp.asarray(score), at, window)
+    given = np.where(window, score.max() + 1, score)
+    none = jnp.zeros(at.shape, bool)
+    free = np.asarray(at < 52)
+    same, other = (np.asarray(select.by_chunks(jnp.asarray(each), at, none)) for each in (given, score))
+    order = [np.argsort(-np.asarray(x)[free], kind="stable").tolist() for x in (worth, same, other)]
+    assert order[0] == order[1] != order[2]
 
 
 @pytest.mark.some(2)

@@ -152,7 +152,7 @@ def test_a_head_that_retrieves_nothing_keeps_its_base():
     total, guard = jnp.array([300], jnp.int32), jnp.array([1], jnp.int32)
 
     def quotas(scores, held):
-        learned = share.prepared({"reasoning": jnp.array([scores])})
+        learned = share.prepared({"reasoning": jnp.array([scores])}, len(scores))
         return np.asarray(share.quotas({"parts": learned["parts"][0]}, total, guard, held, total))[0].tolist()
 
     assert quotas([1.0, 0.0, 0.0], many) == [200, 50, 50]
@@ -172,7 +172,7 @@ def test_headkv_as_released(goldens, which, beta):
     theirs, learned = window + golden[f"{which}/{beta}/capacity"], {"reasoning": golden[f"{which}/scores"]}
     layers = share.budgets(budget, 32, 10_000, window, learned)
     assert sum(layers) == 32 * budget and np.abs(np.array(layers) - theirs.mean(axis=1)).max() < 1
-    parts, plenty = share.prepared(learned)["parts"], jnp.full((1, 32), 10_000, jnp.int32)
+    parts, plenty = share.prepared(learned, 32)["parts"], jnp.full((1, 32), 10_000, jnp.int32)
     guard = jnp.array([window + 1], jnp.int32)
     for layer, mean in enumerate(layers):
         total = jnp.array([32 * mean], jnp.int32)
@@ -181,12 +181,18 @@ def test_headkv_as_released(goldens, which, beta):
         np.testing.assert_allclose(ours, theirs[layer], rtol=0.02, atol=1.01)
 
 
-@pytest.mark.parametrize("heads, count", [(1, 1), (2, 1), (3, 2), (8, 4)])
-def test_how_many_heads_are_local(heads, count):
-    scores = jnp.asarray(np.random.default_rng(heads).permutation(heads), jnp.float32)
-    local = np.asarray(Divided(retrieval=0.5).local({"retrieval": scores}, heads))
-    assert (~local).sum() == count and (heads == count or scores[local].max() < scores[~local].min())
-    assert not np.asarray(Divided(retrieval=1.0).local({"retrieval": scores}, heads)).any()
+@pytest.mark.parametrize(
+    "layers, heads, sparsity", [(1, 1, 0.0), (2, 1, 0.5), (3, 2, 0.5), (32, 8, 0.5), (32, 8, 0.75)]
+)
+def test_which_heads_are_local(layers, heads, sparsity):
+    """DuoAttention's release: the heads of all layers whose gate is at least the quantile of all (its
+    `sparsify_attention_heads`)."""
+    gates = np.random.default_rng(heads).permutation(layers * heads).reshape(layers, heads).astype(np.float32)
+    share, learned = Divided(retrieval=1 - sparsity), {"retrieval": np.repeat(gates, 3, axis=1)}
+    learned = share.prepared(learned, heads)
+    local = np.stack([share.local({"retrieves": each}, heads) for each in learned["retrieves"]])
+    np.testing.assert_array_equal(~local, gates >= np.quantile(gates, sparsity))
+    assert layers < 32 or np.unique((~local).sum(axis=1)).size > 2, "layers have unequally many"
 
 
 # ---- curves
@@ -283,7 +289,7 @@ def test_the_window_of_a_local_head_slides(tiny, name, score):
     out = jaxkv.generate(params, [ids(60), ids(33, 1)], policy=policy, max_new_tokens=26, stop_tokens=())
     share, sinks = policy.allocate, policy.decode.protects.sinks
     floor = 8 if name == "duo" else 9 + 5  # sinks, recents and one entry; sinks, recents and half of the others
-    learned = share.prepared(params.learned)
+    learned = share.prepared(params.learned, params.config.num_kv_heads)
     for index, layer in enumerate(out.cache.layers):
         local = np.asarray(share.local({name: x[index] for name, x in learned.items()}, layer.heads))
         for row, tokens in enumerate((60, 33)):
@@ -311,7 +317,7 @@ def test_cuts_every_few_tokens_keep_the_shares(tiny):
         assert (held.sum(1) >= limits[index] * layer.heads).all() and (held >= 5).all()
         plenty = jnp.full((2, layer.heads), 999, jnp.int32)
         total = jnp.asarray(limits[index] * layer.heads)
-        scores = {"parts": share.prepared({"reasoning": params.learned["reasoning"]})["parts"][index]}
+        scores = {"parts": share.prepared(params.learned, layer.heads)["parts"][index]}
         quotas = np.asarray(share.quotas(scores, total, guard, plenty, total))
         assert (np.asarray(layer.sizes) == quotas + 4).all(), "a cut frees as many slots in every head"
 

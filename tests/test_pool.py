@@ -63,9 +63,6 @@ def twin(method, budget):
         return jaxkv.policy(name, budget=budget, **options)
     policy = jaxkv.policy(name, budget=budget)
     prefill = policy.prefill
-    if "epsilon" in options:
-        of = dataclasses.replace(prefill.score.of, epsilon=options["epsilon"])
-        prefill = dataclasses.replace(prefill, score=dataclasses.replace(prefill.score, of=of))
     share = Adaptive(options.get("safeguard", 0.2))
     return dataclasses.replace(policy, prefill=prefill, decode=None, rope="text", allocate=share)
 

@@ -255,7 +255,7 @@ def dropped_means(params, tokens, held, local):
 def assert_summed(params, cache, rows):
     """The first layer's summary is the mean of all that its local heads no longer hold; of every layer the count."""
     share = cache.policy.allocate if cache.policy.evicts else catalogue()["razorattention"].allocate
-    learned = share.prepared(params.learned)["repeats"]
+    learned = share.prepared(params.learned, params.config.num_kv_heads)["repeats"]
     for index, layer in enumerate(cache.layers):
         local = share.local({"repeats": learned[index]}, layer.heads)
         gone = np.asarray(cache.lengths)[:, None] - np.asarray(layer.held())

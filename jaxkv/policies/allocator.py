@@ -120,8 +120,8 @@ class Allocate(Checked):
         has not holds what its budget says, in slots of its own."""
         return True
 
-    def prepared(self, learned: Learned) -> Learned:
-        """What was measured, and what each layer has to know of all of them."""
+    def prepared(self, learned: Learned, kv_heads: int) -> Learned:
+        """What was measured, and what each layer, of so many KV heads, has to know of all of them."""
         return learned
 
     def budgets(self, budget: int, layers: int, tokens: int, window: int, learned: Learned) -> tuple[int, ...]:

@@ -26,19 +26,19 @@ class ExpectedAttention(Score):
 
     z_j = mu . k_j scale + k_j^T Sigma k_j scale^2 / 2 per query head, with mean and covariance (1/N) of the block's
     queries before RoPE, both turned by the mean rotation of the next `future` positions; score = mean over the group
-    of softmax_j(z_j) + epsilon. Times ||v|| it is the published score. Source: Expected Attention (arXiv 2510.00636).
+    of softmax_j(z_j). `scaled` by ||v||, with its epsilon, it is the published score. Source: Expected Attention (arXiv
+    2510.00636).
     """
 
     future: int = 512
     covariance: bool = True
-    epsilon: float = 0.0
     kind: ClassVar[str] = "expected-attention"
     linear: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset({QUERIES})
 
     def __post_init__(self):
-        if self.future < 1 or self.epsilon < 0:
-            raise BadValue(f"future={self.future}, epsilon={self.epsilon}: expected future >= 1 and epsilon >= 0")
+        if self.future < 1:
+            raise BadValue(f"future={self.future}: expected at least 1 position ahead")
 
     def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
         queries, seen = _queries(inputs)
@@ -49,7 +49,7 @@ class ExpectedAttention(Score):
             spread = jnp.einsum("bhtd,bhte->bhde", off, off) / many[..., None]
         assert inputs.query_places is not None
         turn = _mean_rotation(inputs, jnp.max(inputs.query_places, axis=1), self.future)
-        return _expected(inputs, mean, spread, turn) + self.epsilon
+        return _expected(inputs, mean, spread, turn)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +62,13 @@ class CalibratedAttention(Score):
 
     future: int = 512
     covariance: bool = True
-    epsilon: float = 0.0
     kind: ClassVar[str] = "calibrated-attention"
     linear: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset({calibrated("query_covariance"), calibrated("query_mean")})
 
     def __post_init__(self):
-        if self.future < 1 or self.epsilon < 0:
-            raise BadValue(f"future={self.future}, epsilon={self.epsilon}: expected future >= 1 and epsilon >= 0")
+        if self.future < 1:
+            raise BadValue(f"future={self.future}: expected at least 1 position ahead")
 
     def score(self, stats: Stats, inputs: ScoreInputs) -> Float[Array, "B Hk S"]:
         assert inputs.places is not None
@@ -79,7 +78,7 @@ class CalibratedAttention(Score):
         )
         last = jnp.max(jnp.where(inputs.live, inputs.places, -1), axis=(1, 2))
         turn = _mean_rotation(inputs, last, self.future)
-        return _expected(inputs, mean, spread if self.covariance else None, turn) + self.epsilon
+        return _expected(inputs, mean, spread if self.covariance else None, turn)
 
 
 @dataclasses.dataclass(frozen=True)

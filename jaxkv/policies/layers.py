@@ -52,12 +52,14 @@ class Pyramid(Allocate):
     """The window, and of what the mean budget m has besides it a share that falls linearly from layer to layer.
 
     From 2b - s at the bottom to s = b // beta at the top, b = m - window. The largest is at most the tokens outside the
-    window (then the smallest grows to keep the mean); a text of fewer than 2b tokens gives every layer m, and so does a
-    window of m or more. Source: PyramidKV (arXiv 2406.02069), in its release's form, but for steps between layers
-    that are no whole numbers: the release rounds them down and so holds more than m.
+    window (then the smallest grows to keep the mean). A text within the budget gives every layer m, and so does a
+    window of m or more, and if `level` a text of fewer than 2b tokens. Source: PyramidKV (arXiv 2406.02069), in its
+    release's form, but for steps between layers that are no whole numbers: the release rounds them down and so holds
+    more than m. AdaKV's release of it has no `level`.
     """
 
     beta: float = 20.0
+    level: bool = True
     kind: ClassVar[str] = "pyramid"
 
     def __post_init__(self):
@@ -67,7 +69,7 @@ class Pyramid(Allocate):
     def budgets(self, budget: int, layers: int, tokens: int, window: int, learned: Learned) -> tuple[int, ...]:
         """One budget per layer, bottom first; their mean is `budget` up to rounding."""
         apart = budget - window
-        if layers == 1 or apart < 1 or tokens < 2 * apart:
+        if layers == 1 or apart < 1 or tokens <= budget or (self.level and tokens < 2 * apart):
             return (budget,) * layers
         high = min(2 * apart - int(apart // self.beta), tokens - window)
         step = 2 * (high - apart) / (layers - 1)

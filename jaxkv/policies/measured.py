@@ -84,17 +84,15 @@ class Proportional(Measured):
         if self.beta < 1:
             raise BadValue(f"beta={self.beta}: expected at least 1, where a head's share is all it has")
 
-    def prepared(self, learned: Learned) -> Learned:
+    def prepared(self, learned: Learned, kv_heads: int) -> Learned:
         """With `parts [L, Hq]`: the scores by their mean over all heads of all layers (1 where all are 0)."""
-        scores = jnp.asarray(learned["reasoning"], jnp.float32)
-        mean = jnp.mean(scores)
-        return {**learned, "parts": jnp.where(mean > 0, scores / jnp.where(mean > 0, mean, 1.0), 1.0)}
+        return {**learned, "parts": _parts(learned)}
 
     def budgets(self, budget: int, layers: int, tokens: int, window: int, learned: Learned) -> tuple[int, ...]:
         """Each layer's mean over its heads, from its part in the scores; their mean is `budget`."""
         if not window < budget < tokens:
             return (budget,) * layers
-        parts = np.asarray(self.prepared(learned)["parts"], np.float64)
+        parts = np.asarray(_parts(learned), np.float64)
         shares = 1 - 1 / self.beta + parts.mean(axis=-1) / self.beta
         return tuple((window + scaled(shares, layers * (budget - window), 1, tokens - window)).tolist())
 
@@ -113,6 +111,12 @@ class Proportional(Measured):
         shares = jnp.maximum(jnp.round(parts / most * STEPS).astype(jnp.int32), 1)
         least = jnp.minimum(1, held - spared)
         return spared + at_least(total - jnp.sum(spared, axis=-1), shares, least, held - spared)
+
+
+def _parts(learned: Learned) -> Float[Array, "L Hq"]:
+    scores = jnp.asarray(learned["reasoning"], jnp.float32)
+    mean = jnp.mean(scores)
+    return jnp.where(mean > 0, scores / jnp.where(mean > 0, mean, 1.0), 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,11 +167,11 @@ class Local(Measured):
 
 @dataclasses.dataclass(frozen=True)
 class Divided(Local):
-    """The fraction `retrieval` of a layer's heads, those with the highest scores and at least one, retrieve.
+    """The fraction `retrieval` of all heads of the model, those with the highest scores and at least one, retrieve.
 
-    A KV head's score is the mean of its query heads' in `retrieval [L, Hq]`, which `jaxkv calibrate` found, or that of
-    the best of them (`of_group="max"`). Source: DuoAttention (arXiv 2410.10819), under a total that it lets grow with
-    the text.
+    A layer may have none; then its heads share its budget evenly. A KV head's score is the mean of its query heads' in
+    `retrieval [L, Hq]`, which `jaxkv calibrate` found, or that of the best of them (`of_group="max"`). Source:
+    DuoAttention (arXiv 2410.10819), under a total that it lets grow with the text.
     """
 
     of_group: str = "mean"
@@ -188,12 +192,17 @@ class Divided(Local):
         """What dividing the budget over heads and layers needs."""
         return self.layers.needs | {calibrated("retrieval")}
 
-    def local(self, learned: Learned, heads: int) -> Bool[Array, "Hk"]:
-        """True for all but the best heads; ties go to the lower head."""
-        count = max(int(self.retrieval * heads + 0.5), 1)
-        group = learned["retrieval"].astype(jnp.float32).reshape(heads, -1)
+    def prepared(self, learned: Learned, kv_heads: int) -> Learned:
+        """With `retrieves [L, Hk]`: which KV heads are among the best of all; ties go to the lower layer and head."""
+        scores = jnp.asarray(learned["retrieval"], jnp.float32)
+        group = scores.reshape(scores.shape[0], kv_heads, -1)
         scores = jnp.max(group, axis=-1) if self.of_group == "max" else jnp.mean(group, axis=-1)
-        return _place(-scores) >= count
+        count = max(int(self.retrieval * scores.size + 0.5), 1)
+        return {**learned, "retrieves": (_place(-scores.reshape(-1)) < count).reshape(scores.shape)}
+
+    def local(self, learned: Learned, heads: int) -> Bool[Array, "Hk"]:
+        """True for the heads that are not among the best."""
+        return ~learned["retrieves"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +232,7 @@ class Repeating(Local):
         """What dividing the budget over heads and layers needs."""
         return self.layers.needs | {calibrated("induction"), calibrated("echo")}
 
-    def prepared(self, learned: Learned) -> Learned:
+    def prepared(self, learned: Learned, kv_heads: int) -> Learned:
         """With `repeats [L, Hq]`: which heads are among the best of all by either score; ties go to the lower head."""
         best: Any = False
         for name, share in (("induction", self.induction), ("echo", self.echo)):

@@ -65,8 +65,8 @@ class Pages(Read):
 
     A page's bound is sum_d max(q_d min k_d, q_d max k_d) over its keys, the best of the query heads of a KV head; the
     page of the new token is always read. The first `dense` layers read everything. At a step the index and `count`
-    entries (one page at least) are read. Source: Quest (arXiv 2406.10774); that a KV head's queries choose together is
-    its kernels' form.
+    entries (one page at least) are read. Source: Quest (arXiv 2406.10774), whose query heads have keys of their own and
+    choose apart.
     """
 
     count: int = 1024

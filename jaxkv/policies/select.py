@@ -23,7 +23,7 @@ class Select(Checked):
     `recent` is a number of tokens, a fraction of the budget when it lies strictly between 0 and 1, or "window": as
     many as the phase's observation window has. The others stay one by one, or by chunks of `chunk` tokens of the text:
     `by="whole"` keeps whole chunks, the best by their mean over all heads (ChunkKV, arXiv 2502.00299), and cuts the
-    last one to fit; `by="even"` keeps the best tokens of every chunk, equally many of each (Finch's chunks);
+    last one to fit; `by="even"` keeps the best tokens of every chunk, the same part of each and one at least;
     `by="entropy"` goes through the chunks as "whole" does, but of an important chunk (mean at least the median) whose
     score sits on few tokens (entropy below the median) takes its best `gate` tokens only, and fills up with the best
     single tokens (kvpress' entropy-gated ChunkKV).
@@ -85,6 +85,10 @@ class Select(Checked):
     ) -> Float[Array, "B Hk S"]:
         """The scores that keep the entries as `by` says. Chunks begin at multiples of `chunk` in the text."""
         order, slots = in_time(positions), positions.shape[-1]
+        if self.by == "entropy":  # what is protected is worth more than all else, as in the press
+            free = (positions >= 0) & ~protected
+            most = jnp.max(jnp.where(free, score, 0.0), axis=(-2, -1), keepdims=True)
+            score = jnp.where(protected, most + 1.0, score)
         chunk, score = order.put(positions // self.chunk), order.put(jnp.where(positions < 0, 0.0, score))
         starts = jnp.concatenate([jnp.ones_like(chunk[..., :1], bool), chunk[..., 1:] != chunk[..., :-1]], axis=-1)
         starts = starts | ~order.filled  # every empty slot is a chunk of its own
@@ -104,7 +108,8 @@ class Select(Checked):
         begins = jax.lax.cummax(begins, axis=begins.ndim - 1)
         within = place - begins
         if self.by == "even":
-            return order.slots(-within.astype(jnp.float32))
+            part = (within + 1).astype(jnp.float32) / size
+            return order.slots(-jnp.where(within == 0, 0.0, part))  # the best one of each stays first
 
         def median(x):  # the lower one, over the chunks
             line = jnp.sort(jnp.where(starts & order.filled, x, jnp.inf), axis=-1)

@@ -43,12 +43,12 @@ class Own:
 
 @dataclasses.dataclass(frozen=True)
 class Gear(Blocks):
-    """x^ = Q(x - S) + S + U V^T over blocks of `tokens`: S are the `outliers` / 2 largest and as many smallest of a
-    block's numbers, which are exact; Q has integers of `bits`, with scale and offset for each channel of the block
-    (`by="channel"`) or for each token, for every `channels` of it (`by="token"`, 0: all); an outlier stands in it as
-    the mean of its channel, or token. U V^T of `rank` is what power iteration finds of x - S - Q(x - S): it makes the
-    error no larger. Source: GEAR (arXiv 2403.05527), whose release takes outliers from each channel or token of a whole
-    prompt.
+    """x^ = Q(x - S) + S + U V^T over blocks of `tokens`: S are of each channel of the block (`by="channel"`), or of
+    each token (`by="token"`), the `outliers` / 2 largest and as many smallest numbers, one at least, which are exact; Q
+    has integers of `bits`, with scale and offset for each channel of the block or for each token, for every `channels`
+    of it (0: all); an outlier stands in it as the mean of its channel, or token. U V^T of `rank` is what power
+    iteration finds of x - S - Q(x - S): it makes the error no larger. Source: GEAR (arXiv 2403.05527), whose release
+    takes the outliers of a channel from a whole prompt, and those of a token from all heads.
     """
 
     bits: int = 2
@@ -103,13 +103,18 @@ class Gear(Blocks):
     def _extremes(
         self, x: Float[Array, "*n T D"], filled: Bool[Array, "*n T"]
     ) -> tuple[Float[Array, "*n K"], Int[Array, "*n K"]]:
-        """The largest and the smallest numbers of the filled slots, and where they stand; of equals the first. Where
-        fewer are filled, 0 of an empty one."""
-        many, flat = int(self.outliers / 2 * x.shape[-2] * x.shape[-1]), _flat(x).astype(jnp.float32)
-        open_ = _flat(jnp.broadcast_to(filled[..., None], x.shape))
-        _, top = lax.top_k(jnp.where(open_, flat, -jnp.inf), many)
-        _, bottom = lax.top_k(jnp.where(open_, -flat, -jnp.inf), many)
-        at = jnp.concatenate([top, bottom], axis=-1)
+        """The largest and the smallest numbers of each channel, or token, in the filled slots, and where they stand; of
+        equals the first. Where fewer are filled, 0 of an empty one."""
+        long, lines = x.shape[-2:] if self.by == "channel" else x.shape[:-3:-1]
+        many = max(int(self.outliers / 2 * long), 1) if self.outliers else 0
+
+        def top(side):
+            given = jnp.where(filled[..., None], side, -jnp.inf)
+            return lax.top_k(jnp.swapaxes(given, -1, -2) if self.by == "channel" else given, many)[1]
+
+        wide, line = x.astype(jnp.float32), jnp.arange(lines, dtype=jnp.int32)[:, None]
+        place = jnp.concatenate([top(wide), top(-wide)], axis=-1)
+        at = _flat(place * lines + line if self.by == "channel" else line * long + place)
         return jnp.take_along_axis(_flat(x), at, axis=-1), at
 
     def _mean(self, x: Float[Array, "*n T D"], some: Bool[Array, "*n T 1"]) -> Float[Array, "*n T D"]:

@@ -60,14 +60,14 @@ def rotated(folder: str, rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def geared(folder: str, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """A block [1, 1, 64, 64]: its integers' values by channel and by token, and the best approximation of low rank
-    that its power iteration finds of what is left."""
+    """A block [1, 1, 64, 64]: its integers' values by channel and by token, the same with outliers, and the best
+    approximation of low rank that its power iteration finds of what is left."""
     gear = released(f"{folder}/GenerationBench/GenerationTest/GEARLM/Simulated", "compress_function")
     x, out = halves(rng, 1, 1, 64, 64), {}
     x += (halves(rng, 1, 1, 64, 2) @ halves(rng, 1, 1, 2, 64)).round()
-    for axis, quantise in (
-        ("channel", gear.fake_groupwise_channel_asymmetric_quantization_new),
-        ("token", gear.fake_groupwise_token_asymmetric_quantization),
+    for axis, quantise, spared in (
+        ("channel", gear.fake_groupwise_channel_asymmetric_quantization_new, gear.gears_channelQ),
+        ("token", gear.fake_groupwise_token_asymmetric_quantization, gear.gears_tokenQ),
     ):
         for bits in (2, 4):
             back = quantise(torch.from_numpy(x), bits, 64)
@@ -75,6 +75,7 @@ def geared(folder: str, rng: np.random.Generator) -> dict[str, np.ndarray]:
             error = torch.from_numpy(x) - back
             near = gear.fake_poweriteration_group(error, 3, 2, "cpu", None, None)
             out |= {f"gear/{axis}/{bits}/back": back.numpy(), f"gear/{axis}/{bits}/near": near.numpy()}
+            out[f"gear/{axis}/{bits}/spared"] = spared(torch.from_numpy(x), bits, 64, 0.04).numpy()  # one at each end
     return {"gear/x": x, **out}
 
 
