@@ -92,6 +92,7 @@ class Asked:
     seen: np.ndarray | None  # [1, V], where a repetition penalty counts them
     stop: np.ndarray
     told: bool
+    draw: int  # by which random numbers its first sample draws; the others follow
     text: np.ndarray  # prefix and prompt, as far as they are known
     first: "Asked | None" = None  # its first pass, whose tokens look: where the policy has one, and it has not run
 
@@ -192,6 +193,7 @@ def asked(
     named: str | None,
     prefix: Prefix | None,
     told: bool,
+    draw: int,
 ) -> Asked:
     """The request as arrays; `answers(prompt tokens, seen with them)` makes its answers. Raises `BadValue` for what
     the engine's rows cannot hold."""
@@ -244,6 +246,7 @@ def asked(
         seen=_seen(request, text, params.config.vocab_size),
         stop=np.array([[*request.stop_tokens, *[-1] * (STOPS - len(request.stop_tokens))]], np.int32),
         told=told,
+        draw=draw,
         text=text,
     )  # fmt: skip
 

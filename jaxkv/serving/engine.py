@@ -23,7 +23,7 @@ from jaxkv.checks import check_arguments, fits, shown
 from jaxkv.errors import BadCheckpoint, BadValue, Busy, first_line, unknown
 from jaxkv.policies.policy import Policy
 from jaxkv.request import check_model, check_platform, checked_policy, checked_request
-from jaxkv.sampling import Sampler
+from jaxkv.sampling import Sampler, draws_of
 from jaxkv.serving.answer import CANCELLED, FAILED, Answer, Chance
 from jaxkv.serving.asked import Asked, Prefix, asked, most_asked, shapes_of
 from jaxkv.serving.drafts import Drafts
@@ -217,21 +217,32 @@ class Engine:
 
     def submit_all(self, prompt: Any, *, samples: int = 1, **settings: Any) -> tuple[Answer, ...]:
         """As `submit`, with several answers to one prompt, which is run once."""
-        known = inspect.signature(self._asked).parameters.keys() - {"prompt"}
+        return self.submit_each([prompt], samples=samples, **settings)
+
+    def submit_each(self, prompts: Sequence[Any], *, samples: int = 1, **settings: Any) -> tuple[Answer, ...]:
+        """As `submit_all`, of each of several prompts: all of them are taken, or none. Equal ones draw differently, as
+        those of one call of `jaxkv.generate`."""
+        known = inspect.signature(self._asked).parameters.keys() - {"prompt", "draw"}
         for name in settings.keys() - known:
             raise unknown("argument of submit", name, known)
         self._check_leads()
         self._check_open()
-        work = self._asked(prompt, samples=samples, **settings)
+        works = [self._asked(prompt, samples=samples, **settings) for prompt in prompts]
+        draws = draws_of([work.text.tobytes() for work in works], samples, np.array([work.draw for work in works]))
+        works = [dataclasses.replace(work, draw=int(draws[at * samples])) for at, work in enumerate(works)]
+        answers = tuple(answer for work in works for answer in work.answers)
         with self._work:
             self._check_open()
             waiting = len(self._queue) + len(self._asked_for)
-            if waiting >= self.queue:
-                raise Busy(f"{waiting} requests wait, the most that this engine's queue holds: ask again later")
-            self._asked_for.append(work)
-            self._open.update(work.answers)
+            if waiting + len(works) > self.queue:
+                raise Busy(
+                    f"{waiting} requests wait, and this engine's queue holds {self.queue}: no room for {len(works)} "
+                    "more; ask again later"
+                )
+            self._asked_for.extend(works)
+            self._open.update(answers)
             self._work.notify_all()
-        return work.answers
+        return answers
 
     def store(self, name: str, cache: KVCache) -> None:
         """Keep a prefix, a cache of one row of `jaxkv.prefill` under this engine's policy, for requests to branch from.
@@ -420,7 +431,7 @@ class Engine:
             self._reading = _Reading(dataclasses.replace(work, pseudo=programs.ahead(part, passed), first=None))
             return
         kept = self._programs.kept(passed.layers)
-        for number, answer in enumerate(work.answers, 0 if work.prefix is None else work.prefix.draws):
+        for number, answer in enumerate(work.answers, work.draw):
             row, first = self._programs.begin(work, passed, number)
             reading.rows.append((answer, row))
             self._firsts.append((answer, first, kept))
@@ -582,17 +593,20 @@ class Engine:
         budget: int | None = None,
         prefix: str | None = None,
         logprobs: bool = False,
+        draw: int | None = None,
     ) -> Asked:
-        """The request, checked and made ready in the asking thread."""
+        """The request, checked and made ready in the asking thread; `draw`: see `Asked`, None where it is the first of
+        its text."""
         if not fits(logprobs, bool):
             raise BadValue(f"logprobs={shown(logprobs)}: expected True or False")
         if budget is not None:
             check_arguments(budget=budget)
-        stored = None
+        stored, first = None, 0
         if prefix is not None:
             stored = self._prefixes.get(prefix) if fits(prefix, str) else None
             if stored is None:
                 raise unknown("prefix", prefix if isinstance(prefix, str) else shown(prefix), self._prefixes)
+            first = stored.draws
         request = checked_request(
             self.params, prompt, None, policy=self.policy, max_new_tokens=max_new_tokens, samples=samples, seed=seed,
             sampler=Sampler(temperature, top_k, top_p, min_p, repetition_penalty), stop_tokens=stop_tokens, stop=stop,
@@ -620,7 +634,7 @@ class Engine:
 
         work = asked(
             self.params, self.policy, self._learned, self.shapes, self._sizes, prompt, request, answers,
-            budget=budget, named=prefix, prefix=stored, told=logprobs,
+            budget=budget, named=prefix, prefix=stored, told=logprobs, draw=first if draw is None else draw,
         )  # fmt: skip
         before = self._pass_of(work)
         return work if before is None else before.before(work)

@@ -129,5 +129,5 @@ class FirstPass:
         nobody: Any = lambda *_: ()  # noqa: E731
         return asked(
             static.params, static.policy, static.learned, static.shapes, self._sizes, work.prompt, greedy, nobody,
-            budget=budget, named=work.named, prefix=prefix, told=False,
+            budget=budget, named=work.named, prefix=prefix, told=False, draw=0,
         )  # fmt: skip

@@ -181,8 +181,7 @@ class Server:
 
         def submit() -> None:
             settings = wanted.settings(engine, self._limits.max_tokens)
-            for prompt in wanted.prompts():
-                answers.extend(engine.submit_all(prompt, **settings))
+            answers.extend(engine.submit_each(wanted.prompts(), **settings))
 
         try:
             await anyio.to_thread.run_sync(submit)

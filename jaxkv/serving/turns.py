@@ -86,10 +86,10 @@ def words(work: Asked) -> dict[str, Any]:
         "prompt": base64.b64encode(work.prompt.astype("<i4").tobytes()).decode("ascii"),
         "samples": request.samples, "max_new_tokens": request.max_new_tokens, "seed": request.seed,
         "stop_tokens": request.stop_tokens, "stop": request.stop, **dataclasses.asdict(request.sampler),
-        "budget": work.budget, "prefix": work.named, "logprobs": work.told,
+        "budget": work.budget, "prefix": work.named, "logprobs": work.told, "draw": work.draw,
     }  # fmt: skip
 
 
 def settings(words: dict[str, Any]) -> dict[str, Any]:
-    """What `Engine.submit_all` takes."""
+    """What the engine makes the request of."""
     return {**words, "prompt": np.frombuffer(base64.b64decode(words["prompt"]), "<i4").astype(np.int32)}

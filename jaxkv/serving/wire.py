@@ -147,7 +147,7 @@ class Wanted(Strict):
         return self.max_tokens
 
     def settings(self, engine: Engine, default: int) -> dict[str, Any]:
-        """The arguments of `Engine.submit_all`. Raises `BadValue` for another policy than the engine's, and for what
+        """The arguments of `Engine.submit_each`. Raises `BadValue` for another policy than the engine's, and for what
         would say nothing."""
         if self.policy is not None and self.policy != engine.policy.name:
             raise BadValue(

@@ -17,7 +17,7 @@ from jaxkv.errors import BadCheckpoint, BadValue, Busy, JaxkvError, UnknownName
 from jaxkv.generate import _prefill
 from jaxkv.policies.catalogue import catalogue
 from jaxkv.request import Execution
-from jaxkv.serving import Engine
+from jaxkv.serving import Engine, turns
 
 FAMILY = "llama3"
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -132,6 +132,35 @@ def test_samples_share_their_prompt(engine, params):
     assert engine.load.prompt_tokens - before == 45  # it was run once
     with pytest.raises(BadValue, match="as many as the engine has rows"):
         engine.submit_all(prompt, samples=5)
+
+
+def test_equal_prompts_draw_differently_on_every_host(engine):
+    """By what is said to the other hosts too, which make the request of it; and all are asked for, or none."""
+    asked = {"max_new_tokens": 4, "temperature": 1.1, "samples": 2}
+    answers = engine.submit_each([ids(9), ids(9, 1), ids(9)], **asked)
+    works = list(engine._asked_for)
+    assert [work.draw for work in works] == [0, 0, 2] and answers == tuple(a for work in works for a in work.answers)
+    assert [engine._asked(**turns.settings(turns.words(work))).draw for work in works] == [0, 0, 2]
+    with pytest.raises(Busy, match="3 requests wait, and this engine's queue holds 12: no room for 10 more"):
+        engine.submit_each([ids(9)] * 10)
+    assert len(engine._asked_for) == 3
+    with pytest.raises(UnknownName, match="unknown argument of submit 'draw'"):
+        engine.submit(ids(9), draw=1)
+    finish(engine)
+    assert len({tuple(answer.tokens) for answer in (*answers[:2], *answers[4:])}) > 1 and idle(engine)
+
+
+@pytest.mark.long
+def test_equal_prompts_behind_a_prefix_draw_as_those_of_generate(engine, params):
+    asked = {"max_new_tokens": 6, "temperature": 1.1, "seed": 5, "stop_tokens": ()}
+    cache = jaxkv.prefill(params, ids(20, 5), policy=engine.policy)
+    cache = dataclasses.replace(cache, draws=np.array([3], np.int32))  # as a sample has it that is gone on from
+    engine.store("sample", cache)
+    answers = engine.submit_each([ids(3), ids(3)], samples=2, prefix="sample", **asked)
+    finish(engine)
+    out = jaxkv.generate(params, [ids(3), ids(3)], cache=cache, samples=2, **asked)
+    assert [answer.tokens for answer in answers] == out.tokens.tolist()
+    engine.forget("sample")
 
 
 def test_log_probabilities_are_those_of_the_models_own_logits(engine, params):

@@ -166,6 +166,20 @@ def test_completions_of_several_prompts_and_samples(running, params, client):
     assert out.usage.prompt_tokens == 3 + 7 and out.usage.completion_tokens == 24
 
 
+def test_equal_prompts_draw_differently(running, params, client):
+    """As those of one call of `generate`, where samples and equal prompts are told apart by the same numbers."""
+    address, engine = running
+    asked = {"temperature": 1.1, "seed": 3}
+    out = client(address).completions.create(
+        model="tiny", prompt=["abc", "what is", "abc"], n=2, max_tokens=8, extra_body={"ignore_eos": True}, **asked
+    )
+    expected = jaxkv.generate(
+        params, ["abc", "what is", "abc"], policy=engine.policy, samples=2, max_new_tokens=8, stop_tokens=(), **asked
+    )
+    texts = [choice.text for choice in out.choices]
+    assert texts == list(expected.text) and len({texts[at] for at in (0, 1, 4, 5)}) == 4
+
+
 def test_a_completion_ends_before_its_stop_string(running, client):
     """Whole and streamed: what stands before the first place of it in the same text without."""
     address, _ = running
