@@ -272,7 +272,13 @@ def _with_budget(policy: Policy, budget: int) -> Policy:
             f"budget={budget} of a request: expected at most {policy.budget}, which this engine's rows have under "
             f"policy {policy.name!r}; ask for less, or leave it out"
         )
-    return dataclasses.replace(policy, budget=budget)  # which checks it
+    own = dataclasses.replace(policy, budget=budget)  # which checks it
+    if own.sized.rules != policy.sized.rules:
+        raise BadValue(
+            f"budget={budget} of a request under policy {policy.name!r}: expected {policy.budget}, or none, for the "
+            "second tier of this engine's rows is compiled at that size; leave it out, or start an engine with it"
+        )
+    return own
 
 
 def _check_slots(policy: Policy, shapes: Shapes, plan: Plan, text: int, new: int) -> None:

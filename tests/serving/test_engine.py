@@ -193,6 +193,18 @@ def test_a_request_may_have_a_smaller_budget(engine, params, length):
         engine.submit(prompt, budget=1, **asked)
 
 
+@pytest.mark.parametrize("name", ["mikv", "tiered-laq", "qaq", "arkv", "zipcache", "tiered-h2o"])
+def test_a_budget_of_its_own_does_not_resize_a_second_tier(params, name):
+    """Rows begin with the tier of the engine's budget; one of so many slots whatever the budget (`tiered-h2o`) fits."""
+    engine = Engine(params, sized(name), rows=2, longest=140, max_new_tokens=4)
+    assert engine.policy.budget == 40 and engine.submit(ids(9), budget=40, max_new_tokens=4)
+    if name == "tiered-h2o":
+        assert engine.submit(ids(9), budget=32, max_new_tokens=4)
+    else:
+        with pytest.raises(BadValue, match=f"budget=32 of a request under policy '{name}': expected 40, or none"):
+            engine.submit(ids(9), budget=32, max_new_tokens=4)
+
+
 @pytest.mark.long
 def test_requests_branch_from_a_stored_prefix(engine, params):
     engine.warm()
