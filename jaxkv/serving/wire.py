@@ -36,6 +36,7 @@ type Several[T] = Annotated[list[T], FailFast()]  # whose first error is enough
 class Strict(BaseModel):
     """Fields of the declared types alone, and no others but null, by which clients say that they leave a field out."""
 
+    nulls: ClassVar[tuple[str, ...]] = ()  # the fields that say of null what is wrong with it
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
@@ -43,7 +44,7 @@ class Strict(BaseModel):
     def _without_nulls(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        return {name: value for name, value in given.items() if value is not None or name in cls.model_fields}
+        return {name: value for name, value in given.items() if value is not None or name in cls.nulls}
 
 
 class Part(Strict):
@@ -63,6 +64,7 @@ class Part(Strict):
 class Message(Strict):
     """A message of a conversation."""
 
+    nulls: ClassVar[tuple[str, ...]] = ("content",)
     role: str
     content: str | Several[Part]
     name: str | None = None

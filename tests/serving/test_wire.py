@@ -91,6 +91,19 @@ def test_what_says_nothing_is_taken():
     assert wanted.prompts() == [[{"role": "assistant", "content": "a"}]]
 
 
+def test_null_leaves_a_field_out_wherever_it_is():
+    """All fields but those without which there is no request, those of parts among them."""
+    content = [{"type": "text", "text": "a", "cache_control": None}]
+    fields = dict.fromkeys(Chat.model_fields.keys() - {"messages"})
+    options = {"include_usage": None, "include_obfuscation": None, "other": None}
+    given = {**fields, "stream": True, "stream_options": options}
+    wanted = parsed(Chat, body(messages=[{"role": "user", "content": content, "name": None}], **given))
+    assert wanted.ignore_eos is False and wanted.stream_options.include_usage is False
+    assert wanted.prompts() == [[{"role": "user", "content": "a"}]]
+    assert refused(Completion, body(prompt=None)) == ("Field required", "prompt")
+    assert refused(Chat, body(messages=[{"role": None, "content": "a"}])) == ("Field required", "messages.0.role")
+
+
 ENGINE = SimpleNamespace(policy=SimpleNamespace(name="tova"), params=None)
 
 
