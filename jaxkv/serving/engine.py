@@ -227,6 +227,11 @@ class Engine:
             raise unknown("argument of submit", name, known)
         self._check_leads()
         self._check_open()
+        if len(prompts) > self.queue:
+            raise BadValue(
+                f"{len(prompts)} prompts in one request: expected at most {self.queue}, the queue's size; ask "
+                "for fewer at once, or start it with a larger queue="
+            )
         works = [self._asked(prompt, samples=samples, **settings) for prompt in prompts]
         draws = draws_of([work.text.tobytes() for work in works], samples, np.array([work.draw for work in works]))
         works = [dataclasses.replace(work, draw=int(draws[at * samples])) for at, work in enumerate(works)]

@@ -143,6 +143,8 @@ def test_equal_prompts_draw_differently_on_every_host(engine):
     assert [engine._asked(**turns.settings(turns.words(work))).draw for work in works] == [0, 0, 2]
     with pytest.raises(Busy, match="3 requests wait, and this engine's queue holds 12: no room for 10 more"):
         engine.submit_each([ids(9)] * 10)
+    with pytest.raises(BadValue, match="13 prompts in one request: expected at most 12"):  # no waiting would help
+        engine.submit_each([ids(9)] * 13)
     assert len(engine._asked_for) == 3
     with pytest.raises(UnknownName, match="unknown argument of submit 'draw'"):
         engine.submit(ids(9), draw=1)

@@ -227,6 +227,7 @@ WRONG = [
     ({"prompt": [[1], [2.5]]}, 400, "prompt"),
     ({"prompt": [10**9]}, 400, "token id"),
     ({"prompt": []}, 400, "empty"),
+    ({"prompt": ["a"] * 5, "n": 2}, 400, "5 prompts in one request: expected at most 4"),
     ({"prompt": ""}, 400, "prompt"),
     ({"prompt": "a", "stop": ""}, 400, "stop"),
     ({"prompt": "a", "model": "other"}, 404, "other"),
