@@ -105,6 +105,11 @@ class Answer:
             ended = self.ended
             return self._stop.shown(self._shown.text(list(self.tokens)), complete=ended)
 
+    def since(self, count: int) -> tuple[str | None, list[Chance]]:
+        """How it has ended, and the chances behind the first so many, both of one moment."""
+        with self._changed:
+            return self.finish, self.chances[count:]
+
     def cancel(self) -> None:
         """End it: its row is free after the chunk of steps that runs now. What it has stays."""
         self.cancelled = True

@@ -27,7 +27,7 @@ from jaxkv.errors import BadValue
 from jaxkv.serving.answer import STOP, Answer, Chance
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.programs import TOP
-from jaxkv.stop_strings import Growing
+from jaxkv.stop_strings import Growing, decoded
 
 Text = Annotated[str, Field(min_length=1)]
 type Several[T] = Annotated[list[T], FailFast()]  # whose first error is enough
@@ -300,13 +300,14 @@ class Reader:
 
     def piece(self) -> Piece:
         """What has come since the last one."""
-        finish, count = self.answer.finish, len(self.answer.chances)
+        before = self._told
+        finish, chances = self.answer.since(before)
+        self._told += len(chances)
         text = self.answer.text() if self._tokenizer is not None else ""
         new, self._shown = text[self._shown :], max(self._shown, len(text))
-        before, self._told = self._told, count
-        chances = self.answer.chances[before:count]
-        if finish == STOP and chances and chances[-1].token in self.answer.stop_tokens:
-            chances = chances[:-1]  # the token that ends a text is no part of it
+        ends = finish == STOP and chances and chances[-1].token in self.answer.stop_tokens
+        if ends and not decoded(self._tokenizer, [chances[-1].token]):
+            chances = chances[:-1]  # a special token is no part of the text that it ends
         return Piece(new, chances, finish, before)
 
     def offsets(self, piece: Piece) -> list[int]:

@@ -1,6 +1,7 @@
 """What is said over HTTP, read and written without a server."""
 
 import json
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -157,10 +158,40 @@ def test_of_tokens_that_look_alike_the_likeliest_is_told(smollm2):
     assert logprobs["top_logprobs"] == [{"\ufffd": -1.0, word_of(smollm2.tokenizer, 65): -2.0}]
 
 
-def test_the_token_that_ends_a_text_is_not_told():
-    """Whoever named it: the model, or the request by its id or its name."""
-    ((logprobs,), sent) = told(Letters(), Letters()("abc")["input_ids"], ends=Letters()("c")["input_ids"], step=100)
-    assert logprobs["tokens"] == ["a", "b"] and sent == "abc"
+class Ending(Letters):
+    """Letters whose "$" is a special token."""
+
+    def decode(self, tokens, skip_special_tokens=False, **_):
+        text = super().decode(tokens)
+        return text.replace("$", "") if skip_special_tokens else text
+
+
+@pytest.mark.parametrize("step", [1, 2, 100])
+@pytest.mark.parametrize(("text", "tokens"), [("ab$", ["a", "b"]), ("abc", ["a", "b", "c"])])
+def test_the_token_that_ends_a_text_is_told_where_it_is_a_part_of_it(text, tokens, step):
+    """As an ordinary word is; not so a special one. Whoever named it: the model, or the request by its id or name."""
+    ids = Ending()(text)["input_ids"]
+    logprobs, sent = told(Ending(), ids, ends=ids[-1:], step=step)
+    assert [token for each in logprobs for token in each["tokens"]] == tokens and sent == "".join(tokens)
+
+
+def test_a_piece_is_of_one_moment():
+    """A reader that comes between an answer's last chances and its end waits for the end."""
+    ids, pieces = Ending()("ab$")["input_ids"], []
+    answer = Answer(1, 1, len(ids), ids[-1:], StopStrings((), Ending()), True, lambda: None, lambda: True)
+    reads = threading.Thread(target=lambda: pieces.append(Reader(answer, Ending()).piece()))
+
+    class Read(list):
+        def extend(self, more):
+            super().extend(more)
+            reads.start()
+            reads.join(0.2)
+
+    answer.chances = Read()
+    answer.take(ids, [Chance(token, -0.1, ()) for token in ids], 0.0)
+    reads.join(10)
+    (piece,) = pieces
+    assert piece.finish == "stop" and [chance.token for chance in piece.chances] == ids[:2]
 
 
 def test_no_token_begins_behind_the_text():
