@@ -201,7 +201,10 @@ def asked(
     pending = None if goes_on is None else np.asarray([goes_on.pending])
     rows, single = rows_of(prompt, params.tokenizer, params.config.vocab_size, pending)
     if not single:
-        raise BadValue(f"{len(rows)} prompts in one request: submit each by itself; an engine runs them side by side")
+        raise BadValue(
+            f"prompt={shown(prompt)}, a list of prompts: expected one, as text, chat messages or token ids; give the "
+            "list to submit_each"
+        )
     if budget is not None:
         policy = _with_budget(policy, budget)
     if len(request.stop_tokens) > STOPS:

@@ -213,7 +213,12 @@ class Engine:
         stored text to go on from; `logprobs`: whether to tell them. Raises `BadValue`, and `Busy` where the queue is
         full or the engine stops.
         """
-        return self.submit_all(prompt, samples=1, **settings)[0]
+        if "samples" in settings:
+            raise BadValue(
+                f"samples={shown(settings['samples'])} of submit: expected none, for it gives one answer; call "
+                "submit_all(prompt, samples=)"
+            )
+        return self.submit_all(prompt, **settings)[0]
 
     def submit_all(self, prompt: Any, *, samples: int = 1, **settings: Any) -> tuple[Answer, ...]:
         """As `submit`, with several answers to one prompt, which is run once."""
@@ -222,6 +227,8 @@ class Engine:
     def submit_each(self, prompts: Sequence[Any], *, samples: int = 1, **settings: Any) -> tuple[Answer, ...]:
         """As `submit_all`, of each of several prompts: all of them are taken, or none. Equal ones draw differently, as
         those of one call of `jaxkv.generate`."""
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            raise BadValue(f"prompts={shown(prompts)}: expected a list of prompts; give one by itself to submit_all")
         known = inspect.signature(self._asked).parameters.keys() - {"prompt", "draw"}
         for name in settings.keys() - known:
             raise unknown("argument of submit", name, known)

@@ -28,12 +28,11 @@ from jaxkv.errors import BadValue, Busy, JaxkvError
 from jaxkv.serving.answer import FAILED, Answer
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.metrics import Metrics
-from jaxkv.serving.wire import Chat, Completion, Reader, Wanted, Written, Wrong, parsed
+from jaxkv.serving.wire import NAMES, Chat, Completion, Reader, Wanted, Written, Wrong, parsed
 
 PAGE_RULES = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
-RENAMED = {"max_new_tokens": "max_tokens", "samples": "n", "stop_tokens": "stop_token_ids"}
 GIVEN = re.compile(
-    rf"\b({'|'.join(RENAMED)})=(?! )"
+    rf"\b({'|'.join(NAMES)})=(?! )"
 )  # with a value, or last: "longest=, max_new_tokens= or" is an engine's
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -355,6 +354,6 @@ async def _http_error(_: Request, error: Any) -> Response:
 
 def _refused(error: JaxkvError, wanted: Wanted) -> Wrong:
     """What the engine does not take, by the API's names."""
-    message = GIVEN.sub(lambda found: f"{RENAMED[found[1]]}=", str(error))
+    message = GIVEN.sub(lambda found: f"{wanted.names[found[1]]}=", str(error))
     name = re.split(r"\W", message.removeprefix("unknown "), maxsplit=1)[0]
     return Wrong(400, message, param=name if name in type(wanted).model_fields else None)

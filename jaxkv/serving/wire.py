@@ -29,6 +29,7 @@ from jaxkv.serving.engine import Engine
 from jaxkv.serving.programs import TOP
 from jaxkv.stop_strings import Growing, decoded
 
+NAMES = {"max_new_tokens": "max_tokens", "samples": "n", "stop_tokens": "stop_token_ids"}  # the engine's, and ours
 Text = Annotated[str, Field(min_length=1)]
 type Several[T] = Annotated[list[T], FailFast()]  # whose first error is enough
 
@@ -148,6 +149,11 @@ class Wanted(Strict):
         """The most new tokens."""
         return self.max_tokens
 
+    @property
+    def names(self) -> dict[str, str]:
+        """What the engine's arguments are called here."""
+        return NAMES
+
     def settings(self, engine: Engine, default: int) -> dict[str, Any]:
         """The arguments of `Engine.submit_each`. Raises `BadValue` for another policy than the engine's, and for what
         would say nothing."""
@@ -223,6 +229,11 @@ class Chat(Wanted):
     def most(self) -> int | None:
         """The newer field's, or the older one's."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Those of all requests, and the newer field where it was sent."""
+        return NAMES if self.max_completion_tokens is None else {**NAMES, "max_new_tokens": "max_completion_tokens"}
 
     def settings(self, engine: Engine, default: int) -> dict[str, Any]:
         """As those of all requests."""

@@ -251,6 +251,7 @@ def test_requests_branch_from_a_stored_prefix(engine, params):
         ({"max_new_tokens": 10_000}, "exceed the model's context"),
         ({"stop": [""]}, "empty string"),
         ({"prefix": ["x"]}, "unknown prefix"),
+        ({"samples": 2}, r"samples=2 of submit: expected none, .*call submit_all\(prompt, samples=\)"),
     ],
 )
 def test_what_does_not_fit_is_refused_at_once(engine, asked, says):
@@ -258,8 +259,11 @@ def test_what_does_not_fit_is_refused_at_once(engine, asked, says):
         engine.submit(ids(9), **asked)
     with pytest.raises(BadValue):
         engine.submit([], max_new_tokens=1)
-    with pytest.raises(BadValue, match="2 prompts in one request"):
-        engine.submit([ids(3), ids(4)])
+    for prompts in ([[1, 2, 3]], ["a"], [[1], [2]]):
+        with pytest.raises(BadValue, match=r"prompt=\[.*, a list of prompts: expected one, .*submit_each"):
+            engine.submit(prompts)
+    with pytest.raises(BadValue, match="prompts='abc': expected a list of prompts"):
+        engine.submit_each("abc")
     assert idle(engine)
 
 

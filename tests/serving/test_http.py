@@ -30,7 +30,7 @@ from jaxkv.serving.engine import Load
 from jaxkv.serving.http import LOOPBACK, Limits, Server, _name_of, _refused
 from jaxkv.serving.metrics import Metrics
 from jaxkv.serving.serve import serve
-from jaxkv.serving.wire import Completion, parsed
+from jaxkv.serving.wire import Chat, Completion, parsed
 from jaxkv.speculative.tally import Speculation
 
 FAMILY = "llama3"
@@ -273,6 +273,13 @@ def test_hostile_requests_leave_a_running_stream_alone(running, params, client):
 def test_what_the_engine_refuses_is_said_by_the_names_of_the_api(error, says, param):
     wrong = _refused(error, parsed(Completion, b'{"prompt": "a"}'))
     assert (wrong.message, wrong.param) == (says, param)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_the_field_that_was_sent_is_to_blame(name):
+    wanted = parsed(Chat, json.dumps({"messages": CHAT, name: 0}).encode())
+    wrong = _refused(BadValue("max_new_tokens=0: expected more"), wanted)
+    assert (wrong.message, wrong.param) == (f"{name}=0: expected more", name)
 
 
 def test_other_errors(running, client):
