@@ -286,7 +286,7 @@ def _prefill(
     elif pseudo is None:
         pseudo = _pseudo_tokens(params, rows, policy, policy.prefill.observe, cache, execution, blocks)
         if policy.prefill.observe.drafts:
-            pseudo = np.where(scored(policy, lengths + new, limits)[:, None], pseudo, EMPTY)
+            pseudo = np.where(scored(policy, config, lengths + new, limits)[:, None], pseudo, EMPTY)
     if cache is None:
         layers = layout.layers(run.empty_layers(config, policy, batch, params.dtype))
     else:

@@ -31,7 +31,8 @@ def rounded(count: int, sizes: int) -> int:
 class Plan:
     """What the programs of a prompt are compiled for: the `slots` per layer.
 
-    `look` is False when every row's budget holds all of it: then nothing need be scored, and no pseudo token runs.
+    `look` is False when every row's budget holds all of it, beside what falls out of a layer's own window: then nothing
+    need be scored, and no pseudo token runs.
     `reach` is the most slots per KV head of a layer that shares the model's budget.
     """
 
@@ -156,7 +157,7 @@ def planned(
         tokens = min(longest, len(sharing) * limit + block)
         reach = policy.allocate.reach(most_slots, limit, len(sharing), tokens)
     blocks = PromptBlocks(min(rounded(first, sizes), block), more, block)
-    return Plan(tuple(slots), bool(scored(policy, total, limits).any()), in_pieces(reach)), blocks, limits
+    return Plan(tuple(slots), bool(scored(policy, config, total, limits).any()), in_pieces(reach)), blocks, limits
 
 
 def limits_of(policy: Policy, config: ModelConfig, total: np.ndarray, learned: Learned = NOTHING) -> np.ndarray:
@@ -248,9 +249,10 @@ def slots_filled(cache: KVCache) -> np.ndarray:
     return np.array([layer.needed(of) for layer, of in zip(cache.layers, held, strict=True)], int)
 
 
-def scored(policy: Policy, total: np.ndarray, limits: np.ndarray) -> np.ndarray:
+def scored(policy: Policy, config: ModelConfig, total: np.ndarray, limits: np.ndarray) -> np.ndarray:
     """Which rows' prompts of `total [B]` tokens are scored, bool [B]: those that are cut, and where a phase remembers
-    what the prompt's queries saw, for what comes behind the prompt, all of them.
+    what the prompt's queries saw, for what comes behind the prompt, all of them. A layer whose limit `[L, B]` is its
+    sliding window cuts nothing: what leaves it is seen by nobody any more.
 
     Tokens that are drafted to look are those that decoding gives. Where these, too, fit into a row's budget, they will
     look themselves before anything goes, so none are drafted for it.
@@ -263,4 +265,6 @@ def scored(policy: Policy, total: np.ndarray, limits: np.ndarray) -> np.ndarray:
             return np.ones(total.shape, bool)
         ahead = observe.extra
     free = 0 if policy.decode is None else 1  # a slot for the next token
-    return (total + ahead + free > limits - policy.prefill.reserved(limits)).any(axis=0)
+    windows = np.array([[UNLIMITED if spec.window is None else spec.window] for spec in config.specs])
+    beyond = total + ahead + free > limits - policy.prefill.reserved(limits)
+    return (beyond & (limits < windows)).any(axis=0)

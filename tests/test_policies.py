@@ -10,7 +10,7 @@ import pytest
 import jaxkv
 from jaxkv.cli.options import Cut
 from jaxkv.errors import BadValue, UnknownName
-from jaxkv.plan import scored
+from jaxkv.plan import planned, scored
 from jaxkv.policies import (
     Aggregate,
     Allocate,
@@ -361,17 +361,34 @@ def test_a_score_that_divides_looks_too(tiny):
     assert (np.asarray(cache.held()).sum(axis=-1) == 2 * 16).all()
 
 
-def test_who_is_scored():
+def test_who_is_scored(tiny):
     """Rows that are cut; all of them where what their queries saw is remembered; a reserve counts with and without a
     decode phase. Each for itself."""
-    limits = np.full((2, 3), 24)
-    asked = lambda policy, *totals: scored(policy, np.array(totals), limits).tolist()  # noqa: E731
+    limits, config = np.full((2, 3), 24), tiny("llama3").config
+    asked = lambda policy, *totals: scored(policy, config, np.array(totals), limits).tolist()  # noqa: E731
     snapkv = jaxkv.policy("snapkv", budget=24, window=4)
     assert asked(snapkv, 20, 24, 25) == [False, False, True]
     assert asked(jaxkv.policy("snapkv", budget=24, window=4, reserve=8), 16, 17, 30) == [False, True, True]
     assert asked(jaxkv.policy("snapkv", budget=24, window=4, decode="tova"), 20, 23, 24) == [False, False, True]
     assert asked(jaxkv.policy("kvzip", budget=24), 20, 21, 30) == [True] * 3, "what comes behind asks what was seen"
     assert asked(jaxkv.policy("full"), 20, 21, 30) == [False] * 3
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "mistral"])
+def test_a_window_that_the_budget_holds_is_not_scored(tiny, family):
+    """A layer whose budget is its window of 8 loses nothing to a policy, one with a smaller budget does."""
+    config = tiny(family).config
+    nothing = np.zeros(1, int), np.zeros(config.num_layers, int)
+
+    def look(name, budget, length):
+        options = {"window": 4} if name == "snapkv" else {}
+        return planned(jaxkv.policy(name, budget=budget, **options), config, *nothing, np.array([length]), 10)[0].look
+
+    for name in ("laq-h2o", "snapkv"):
+        assert not look(name, 200, 60)
+        assert look(name, 40, 60) == (family == "gemma3_text"), "every other layer has no window there"
+    assert look("snapkv", 6, 60) and not look("snapkv", 6, 5)
+    assert look("kvzip", 200, 60), "what comes behind asks what was seen"
 
 
 @pytest.mark.long

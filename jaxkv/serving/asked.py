@@ -64,6 +64,11 @@ class Shapes:
         """The sizes of a first block, of a prompt that is scored or not, behind a prefix or not."""
         return self.whole if not look else self.every if prefix else self.scored
 
+    def look(self, needed: bool, blocks: PromptBlocks) -> bool:
+        """Whether a prompt in such blocks is scored: where that is needed, or no program keeps it whole."""
+        long = bool(blocks.count) and False not in self.later_looks
+        return needed or long or blocks.first > max(self.whole, default=0)
+
     def plan(self, look: bool) -> Plan:
         """The plan of every prompt of the engine."""
         return Plan(self.slots, look)
@@ -230,7 +235,7 @@ def asked(
         policy, params.config, lengths, filled, np.array([len(rows[0])]), request.max_new_tokens,
         parts=params.layout.parts, learned=learned, sizes=sizes,
     )  # fmt: skip
-    look = plan.look or not shapes.whole  # where no program keeps a prompt whole, all are scored
+    look = shapes.look(plan.look, blocks)
     _check_slots(policy, shapes, plan, len(rows[0]) + seen, request.max_new_tokens)
     _check_blocks(policy, shapes, blocks, len(rows[0]) + seen, look, prefix is not None)
     tokens, positions = left_padded(rows, blocks.length, lengths)

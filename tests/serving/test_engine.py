@@ -323,6 +323,19 @@ def test_a_policy_that_looks_ahead_goes_on_from_a_prefix(params, name):
         assert answer.tokens == alone(params, policy, ids(length, length), **cache, **asked), (length, prefix)
 
 
+@pytest.mark.long
+def test_windows_that_a_ratio_grows_beyond(tiny):
+    """Under a ratio a long prompt leaves a sliding layer whole, and a shorter one does not: no program may be missing
+    for the long one."""
+    params, policy = tiny("mistral"), jaxkv.policy("snapkv", ratio=0.8, window=2, block=16)
+    engine = Engine(params, policy, rows=2, longest=70, max_new_tokens=4, steps=4)
+    asked = {"max_new_tokens": 4, "stop_tokens": ()}
+    answers = [engine.submit(ids(length, length), **asked) for length in (20, 60)]
+    finish(engine)
+    for answer, length in zip(answers, (20, 60), strict=True):
+        assert answer.tokens == alone(params, policy, ids(length, length), **asked), length
+
+
 def test_what_an_engine_does_not_take(params):
     with compilations() as seen:
         with pytest.raises(BadValue, match="divides one budget over all layers"):
