@@ -117,12 +117,9 @@ def _special(tokenizer: Any, text: str) -> int | None:
     """The special token whose name the text is, such as "<|im_end|>", which no decoded text holds; None for others.
     Raises `BadValue` for text that holds such a name and more."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    unsaid = [int(token) for token in ids if not decoded(tokenizer, [int(token)])]
-    if len(ids) == 1 or not unsaid:
-        return unsaid[0] if unsaid else None
-    for token in unsaid:
+    for token in (int(token) for token in ids if not decoded(tokenizer, [int(token)])):
         name = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False).strip()
-        if name == text:  # behind a space that the tokenizer puts in front
+        if name == text or (name and len(ids) == 1):  # behind a space that the tokenizer puts in front
             return token
         if name and name in text:
             raise BadValue(

@@ -28,7 +28,7 @@ from jaxkv.evaluation.forced import follow
 from jaxkv.lowering import lower
 from jaxkv.plan import PromptBlocks, planned
 from jaxkv.prompts import rows_of
-from jaxkv.request import Execution
+from jaxkv.request import Execution, checked_request
 from jaxkv.sampling import Sampler, draws_of, row_keys
 from jaxkv.speculative import PromptLookup
 from jaxkv.store.cache import one_row
@@ -246,8 +246,8 @@ def test_the_name_of_a_special_token_stops_at_the_token(lettered):
         def __call__(self, text, **more):
             return {"input_ids": [int(end)]} if text == "<end>" else super().__call__(text, **more)
 
-        def decode(self, tokens, **_):
-            return super().decode([token for token in tokens if token != end])
+        def decode(self, tokens, skip_special_tokens=False, **_):
+            return super().decode([token for token in tokens if not skip_special_tokens or token != end])
 
     free = jaxkv.generate(lettered, "hello", max_new_tokens=12, stop_tokens=()).tokens[0]
     end = free[6]
@@ -256,6 +256,24 @@ def test_the_name_of_a_special_token_stops_at_the_token(lettered):
         jaxkv.generate(dataclasses.replace(lettered, tokenizer=Special()), "hello", stop="a$")
     out = jaxkv.generate(params, "hello", max_new_tokens=12, stop_tokens=(), stop=["<end>", "never said"])
     assert out.tokens[0, : out.lengths[0]].tolist() == free[: free.tolist().index(end) + 1].tolist()
+
+
+def test_a_space_is_no_special_token(lettered):
+    """Alone it decodes to nothing under a tokenizer that strips what a text begins with."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    model = Tokenizer(models.BPE({"<end>": 0, "\N{LOWER ONE EIGHTH BLOCK}": 1, "a": 2}, []))
+    model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    spaces = decoders.Replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
+    model.decoder = decoders.Sequence([spaces, decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<end>")
+    assert tokenizer(" ")["input_ids"] == [1] and tokenizer.decode([1]) == "" and tokenizer.decode([2, 1, 2]) == "a a"
+    request = checked_request(
+        dataclasses.replace(lettered, tokenizer=tokenizer), ids(3), None, policy=None, max_new_tokens=1,
+        sampler=Sampler(), samples=1, seed=0, stop_tokens=(), stop=[" ", "<end>"], speculative=None,
+    )  # fmt: skip
+    assert request.stop == (" ",) and request.stop_tokens == (0,)
 
 
 @pytest.mark.long
