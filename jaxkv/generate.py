@@ -198,11 +198,17 @@ def _begin(params: Params, prompt: Prompt, cache: KVCache | None, request: Reque
         single, logits, expected, prompt_tokens = cache.batch == 1, None, None, 0
         rows, texts = list(np.asarray(cache.pending)[:, None]), cache.texts()
         before = None if texts is None else [np.append(*each) for each in zip(texts, rows, strict=True)]
+        if session is not None:
+            session.check_room(np.asarray(cache.lengths), request.max_new_tokens)
         cache = with_room(policy, config, cache, request.max_new_tokens)
     else:
         rows, single = rows_of(prompt, params.tokenizer, config.vocab_size, _pending(cache))
         prompt_tokens = sum(map(len, rows))
         top, limit = (0, 0) if session is None else (session.top, session.limit)
+        if session is not None:
+            new = np.array([len(row) for row in rows])
+            seen = 0 if cache is None else np.asarray(cache.lengths) + (np.asarray(cache.pending) >= 0)
+            session.check_room(seen + new, request.max_new_tokens)
         cache, logits, expected = _prefill(
             params, rows, policy, cache, execution, room=request.max_new_tokens, top=top, limit=limit
         )

@@ -15,7 +15,7 @@ from letters import Letters
 from small import SMALL
 
 import jaxkv
-from jaxkv import cli
+from jaxkv import cli, run
 from jaxkv.attend import LayerIn, decode_layer
 from jaxkv.errors import BadValue
 from jaxkv.evaluation import texts
@@ -879,6 +879,26 @@ def test_a_draft_model_needs_the_text_and_the_vocabulary(tiny):
         jaxkv.generate(params, ids(3), cache=cache, speculative=SelfDraft(policy("h2o", 16)))
     with pytest.raises(BadValue, match="same vocabulary"):
         jaxkv.generate(params, ids(3), speculative=DraftModel(tiny("mistral")))
+
+
+def test_the_context_of_a_draft_model_is_checked_first(tiny, monkeypatch):
+    """Before the main model's prefill, with a cache's text and its pending token, and in words about the drafts."""
+    params = tiny(FAMILY)
+    small = dataclasses.replace(params, config=dataclasses.replace(params.config, max_position=32))
+    cache = dataclasses.replace(jaxkv.prefill(params, ids(20)), pending=jnp.array([4]))
+
+    def never(*_, **__):
+        raise AssertionError("the prompt ran")
+
+    monkeypatch.setattr(run, "prefill", never)
+    monkeypatch.setattr(run, "decode", never)
+    for prompt, before, text in ((ids(40), None, 40), (ids(8), cache, 29), (None, cache, 20)):
+        told = rf"the draft model \(policy 'full'\) of speculative=DraftModel\(...\): {text} tokens of text and 14 new"
+        with pytest.raises(BadValue, match=told):
+            jaxkv.generate(params, prompt, cache=before, max_new_tokens=14, speculative=DraftModel(small))
+    bounded = SelfDraft(jaxkv.policy("h2o", budget=8))
+    with pytest.raises(BadValue, match=r"'h2o'.* of speculative=SelfDraft.*30 tokens of text"):
+        jaxkv.generate(small, ids(30), policy=policy("streaming-llm"), max_new_tokens=14, speculative=bounded)
 
 
 @pytest.mark.long

@@ -175,6 +175,9 @@ class PromptLookup(Checked):
         """The compiled side: itself."""
         return self
 
+    def check_room(self, params: Params, lengths: np.ndarray, room: int) -> None:
+        """Nothing: a text of any length has columns."""
+
     def begin(self, start: Start) -> tuple[Text, None]:
         """The text before the pending token, and that token."""
         text = begun(start.texts, *self.columns(max(map(len, start.texts)), start.room), self.top)

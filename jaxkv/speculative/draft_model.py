@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -12,7 +13,7 @@ from jaxkv.attend import Ask, LayerIn, decode_layer
 from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
 from jaxkv.models import ModelConfig
-from jaxkv.plan import shares
+from jaxkv.plan import planned, shares
 from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.policy import Policy
 from jaxkv.run import DecodeState, decode_facts, model_of
@@ -194,6 +195,10 @@ class DraftModel(Checked):
             raise BadValue(f"a draft model of {mine} tokens for a model of {theirs}: expected the same vocabulary")
         return ModelDrafter(self.depth, self.params.config, on_model(self.params, self.policy))
 
+    def check_room(self, params: Params, lengths: np.ndarray, room: int) -> None:
+        """Raises `BadValue` where the draft model's context is too short for texts of `lengths [B]` and `room` more."""
+        _check_room(self, self.params, lengths, room)
+
     def begin(self, start: Start) -> tuple[Drafts, Any]:
         """The draft model's cache after the text, and its weights."""
         return _begun(start, self.params, self.policy)
@@ -222,9 +227,25 @@ class SelfDraft(Checked):
         """The compiled side, drafting for `params`."""
         return ModelDrafter(self.depth, params.config, on_model(params, self.policy))
 
+    def check_room(self, params: Params, lengths: np.ndarray, room: int) -> None:
+        """Raises `BadValue` where the context is too short for texts of `lengths [B]` and `room` more under the drafts'
+        policy."""
+        _check_room(self, params, lengths, room)
+
     def begin(self, start: Start) -> tuple[Drafts, Any]:
         """The smaller cache after the text, and the weights."""
         return _begun(start, start.params, self.policy)
+
+
+def _check_room(method: "DraftModel | SelfDraft", params: Params, lengths: np.ndarray, room: int) -> None:
+    config, policy = params.config, on_model(params, method.policy)
+    nothing = np.zeros_like(lengths), np.zeros(config.num_layers, int)
+    learned = params.learned_for(policy.learns, policy.name)
+    try:
+        planned(policy, config, *nothing, lengths, room, learned=learned)
+    except BadValue as error:
+        name = type(method).__name__
+        raise BadValue(f"the draft model (policy {policy.name!r}) of speculative={name}(...): {error}") from error
 
 
 def _begun(start: Start, params: Params, policy: Policy) -> tuple[Drafts, Any]:

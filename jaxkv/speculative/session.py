@@ -29,7 +29,7 @@ class Session:
     def __init__(self, method: Any, params: Params, policy: Policy, cache: KVCache | None = None):
         check(policy, cache)
         check_model(policy, params.config)
-        self._method, self._drafter, self._extra = method, method.drafter(params), None
+        self._params, self._method, self._drafter, self._extra = params, method, method.drafter(params), None
         self._tally, self._pending, self._chunks = Tally(1.0), None, 0
         self.drafting: Drafting | None = None
 
@@ -42,6 +42,10 @@ class Session:
     def limit(self) -> int:
         """Prompt tokens that drafts may come from."""
         return self._method.limit
+
+    def check_room(self, lengths: np.ndarray, room: int) -> None:
+        """Raises `BadValue` where what drafts come from cannot hold texts of `lengths [B]` and `room` tokens more."""
+        self._method.check_room(self._params, lengths, room)
 
     def begin(self, start: Start) -> None:
         """The drafter's state after the prompt and the first token sampled."""
