@@ -800,6 +800,8 @@ def test_the_measured_cost_is_that_of_the_chunks(cost, seed):
         (lambda p: SelfDraft(policy("h2o", every=4)), "every=1"),
         (lambda p: jaxkv.generate(p, ids(9), policy=policy("h2o+by-channel"), speculative=AASD()), "evicts nothing"),
         (lambda p: SelfDraft(policy("full+by-channel")), "cannot be taken back"),
+        (lambda p: SelfDraft(policy("h2o+windows")), "residual=3, initial=2.*cannot be put back"),
+        (lambda p: DraftModel(p, policy("cskv")), "cannot be put back"),
         (lambda p: PromptLookup(depth=0), "depth=0"),
         (lambda p: PromptLookup(shortest=5, longest=3), "shortest"),
         (lambda p: AASD(depth=2, siblings=(1, 1, 1)), "siblings"),

@@ -166,6 +166,12 @@ def _checked(depth: int, verify: str | Conditional, policy: Policy) -> None:
             f"a draft's policy {policy.name!r} with a scale that several tokens share, of which drafts cannot be taken "
             "back: expected a codec with a scale per token, such as {'kind': 'int', 'bits': 4}"
         )
+    if policy.store.windows:
+        residual, initial = policy.store.residual, policy.store.initial
+        raise BadValue(
+            f"a draft's policy {policy.name!r} with residual={residual}, initial={initial} tokens in full precision: "
+            "what drafts overwrite of these cannot be put back; set both to 0 in its store, or take another policy"
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
