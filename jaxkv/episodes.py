@@ -85,9 +85,10 @@ def episodes(
     `utterances` messages, or lines of a text, side by side; of ids as many as the policy has pseudo queries. Each
     topic's cache is filled block by block with the history, and what the topic's `windows` segments nearest to its
     centre, behind the `instruction` and in time order, attend to stays. Memory is `count` budgets, whatever the
-    history's length. Raises `BadValue` for several histories, another kind of policy, and for fewer segments than
-    topics. Source: EpiCache (arXiv 2509.17396), with the numbers of its release's runs; the embedding is ours (the
-    paper's is a sentence encoder), and the instruction's words are.
+    history's length. Messages end with the assistant's, for one without an answer is part of what is asked. Raises
+    `BadValue` for other messages, several histories, another kind of policy, and for fewer segments than topics.
+    Source: EpiCache (arXiv 2509.17396), with the numbers of its release's runs; the embedding is ours (the paper's is a
+    sentence encoder), and the instruction's words are.
     """
     check_model(params)
     check_arguments(count=count, windows=windows, utterances=utterances, instruction=instruction, seed=seed)
@@ -96,6 +97,11 @@ def episodes(
     rows, _ = rows_of(history, params.tokenizer, params.config.vocab_size)
     if len(rows) != 1:
         raise BadValue(f"{len(rows)} histories: expected one")
+    if _are_messages(history) and history[-1]["role"] != "assistant":
+        raise BadValue(
+            f"a history that ends with a message of {shown(history[-1]['role'])}: expected an answer of the assistant "
+            "to be last; give what has no answer yet to ask()"
+        )
     segments = _segments(params, history, rows[0], policy.extra, utterances) if policy.extra else []
     if len(segments) < count:
         raise BadValue(

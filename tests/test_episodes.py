@@ -188,6 +188,9 @@ def test_k_means_keeps_what_is_apart_apart():
 
 def test_refusals(tiny, history):
     params = tiny(FAMILY)
+    talk = [{"role": role, "content": "3 4 5"} for role in ("user", "assistant", "user")]
+    with pytest.raises(BadValue, match=r"ends with a message of 'user'.*to ask\(\)"):
+        jaxkv.episodes(dataclasses.replace(params, tokenizer=Words()), talk, policy=policy(), count=1)
     for wrong in ({"content": "x"}, {"role": "user"}):
         with pytest.raises(BadValue, match="message 0 is"):
             Episodes.nearest(types.SimpleNamespace(params=params), [wrong])
