@@ -151,7 +151,7 @@ def prefill(
     policy: Policy | None = None,
     cache: KVCache | None = None,
     room: int = 0,
-    pseudo: np.ndarray | None = None,
+    pseudo: np.ndarray | Sequence[Sequence[int]] | None = None,
     implementation: str | None = None,
     scan_layers: bool = False,
     sizes: int = SIZES,
@@ -168,7 +168,7 @@ def prefill(
     rows, _ = rows_of(prompt, params.tokenizer, params.config.vocab_size, _pending(cache))
     chosen = checked_policy(params, policy, cache)
     if pseudo is not None:
-        pseudo = checked_pseudo(np.asarray(pseudo), len(rows), chosen, params.config.vocab_size)
+        pseudo = checked_pseudo(pseudo, len(rows), chosen, params.config.vocab_size)
     execution = Execution(implementation, scan_layers, sizes, progress)
     return _prefill(params, rows, chosen, cache, execution, room=room, pseudo=pseudo)[0]
 

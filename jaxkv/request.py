@@ -212,10 +212,16 @@ def _check_text(cache: KVCache, sampler: Sampler, speculative: Speculative | Non
         raise BadValue(f"the cache's `tokens` are {held.tolist()} per row: expected {lengths.tolist()}, as it has seen")
 
 
-def checked_pseudo(pseudo: np.ndarray, rows: int, policy: Policy, vocab_size: int) -> np.ndarray:
+def checked_pseudo(pseudo: Any, rows: int, policy: Policy, vocab_size: int) -> np.ndarray:
     """The pseudo tokens as int32, -1 behind a row's own. Raises `BadValue` where they don't fit the rows, the policy or
     the vocabulary."""
     looking = policy.prefill is not None and policy.prefill.observe.extra > 0 and not policy.prefill.observe.drafts
+    try:
+        pseudo = np.asarray(pseudo)
+    except (ValueError, TypeError):
+        raise BadValue(
+            f"pseudo={shown(pseudo)}: expected integers of shape [{rows}, N]; put -1 behind the ids of shorter rows"
+        ) from None
     fits = pseudo.ndim == 2 and len(pseudo) == rows and pseudo.shape[1] > 0 and np.issubdtype(pseudo.dtype, np.integer)
     if not looking or not fits:
         want = f"integers of shape [{rows}, N]" if looking else "none, for its queries are others"

@@ -204,6 +204,8 @@ def test_refusals(tiny, history):
     for wrong in (np.zeros((2, 5), int), np.zeros((1, SIZE)), np.full((1, SIZE), beyond), np.full((1, SIZE), -1), gap):
         with pytest.raises(BadValue, match="pseudo"):
             jaxkv.prefill(params, history, policy=policy(), pseudo=wrong)
+    with pytest.raises(BadValue, match=r"pseudo=\[\[1, 2\], \[3\]\]: expected integers of shape \[2, N\]; put -1"):
+        jaxkv.prefill(params, [history, history], policy=policy(), pseudo=[[1, 2], [3]])
     with pytest.raises(BadValue, match="queries are others"):
         other = dataclasses.replace(jaxkv.policy("snapkv", budget=16, window=4))
         jaxkv.prefill(params, history, policy=other, pseudo=np.zeros((1, 4), np.int32))
