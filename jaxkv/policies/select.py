@@ -108,7 +108,9 @@ class Select(Checked):
         begins = jax.lax.cummax(begins, axis=begins.ndim - 1)
         within = place - begins
         if self.by == "even":
-            part = (within + 1).astype(jnp.float32) / size
+            last = jnp.max(positions, axis=(-2, -1), keepdims=True)
+            tokens = jnp.clip(last + 1 - chunk * self.chunk, 1, self.chunk)  # of the text, also where some have left
+            part = (within + 1).astype(jnp.float32) / tokens.astype(jnp.float32)
             return order.slots(-jnp.where(within == 0, 0.0, part))  # the best one of each stays first
 
         def median(x):  # the lower one, over the chunks

@@ -105,7 +105,8 @@ class Gear(Blocks):
     ) -> tuple[Float[Array, "*n K"], Int[Array, "*n K"]]:
         """The largest and the smallest numbers of each channel, or token, in the filled slots, and where they stand; of
         equals the first. Where fewer are filled, 0 of an empty one."""
-        long, lines = x.shape[-2:] if self.by == "channel" else x.shape[:-3:-1]
+        tokens, channels = x.shape[-2:]
+        long, lines = (tokens, channels) if self.by == "channel" else (channels, tokens)
         many = max(int(self.outliers / 2 * long), 1) if self.outliers else 0
 
         def top(side):
