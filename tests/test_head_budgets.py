@@ -59,12 +59,11 @@ def pooled_mass(weights, window, apart, kind, kernel):
 def divided_budgets(local, budget, floor, tokens):
     """Local heads hold `floor`, the others share the rest, up to the whole text; what they cannot use goes back."""
     heads, few = len(local), ~local
-    each, over = divmod(heads * budget - floor * local.sum(), few.sum())
+    each, over = divmod(heads * budget - floor * local.sum(), max(few.sum(), 1))
     out = np.where(few, each, floor)
     out[np.flatnonzero(few)[:over]] += 1
-    back = np.maximum(out - tokens, 0).sum()
     out = np.minimum(out, tokens)
-    each, over = divmod(back, max(local.sum(), 1))
+    each, over = divmod(heads * budget - out.sum(), max(local.sum(), 1))
     out[local] += each
     out[np.flatnonzero(local)[:over]] += 1
     return out
@@ -92,11 +91,13 @@ def razor_local(learned):
 
 
 def duo_local(learned, share):
-    """All KV heads [L, Hk] of a layer but the best by their groups' scores."""
+    """All KV heads [L, Hk] of the model but the best by their groups' scores."""
     scores = learned["retrieval"].reshape(len(learned["retrieval"]), -1, GROUP)
     scores = scores.max(2) if share.of_group == "max" else scores.mean(2)
-    best = max(round(share.retrieval * scores.shape[1] + 1e-9), 1)
-    return np.argsort(np.argsort(-scores, axis=1), axis=1) >= best
+    local = np.ones(scores.shape, bool)
+    best = max(round(share.retrieval * scores.size + 1e-9), 1)
+    local.ravel()[np.argsort(-scores, axis=None, kind="stable")[:best]] = False
+    return local
 
 
 CASES = {
