@@ -204,9 +204,9 @@ def _begin(params: Params, prompt: Prompt, cache: KVCache | None, request: Reque
     else:
         rows, single = rows_of(prompt, params.tokenizer, config.vocab_size, _pending(cache))
         prompt_tokens = sum(map(len, rows))
-        top, limit = (0, 0) if session is None else (session.top, session.limit)
+        top, limit = 0, 0
         if session is not None:
-            new = np.array([len(row) for row in rows])
+            top, limit, new = session.top, session.limit, np.array([len(row) for row in rows])
             seen = 0 if cache is None else np.asarray(cache.lengths) + (np.asarray(cache.pending) >= 0)
             session.check_room(seen + new, request.max_new_tokens)
         cache, logits, expected = _prefill(
