@@ -31,7 +31,7 @@ class Decoding:
     """One call after its prefill: what was asked, the device's state, and each row's new tokens so far.
 
     `before` is each prompt's whole text in front of them (None: not known), once for all of its samples; `draws` says
-    by which random numbers each row draws (`draws_of`).
+    by which random numbers each row draws (`draws_of`). New tokens go on from the text of the `fronts`.
     """
 
     params: Params
@@ -42,6 +42,7 @@ class Decoding:
     prompt_tokens: int
     single: bool
     before: list[np.ndarray] | None
+    fronts: list[tuple[int, ...]]
     draws: np.ndarray
     learned: run.Learned
     tokens: list[list[int]]
@@ -49,7 +50,8 @@ class Decoding:
     chunk_seconds: list[tuple[int, float]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self):
-        self._stop = StopStrings(self.request.stop, self.params.tokenizer)
+        every = [front for front in self.fronts for _ in range(self.request.samples)]
+        self._stops = [StopStrings(self.request.stop, self.params.tokenizer, front) for front in every]
 
     def run(self, chunk: int) -> Iterator[bool]:
         """Run chunks of so many steps until every row has ended; yields whether it was the last one."""
@@ -70,13 +72,13 @@ class Decoding:
         counts = self._counts(new)
         for index, row in enumerate(new):
             self.tokens[index].extend(int(token) for token in row[row >= 0][: counts[index]])
-        ended = np.array([self._stop.reached(row) for row in self.tokens])
+        ended = np.array([stop.reached(row) for stop, row in zip(self._stops, self.tokens, strict=True)])
         if ended.any():
             self.state = dataclasses.replace(self.state, done=self.state.done | ended)
 
     def text(self, row: int, complete: bool = True) -> str:
         """The row's text, before its stop string; while it still comes, without what may yet change."""
-        return self._stop.text(self.tokens[row], complete)
+        return self._stops[row].text(self.tokens[row], complete)
 
     def finish(self) -> Generation:
         """Everything that the call gives back."""
@@ -120,15 +122,16 @@ class Decoding:
         again, so that the cache holds nothing behind it. With drafts another row may then come to other tokens, and its
         end is looked for anew; the row that ends first stays as it is, so that one more is right each time."""
         most = np.full(len(self.tokens), UNENDED, np.int32)
-        before = jax.tree.map(jnp.copy, (self.state, self._drafting())) if self._stop else None
+        before = jax.tree.map(jnp.copy, (self.state, self._drafting())) if self.request.stop else None
         while True:
             new = self._chunk(steps, most)
             if before is None:
                 return new
             counts, came = self._counts(new), np.sum(new >= 0, axis=1)
-            cut = zip(came == most, self.tokens, new, strict=True)  # decoding texts takes time: those of others are not
+            # decoding texts takes time: only those that were cut are
+            cut = zip(came == most, self._stops, self.tokens, new, strict=True)
             right = np.array(
-                [full and self._stop.reached([*row, *more[more >= 0].tolist()]) for full, row, more in cut]
+                [full and stop.reached([*row, *more[more >= 0].tolist()]) for full, stop, row, more in cut]
             )
             wanted = np.where(counts < came, counts, np.where(right, most, UNENDED))
             if np.array_equal(wanted, most):
@@ -159,7 +162,7 @@ class Decoding:
 
     def _counts(self, new: np.ndarray) -> np.ndarray:
         """How many of each row's new tokens there are up to the one that completes a stop string."""
-        return np.array([self._stop.count(*row) for row in zip(self.tokens, new, strict=True)])
+        return np.array([stop.count(*row) for stop, *row in zip(self._stops, self.tokens, new, strict=True)])
 
     def _drafting(self) -> Any:
         return None if self.session is None else self.session.drafting

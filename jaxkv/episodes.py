@@ -12,7 +12,7 @@ from jaxkv.errors import BadValue
 from jaxkv.generate import Generation, generate, prefill
 from jaxkv.models.linear import lookup
 from jaxkv.policies.policy import Policy
-from jaxkv.prompts import Prompt, check_messages, right_padded, rows_of
+from jaxkv.prompts import Prompt, are_messages, check_messages, right_padded, rows_of
 from jaxkv.request import check_model
 from jaxkv.store import KVCache
 from jaxkv.store.cache import one_row
@@ -47,7 +47,7 @@ class Episodes:
     def nearest(self, question: Prompt) -> int:
         """The topic whose direction is nearest to the question's, by cosine; of messages what follows the last answer
         is the question. Raises `BadValue` for several questions."""
-        if _are_messages(question):
+        if are_messages(question):
             check_messages(question)
             last = max((n for n, message in enumerate(question) if message["role"] == "assistant"), default=-1)
             question = "\n".join(_said(question[last + 1 :])) or _said(question)[-1]
@@ -63,7 +63,7 @@ class Episodes:
         Messages without an answer are what is asked next, where the history was messages.
         """
         topic = self.nearest(question)
-        if self.messages and _are_messages(question) and all(each["role"] != "assistant" for each in question):
+        if self.messages and are_messages(question) and all(each["role"] != "assistant" for each in question):
             question = [*self.messages, *question]
         return generate(self.params, question, cache=one_row(self.cache, topic), **options)
 
@@ -97,7 +97,7 @@ def episodes(
     rows, _ = rows_of(history, params.tokenizer, params.config.vocab_size)
     if len(rows) != 1:
         raise BadValue(f"{len(rows)} histories: expected one")
-    if _are_messages(history) and history[-1]["role"] != "assistant":
+    if are_messages(history) and history[-1]["role"] != "assistant":
         raise BadValue(
             f"a history that ends with a message of {shown(history[-1]['role'])}: expected an answer of the assistant "
             "to be last; give what has no answer yet to ask()"
@@ -116,7 +116,7 @@ def episodes(
     front = [] if params.tokenizer is None else [_encoded(params, instruction)]
     pseudo = right_padded([np.concatenate([*front, *(segments[at] for at in near)]) for near in nearby])
     cache = prefill(params, [rows[0]] * count, policy=policy, pseudo=pseudo)
-    messages = tuple(history) if _are_messages(history) else ()
+    messages = tuple(history) if are_messages(history) else ()
     return Episodes(params, cache, centres, mean, members, nearby, messages)
 
 
@@ -124,16 +124,12 @@ def _segments(params: Params, history: Prompt, ids: np.ndarray, size: int, utter
     """The history in pieces, each the ids of some utterances, or `size` ids where it has no utterances."""
     if isinstance(history, str):
         said = [line for line in history.splitlines() if line.strip()]
-    elif _are_messages(history):
+    elif are_messages(history):
         said = _said(history)
     else:
         return [ids[at : at + size] for at in range(0, len(ids) - size + 1, size)]
     together = ["\n".join(said[at : at + utterances]) + "\n\n" for at in range(0, len(said), utterances)]
     return [_encoded(params, text) for text in together]
-
-
-def _are_messages(prompt: Prompt) -> bool:
-    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def _said(messages: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -24,7 +24,7 @@ from jaxkv.policies.evicted import Drop
 from jaxkv.policies.observe import LastQueries, Observer
 from jaxkv.policies.policy import Policy, check_scores
 from jaxkv.programs import make_room
-from jaxkv.prompts import Prompt, left_padded, right_padded, rows_of
+from jaxkv.prompts import Prompt, fronts, left_padded, right_padded, rows_of
 from jaxkv.request import Execution, Progress, Request, check_model, checked_policy, checked_pseudo, checked_request
 from jaxkv.sampling import Sampler, draws_of, row_keys
 from jaxkv.sharding.layout import on_host
@@ -235,6 +235,7 @@ def _begin(params: Params, prompt: Prompt, cache: KVCache | None, request: Reque
         prompt_tokens=prompt_tokens,
         single=single and samples == 1,
         before=before,
+        fronts=fronts(prompt, before or rows),
         draws=draws,
         learned=params.learned_for(policy.learns, policy.name),
         tokens=[[] for _ in range(cache.batch)],

@@ -8,6 +8,7 @@ import numpy as np
 from jaxkv.chat import next_turn
 from jaxkv.checks import fits, shown
 from jaxkv.errors import BadValue, first_line
+from jaxkv.stop_strings import FRONT
 from jaxkv.store import EMPTY
 
 Prompt = Any  # a string, strings, chat messages, conversations, token ids, or rows of token ids
@@ -51,6 +52,22 @@ def rows_of(
 def _left(pending: np.ndarray | None, rows: int) -> list[int | None]:
     """What each row has still to run; a cache of one row is every prompt's. Other numbers of rows are refused later."""
     return [None if pending is None else int(pending[row % len(pending)]) for row in range(rows)]
+
+
+def are_messages(prompt: Prompt) -> bool:
+    """Whether the prompt is the messages of one chat."""
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def fronts(prompt: Prompt, texts: Sequence[np.ndarray]) -> list[tuple[int, ...]]:
+    """The last tokens of each row's text, the prompt's among them: its new tokens go on from these. None in front of a
+    chat's answer, which is a text by itself unless the chat has begun it."""
+
+    def begins(row: int) -> bool:
+        one = prompt[row] if isinstance(prompt, Sequence) and not are_messages(prompt) else prompt
+        return are_messages(one) and one[-1]["role"] != "assistant"
+
+    return [() if begins(row) else tuple(text[-FRONT:].tolist()) for row, text in enumerate(texts)]
 
 
 def left_padded(rows: list[np.ndarray], length: int, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

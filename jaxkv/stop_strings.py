@@ -1,17 +1,23 @@
 """Stop strings, which the host looks for in the decoded text: a text ends before the first of them."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # of a character whose bytes are not all there
+FRONT = 8  # tokens in front whose text is looked at: a character has four bytes
+
 
 @dataclasses.dataclass(frozen=True)
 class StopStrings:
-    """The stop strings of a call and the tokenizer that makes text of tokens (None: no text, and no stop strings)."""
+    """The stop strings of a text, the tokenizer that makes it of tokens (None: no text, and no stop strings), and the
+    tokens in `front`, from whose text it goes on."""
 
     strings: tuple[str, ...]
     tokenizer: Any
+    front: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.strings)
@@ -42,12 +48,12 @@ class StopStrings:
             return text[:at]
         if complete:
             return text
-        text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # the first bytes of a character whose rest is still to come
+        text = text.rstrip(BROKEN)  # the first bytes of a character whose rest is still to come
         begun = ((stop, n) for stop in self.strings for n in range(1, min(len(stop), len(text) + 1)))
         return text[: len(text) - max((n for stop, n in begun if text.endswith(stop[:n])), default=0)]
 
     def _words(self, tokens: list[int]) -> str:
-        return decoded(self.tokenizer, tokens)
+        return decoded(self.tokenizer, tokens, self.front)
 
     def _at(self, text: str) -> int | None:
         """Where the first stop string begins in the text, if one is there."""
@@ -55,30 +61,45 @@ class StopStrings:
         return min(found) if found else None
 
 
-def decoded(tokenizer: Any, tokens: list[int]) -> str:
-    """The text of tokens; none where there is no tokenizer."""
+def decoded(tokenizer: Any, tokens: Sequence[int], front: Sequence[int] = ()) -> str:
+    """The text of tokens as it goes on from that of the tokens in front; none where there is no tokenizer.
+
+    By themselves tokens are the beginning of a text, where tokenizers such as Llama 2's leave out a space.
+    """
     if tokenizer is None:
         return ""
-    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    front = list(front[-FRONT:])
+    before = _text(tokenizer, front)
+    if before.endswith(BROKEN):  # the tokens may complete its last character
+        return _text(tokenizer, tokens)
+    return _text(tokenizer, [*front, *tokens])[len(before) :]
+
+
+def _text(tokenizer: Any, tokens: Sequence[int]) -> str:
+    if not tokens:
+        return ""
+    return tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 class Growing:
-    """The text of tokens that grow, of which only the last ones are decoded again.
+    """The text of tokens that grow, behind that of the tokens in front; only the last ones are decoded again.
 
-    A text is settled at a place where its two parts, decoded by themselves, are the whole.
+    A text is settled at a place where its two parts are the whole.
     """
 
     TAIL = 16  # tokens that may still change
 
-    def __init__(self, tokenizer: Any):
-        self._tokenizer, self._settled, self._count = tokenizer, "", 0
+    def __init__(self, tokenizer: Any, front: tuple[int, ...] = ()):
+        self._tokenizer, self._front, self._settled, self._count = tokenizer, front, "", 0
 
     def text(self, tokens: list[int]) -> str:
         """The text of all tokens: those of the last call, and more."""
         rest = tokens[self._count :]
-        text = decoded(self._tokenizer, rest)
+        text = decoded(self._tokenizer, rest, self._front)
         if len(rest) >= 2 * self.TAIL:
-            left, right = (decoded(self._tokenizer, part) for part in (rest[: -self.TAIL], rest[-self.TAIL :]))
-            if left + right == text and not left.endswith("\N{REPLACEMENT CHARACTER}"):
+            first, last = rest[: -self.TAIL], rest[-self.TAIL :]
+            left, right = decoded(self._tokenizer, first, self._front), decoded(self._tokenizer, last, first)
+            if left + right == text and not left.endswith(BROKEN):
                 self._settled, self._count, text = self._settled + left, len(tokens) - self.TAIL, right
+                self._front = tuple(first[-FRONT:])
         return self._settled + text

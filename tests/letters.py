@@ -1,4 +1,4 @@
-"""A tokenizer without a file."""
+"""Tokenizers without a file."""
 
 
 class Letters:
@@ -14,3 +14,10 @@ class Letters:
 
     def apply_chat_template(self, messages, tokenize, add_generation_prompt):
         return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<a>" * add_generation_prompt
+
+
+class Words(Letters):
+    """Each letter is a word behind a space, and a text's first space is left out, as tokenizers like Llama 2's do."""
+
+    def decode(self, tokens, **_):
+        return "".join(" " + letter for letter in super().decode(tokens)).removeprefix(" ")

@@ -16,7 +16,7 @@ import pytest
 from archives import arrays
 from engines import compilations
 from jax._src import monitoring
-from letters import Letters
+from letters import Letters, Words
 from small import SMALL
 
 import jaxkv
@@ -285,6 +285,23 @@ def test_a_row_that_showed_its_stop_string_waits_for_the_others(lettered):
     assert word not in free.text[1]
     out = jaxkv.generate(lettered, prompts, max_new_tokens=72, stop_tokens=(), stop=word)
     assert out.lengths.tolist() == [7, 72] and out.text == [free.text[0][:5], free.text[1]]
+
+
+def test_a_continuation_begins_with_its_space(lettered):
+    """Where the text before it does not end there; an answer in a chat is a text by itself."""
+    params, options = dataclasses.replace(lettered, tokenizer=Words()), {"max_new_tokens": 3, "stop_tokens": ()}
+    chat = [{"role": "user", "content": "ab"}]
+    for prompt in ("hello", ids(9), ["hello", "hi"]):
+        texts = jaxkv.generate(params, prompt, samples=2, **options).text
+        assert len(texts) in (2, 4) and all(text[0] == " " and len(text) == 6 for text in texts)
+    assert jaxkv.generate(params, chat, **options).text[0] != " "
+    begun = jaxkv.generate(params, [chat, [*chat, {"role": "assistant", "content": "c"}]], **options)
+    assert [text[0] == " " for text in begun.text] == [False, True]
+    first = jaxkv.generate(params, chat, **options)
+    whole = jaxkv.generate(params, chat, **{**options, "max_new_tokens": 6})
+    assert first.text + jaxkv.generate(params, cache=first.cache, **options).text == whole.text
+    stream = jaxkv.stream(params, "hello", **options)
+    assert "".join(stream) == jaxkv.generate(params, "hello", **options).text
 
 
 def test_streamed_pieces_make_the_text(lettered):

@@ -1,9 +1,9 @@
 """Stop strings by themselves, in a text of letters."""
 
 import pytest
-from letters import Letters
+from letters import Letters, Words
 
-from jaxkv.stop_strings import StopStrings
+from jaxkv.stop_strings import Growing, StopStrings, decoded
 
 
 def shown(stops, text, complete=False):
@@ -34,3 +34,31 @@ def test_the_text_ends_before_the_first_stop_string(stops):
     stop, ids = StopStrings(stops, Letters()), Letters()("abcd")["input_ids"]
     assert stop.text(ids) == stop.text(ids, complete=False) == "a"
     assert stop.reached(ids) and not stop.reached(ids[:2])
+
+
+def test_a_text_goes_on_behind_another():
+    """With the space that a text would begin without; of a stop string, too."""
+    front, ids = tuple(Words()("xy")["input_ids"]), Words()("abcd")["input_ids"]
+    assert decoded(Words(), ids) == "a b c d" and decoded(Words(), ids, front) == " a b c d"
+    assert StopStrings((" a",), Words(), front).reached(ids) and not StopStrings((" a",), Words()).reached(ids)
+    assert decoded(None, ids, front) == decoded(Words(), [], front) == ""
+
+
+@pytest.mark.parametrize(("front", "begins"), [((), "a b"), ((88,), " a b")])
+def test_growing_text_goes_on_behind_another(front, begins):
+    ids, growing = Words()("ab" * 100)["input_ids"], Growing(Words(), front)
+    texts = [growing.text(ids[:count]) for count in range(1, len(ids) + 1)]
+    assert texts == [decoded(Words(), ids[:count], front) for count in range(1, len(ids) + 1)]
+    assert texts[-1].startswith(begins) and growing._count > len(ids) // 2
+
+
+def test_a_character_that_the_text_in_front_has_begun():
+    """Of the text in front nothing is shown again."""
+
+    class Bytes(Letters):
+        def decode(self, tokens, **_):
+            return bytes(tokens).decode(errors="replace")
+
+    train = list("\N{STEAM LOCOMOTIVE}".encode())
+    assert decoded(Bytes(), [98], [*train[-2:], 97]) == decoded(Bytes(), [98], train) == "b"
+    assert decoded(Bytes(), [train[-1], 98], train[:-1]).endswith("b")

@@ -64,8 +64,8 @@ class Answer:
         self._most, self.stop_tokens, self._stop = most, frozenset(stop_tokens), stop
         self._wake, self._runs = wake, runs
         self._changed, self._watchers = threading.Condition(), []
-        self._shown, self._reading = Growing(stop.tokenizer), threading.Lock()
-        self._searched = Growing(stop.tokenizer)  # by the engine, for stop strings
+        self._shown, self._reading = Growing(stop.tokenizer, stop.front), threading.Lock()
+        self._searched = Growing(stop.tokenizer, stop.front)  # by the engine, for stop strings
 
     # ---- for whoever asked
 
@@ -123,6 +123,11 @@ class Answer:
             ended = self.ended
         if ended:
             heard()
+
+    @property
+    def front(self) -> tuple[int, ...]:
+        """The last tokens before its own, from whose text it goes on; none where it is a text by itself."""
+        return self._stop.front
 
     @property
     def ended(self) -> bool:

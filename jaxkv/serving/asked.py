@@ -12,7 +12,7 @@ from jaxkv.errors import BadValue
 from jaxkv.generate import behind
 from jaxkv.plan import ROUND, Plan, PromptBlocks, planned, rounded, slots_filled
 from jaxkv.policies.policy import Learned, Policy
-from jaxkv.prompts import left_padded, rows_of
+from jaxkv.prompts import fronts, left_padded, rows_of
 from jaxkv.request import Request
 from jaxkv.run import Layers
 from jaxkv.sampling import RowSampler
@@ -200,8 +200,8 @@ def asked(
     told: bool,
     draw: int,
 ) -> Asked:
-    """The request as arrays; `answers(prompt tokens, seen with them)` makes its answers. Raises `BadValue` for what
-    the engine's rows cannot hold."""
+    """The request as arrays; `answers(prompt tokens, seen with them, front)` makes its answers. Raises `BadValue` for
+    what the engine's rows cannot hold."""
     goes_on = prefix if isinstance(prompt, str) else None  # messages are rendered whole behind a prefix
     pending = None if goes_on is None else np.asarray([goes_on.pending])
     rows, single = rows_of(prompt, params.tokenizer, params.config.vocab_size, pending)
@@ -245,8 +245,9 @@ def asked(
         drafted = observe.drafts  # by the first pass
         pseudo = np.full((1, observe.extra), -1, np.int32) if drafted else behind(params, rows, observe, blocks)
     text = np.append(before, rows[0]).astype(np.int32)
+    (front,) = fronts(prompt, [text])
     return Asked(
-        request, fresh, budget, named, answers(len(fresh), seen + len(rows[0])), prefix, look, blocks, tokens,
+        request, fresh, budget, named, answers(len(fresh), seen + len(rows[0]), front), prefix, look, blocks, tokens,
         positions, pseudo, lengths, limits,
         left=request.max_new_tokens,
         seed=request.seed,

@@ -626,9 +626,9 @@ class Engine:
         )  # fmt: skip
         if samples > len(self._seats):
             raise BadValue(f"samples={samples}: expected at most {len(self._seats)}, as many as the engine has rows")
-        ends = StopStrings(request.stop, self.params.tokenizer)
 
-        def answers(prompt_tokens: int, seen: int) -> tuple[Answer, ...]:
+        def answers(prompt_tokens: int, seen: int, front: tuple[int, ...]) -> tuple[Answer, ...]:
+            ends = StopStrings(request.stop, self.params.tokenizer, front)
             one = lambda: Answer(  # noqa: E731
                 prompt_tokens,
                 seen,

@@ -27,7 +27,7 @@ from jaxkv.errors import BadValue
 from jaxkv.serving.answer import STOP, Answer, Chance
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.programs import TOP
-from jaxkv.stop_strings import Growing, decoded
+from jaxkv.stop_strings import BROKEN, Growing, decoded
 
 NAMES = {"max_new_tokens": "max_tokens", "samples": "n", "stop_tokens": "stop_token_ids"}  # the engine's, and ours
 Text = Annotated[str, Field(min_length=1)]
@@ -307,7 +307,7 @@ class Reader:
 
     def __init__(self, answer: Answer, tokenizer: Any):
         self.answer, self._tokenizer = answer, tokenizer
-        self._shown, self._told, self._growing = 0, 0, Growing(tokenizer)
+        self._shown, self._told, self._growing = 0, 0, Growing(tokenizer, answer.front)
 
     def piece(self) -> Piece:
         """What has come since the last one."""
@@ -431,7 +431,6 @@ def _letters() -> dict[str, int]:
 
 
 LETTERS = _letters()
-BROKEN = "\N{REPLACEMENT CHARACTER}"  # what is decoded of a part of a character
 
 
 def usage(readers: list[Reader]) -> dict[str, Any]:

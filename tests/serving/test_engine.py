@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from engines import ACTIONS, DRAWS, LENGTHS, alone, arriving, compilations, finish, idle, in_any_order, sized
 from hypothesis import HealthCheck, given, settings
-from letters import Letters
+from letters import Letters, Words
 
 import jaxkv
 from jaxkv.errors import BadCheckpoint, BadValue, Busy, JaxkvError, UnknownName
@@ -18,6 +18,7 @@ from jaxkv.generate import _prefill
 from jaxkv.policies.catalogue import catalogue
 from jaxkv.request import Execution
 from jaxkv.serving import Engine, turns
+from jaxkv.serving.wire import Reader
 
 FAMILY = "llama3"
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -119,6 +120,19 @@ def test_stop_strings_end_the_text_before_them(engine, params):
     finish(engine)
     assert answer.text() == alone.text and answer.tokens == alone.tokens[0, : alone.lengths[0]].tolist()
     assert answer.finish == "stop" and other.text() == whole.text and other.finish == "length"
+
+
+def test_texts_go_on_from_their_prompt_and_answers_begin(engine, params, monkeypatch):
+    """As those of `jaxkv.generate`; where tokens are told, their places in the text are of the same."""
+    spaced = dataclasses.replace(params, tokenizer=Words())
+    monkeypatch.setattr(engine, "params", spaced)
+    for prompt in ("hello", [{"role": "user", "content": "ab"}]):
+        answer = engine.submit(prompt, max_new_tokens=4, stop_tokens=(), logprobs=True)
+        finish(engine)
+        out = jaxkv.generate(spaced, prompt, policy=engine.policy, max_new_tokens=4, stop_tokens=())
+        assert answer.text() == out.text and (out.text[0] == " ") == (prompt == "hello")
+        reader = Reader(answer, spaced.tokenizer)
+        assert reader.offsets(reader.piece()) == ([0, 2, 4, 6] if prompt == "hello" else [0, 1, 3, 5])
 
 
 def test_samples_share_their_prompt(engine, params):
