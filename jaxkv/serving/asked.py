@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -194,14 +194,15 @@ def asked(
     request: Request,
     answers: Any,
     *,
+    fewer: bool = False,
     budget: int | None,
     named: str | None,
     prefix: Prefix | None,
     told: bool,
     draw: int,
 ) -> Asked:
-    """The request as arrays; `answers(prompt tokens, seen with them, front)` makes its answers. Raises `BadValue` for
-    what the engine's rows cannot hold."""
+    """The request as arrays; `answers(request, prompt tokens, seen with them, front)` makes its answers. Raises
+    `BadValue` for what the engine's rows cannot hold; with `fewer` they get as many of the new tokens as they can."""
     goes_on = prefix if isinstance(prompt, str) else None  # messages are rendered whole behind a prefix
     pending = None if goes_on is None else np.asarray([goes_on.pending])
     rows, single = rows_of(prompt, params.tokenizer, params.config.vocab_size, pending)
@@ -231,12 +232,19 @@ def asked(
         if prefix.pending >= 0:
             rows = [np.append(np.int32(prefix.pending), rows[0]).astype(np.int32)]
     lengths = np.array([seen], np.int32)
-    plan, blocks, limits = planned(
-        policy, params.config, lengths, filled, np.array([len(rows[0])]), request.max_new_tokens,
-        parts=params.layout.parts, learned=learned, sizes=sizes,
-    )  # fmt: skip
+
+    def held(new: int) -> tuple[Plan, PromptBlocks, np.ndarray]:
+        plan, blocks, limits = planned(
+            policy, params.config, lengths, filled, np.array([len(rows[0])]), new,
+            parts=params.layout.parts, learned=learned, sizes=sizes,
+        )  # fmt: skip
+        _check_slots(policy, shapes, plan, len(rows[0]) + seen, new)
+        return plan, blocks, limits
+
+    if fewer:
+        request = dataclasses.replace(request, max_new_tokens=_most(held, request.max_new_tokens))
+    plan, blocks, limits = held(request.max_new_tokens)
     look = shapes.look(plan.look, blocks)
-    _check_slots(policy, shapes, plan, len(rows[0]) + seen, request.max_new_tokens)
     _check_blocks(policy, shapes, blocks, len(rows[0]) + seen, look, prefix is not None)
     tokens, positions = left_padded(rows, blocks.length, lengths)
     pseudo = np.zeros((1, 0), np.int32)
@@ -245,10 +253,9 @@ def asked(
         drafted = observe.drafts  # by the first pass
         pseudo = np.full((1, observe.extra), -1, np.int32) if drafted else behind(params, rows, observe, blocks)
     text = np.append(before, rows[0]).astype(np.int32)
-    (front,) = fronts(prompt, [text])
+    made = answers(request, len(fresh), seen + len(rows[0]), *fronts(prompt, [text]))
     return Asked(
-        request, fresh, budget, named, answers(len(fresh), seen + len(rows[0]), front), prefix, look, blocks, tokens,
-        positions, pseudo, lengths, limits,
+        request, fresh, budget, named, made, prefix, look, blocks, tokens, positions, pseudo, lengths, limits,
         left=request.max_new_tokens,
         seed=request.seed,
         sampler=RowSampler.of([request.sampler]),
@@ -258,6 +265,19 @@ def asked(
         draw=draw,
         text=text,
     )  # fmt: skip
+
+
+def _most(held: Callable[[int], Any], most: int) -> int:
+    """The most new tokens that are held without an error, from 1 to `most`."""
+    fits, beyond = 1, most + 1
+    while beyond - fits > 1:
+        new = most if beyond > most else (fits + beyond) // 2
+        try:
+            held(new)
+            fits = new
+        except BadValue:
+            beyond = new
+    return fits
 
 
 def pseudo_width(params: Params, policy: Policy) -> int:

@@ -22,7 +22,7 @@ import numpy as np
 from jaxkv.checks import check_arguments, fits, shown
 from jaxkv.errors import BadCheckpoint, BadValue, Busy, first_line, unknown
 from jaxkv.policies.policy import Policy
-from jaxkv.request import check_model, check_platform, checked_policy, checked_request
+from jaxkv.request import Request, check_model, check_platform, checked_policy, checked_request
 from jaxkv.sampling import Sampler, draws_of
 from jaxkv.serving.answer import CANCELLED, FAILED, Answer, Chance
 from jaxkv.serving.asked import Asked, Prefix, asked, most_asked, shapes_of
@@ -210,8 +210,8 @@ class Engine:
 
         Settings are `max_new_tokens`, `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`, `seed`,
         `stop_tokens`, `stop` as there; `budget`: this request's own, at most the policy's; `prefix`: the name of a
-        stored text to go on from; `logprobs`: whether to tell them. Raises `BadValue`, and `Busy` where the queue is
-        full or the engine stops.
+        stored text to go on from; `logprobs`: whether to tell them; `fewer`: whether fewer new tokens will do
+        where so many don't fit. Raises `BadValue`, and `Busy` where the queue is full or the engine stops.
         """
         if "samples" in settings:
             raise BadValue(
@@ -594,6 +594,7 @@ class Engine:
         *,
         samples: int = 1,
         max_new_tokens: int = 128,
+        fewer: bool = False,
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -609,8 +610,9 @@ class Engine:
     ) -> Asked:
         """The request, checked and made ready in the asking thread; `draw`: see `Asked`, None where it is the first of
         its text."""
-        if not fits(logprobs, bool):
-            raise BadValue(f"logprobs={shown(logprobs)}: expected True or False")
+        for name, given in {"logprobs": logprobs, "fewer": fewer}.items():
+            if not fits(given, bool):
+                raise BadValue(f"{name}={shown(given)}: expected True or False")
         if budget is not None:
             check_arguments(budget=budget)
         stored, first = None, 0
@@ -627,12 +629,12 @@ class Engine:
         if samples > len(self._seats):
             raise BadValue(f"samples={samples}: expected at most {len(self._seats)}, as many as the engine has rows")
 
-        def answers(prompt_tokens: int, seen: int, front: tuple[int, ...]) -> tuple[Answer, ...]:
+        def answers(request: Request, prompt_tokens: int, seen: int, front: tuple[int, ...]) -> tuple[Answer, ...]:
             ends = StopStrings(request.stop, self.params.tokenizer, front)
             one = lambda: Answer(  # noqa: E731
                 prompt_tokens,
                 seen,
-                max_new_tokens,
+                request.max_new_tokens,
                 request.stop_tokens,
                 ends,
                 logprobs,
@@ -646,7 +648,8 @@ class Engine:
 
         work = asked(
             self.params, self.policy, self._learned, self.shapes, self._sizes, prompt, request, answers,
-            budget=budget, named=prefix, prefix=stored, told=logprobs, draw=first if draw is None else draw,
+            fewer=fewer, budget=budget, named=prefix, prefix=stored, told=logprobs,
+            draw=first if draw is None else draw,
         )  # fmt: skip
         before = self._pass_of(work)
         return work if before is None else before.before(work)

@@ -174,6 +174,7 @@ class Wanted(Strict):
             **drawn,
             "samples": self.n or 1,
             "max_new_tokens": default if self.most is None else self.most,
+            "fewer": self.most is None,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "seed": uuid.uuid4().int >> 66 if self.seed is None else self.seed,
             "stop": self.stop,

@@ -262,6 +262,7 @@ def test_requests_branch_from_a_stored_prefix(engine, params):
         ({"max_tokens": 2}, "unknown argument of submit 'max_tokens'; did you mean 'max_new_tokens'"),
         ({"prefix": "nope"}, "unknown prefix 'nope'; known: none"),
         ({"logprobs": 5}, "logprobs=5"),
+        ({"fewer": 1}, "fewer=1: expected True or False"),
         ({"max_new_tokens": 10_000}, "exceed the model's context"),
         ({"stop": [""]}, "empty string"),
         ({"prefix": ["x"]}, "unknown prefix"),
@@ -562,6 +563,22 @@ def test_on_a_mesh(params, name, axes):
         finish(engine)
     assert seen == []
     assert [answer.tokens for answer in answers] == [alone(params, engine.policy, p, **asked) for p, asked in work]
+
+
+@pytest.mark.parametrize("left", [1, 5, 16, 40])
+def test_fewer_tokens_where_so_many_do_not_fit(engine, params, left):
+    """Those that the context leaves behind the prompt, and no more than were asked for."""
+    asked = {"max_new_tokens": 16, "stop_tokens": ()}
+    prompt = ids(params.config.max_position - left)
+    if left < 16:
+        with pytest.raises(BadValue, match="exceed the model's context"):
+            engine.submit(prompt, **asked)
+    answer = engine.submit(prompt, **asked, fewer=True)
+    finish(engine)
+    asked = {**asked, "max_new_tokens": min(left, 16)}
+    assert answer.tokens == alone(params, engine.policy, prompt, **asked) and answer.finish == "length"
+    with pytest.raises(BadValue, match="exceed the model's context"):
+        engine.submit(ids(params.config.max_position), fewer=True)
 
 
 def test_a_mesh_that_divides_rows_is_refused(params):

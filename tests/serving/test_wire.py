@@ -125,6 +125,15 @@ def test_what_would_be_passed_over_is_refused(kind, given, says):
         parsed(kind, body(**text, **given)).settings(ENGINE, 16)
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_only_a_default_may_be_fewer(name):
+    """A number of tokens that was asked for is given, or refused."""
+    text = {"messages": [{"role": "user", "content": "a"}]}
+    assert parsed(Chat, body(**text)).settings(ENGINE, 16).items() >= {"max_new_tokens": 16, "fewer": True}.items()
+    given = parsed(Chat, body(**text, **{name: 9})).settings(ENGINE, 16)
+    assert given.items() >= {"max_new_tokens": 9, "fewer": False}.items()
+
+
 def told(tokenizer, ids, *, best=(), stop=(), ends=(), step=3):
     """The log-probabilities of a completion with these tokens as it is streamed, and its text."""
     answer = Answer(1, 1, len(ids), ends, StopStrings(stop, tokenizer), True, lambda: None, lambda: True)
