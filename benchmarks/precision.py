@@ -141,10 +141,6 @@ def main() -> None:
     if options.layers and not options.time:
         parser.error("--layers: fewer layers say nothing about KL; expected it with --time")
     params = jaxkv.load(options.model, dtype=jnp.float32)
-    for policy in everything().values():
-        params.learned_for(policy.learns, policy.name)  # says what to run where something was not measured
-    if options.layers:
-        params = first_layers(params, options.layers)
     name = f"{options.name}-time" if options.time else options.name
     path = RESULTS / f"{name}.json"
     stored_as = written(name)
@@ -156,6 +152,11 @@ def main() -> None:
                 "both would stand in one table; expected another --name"
             )
     known = {row["case"]: row for row in before}
+    for label, policy in everything().items():
+        if label not in known:
+            params.learned_for(policy.learns, policy.name)  # says what to run where something was not measured
+    if options.layers:
+        params = first_layers(params, options.layers)
 
     def stored(found: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
         results = [*before]
