@@ -92,6 +92,18 @@ def test_a_conversation_goes_on_from_its_cache(lettered):
         jaxkv.generate(lettered, ["ab", ""], policy=None, max_new_tokens=2)
 
 
+def test_a_begun_answer_goes_on_from_its_cache(lettered):
+    """With the question before it, which the cache has not seen."""
+    messages, options = [{"role": "u", "content": "hi"}], {"max_new_tokens": 3, "stop_tokens": ()}
+    out = jaxkv.generate(lettered, messages, **options)
+    said = [*messages, {"role": "assistant", "content": out.text}, {"role": "u", "content": "go on"}]
+    said.append({"role": "assistant", "content": "I w"})
+    again = jaxkv.generate(lettered, said, cache=out.cache, **options)
+    assert lettered.tokenizer.decode(again.cache.texts()[0]).startswith(f"<u>hi<a>{out.text}<u>go on<assistant>I w")
+    whole = [token for part in again.cache.texts() for token in part]
+    assert jaxkv.generate(lettered, np.array(whole[: -len(again.text) + 1]), **options).text == again.text
+
+
 class Thoughtful(Letters):
     """Writes no thoughts of answers before the last question, as Qwen3's template."""
 
