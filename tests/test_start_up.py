@@ -188,6 +188,18 @@ def test_after_a_warmup_nothing_is_compiled(tiny):
         jaxkv.warmup(params, (0,))
 
 
+def test_a_warmup_decodes_where_the_first_text_ends_at_once(tiny):
+    params, policy = tiny("llama3"), jaxkv.policy("tova", budget=19)
+    options = {"policy": policy, "max_new_tokens": 5}
+    firsts = {
+        int(jaxkv.generate(params, np.full(30, token), **options, stop_tokens=()).tokens[0, 0]) for token in (0, 1)
+    }
+    options["stop_tokens"] = tuple(sorted(firsts))
+    compiled = run.decode._cache_size()
+    jaxkv.warmup(params, (30,), **options)
+    assert run.decode._cache_size() == compiled + 1
+
+
 def test_decoding_ends_with_the_last_row(tiny):
     """A chunk of steps is left when every row has ended: what it would have given is not computed."""
     params, policy = tiny("llama3"), jaxkv.policy("h2o", budget=24)
