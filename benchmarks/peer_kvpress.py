@@ -220,10 +220,12 @@ def begin(model: Path, threads: int) -> tuple[dict[str, Any], Callable]:
 
 
 def _press(name: str, kept: int, tokens: int, every: int) -> Any:
-    """The press that leaves so many of a prompt's tokens."""
+    """The press that leaves so many of a prompt's tokens; None where there are no more, and nothing is cut later."""
     import kvpress
 
     first, _, second = name.partition(THEN)
+    if kept >= tokens and not second:
+        return None
     if second:
         decoding = kvpress.DecodingPress(
             getattr(kvpress, second)(), compression_interval=every, target_size=kept, hidden_states_buffer_size=every
@@ -283,9 +285,7 @@ def _answer(model: Any, request: dict[str, Any], read: dict[tuple[int, ...], Pre
     context, rest = request["context"], request["rest"]
     first, second = (context + rest, []) if request["compress"] == "all" else (context, rest)
     kept, of_prompt, of_all = request["kept"], contextlib.nullcontext(), contextlib.nullcontext()
-    press = None
-    if kept is not None and kept < len(first):
-        press = _press(request["press"], kept, len(first), request.get("every", 1))
+    press = None if kept is None else _press(request["press"], kept, len(first), request.get("every", 1))
     hooks_alone = press is None or type(press).__call__ is kvpress.BasePress.__call__
     shared = hooks_alone and request["press"] not in EAGER
     if press is not None and not shared:
