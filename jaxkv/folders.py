@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import glob
 import os
 import shutil
 import tempfile
@@ -13,6 +14,7 @@ from pathlib import Path
 from jaxkv.errors import BadValue
 
 TRIES = 16  # to put a folder in another's place, or to remove one, while others write there
+FORGOTTEN = 24 * 3600.0  # seconds after which nobody writes a draft any more: its process was killed
 SPARE = 2**20  # bytes besides a folder's arrays: what is written about them
 
 
@@ -26,12 +28,13 @@ def appearing(target: Path) -> Iterator[Path]:
     """A draft file to write, which becomes `target` at the end of the block; an error leaves the old file and no draft.
 
     Each draft has a name of its own, so of several that write side by side the last one's file stands there, whole.
-    Raises `BadValue` where nothing can be written.
+    Drafts of processes that were killed go after a day. Raises `BadValue` where nothing can be written.
     """
     draft = _draft(target)
     try:
         with writing(target):
             target.parent.mkdir(parents=True, exist_ok=True)
+            _forget(target)
             yield draft
             with draft.open("rb") as file:
                 os.fsync(file.fileno())  # a disk that is full says so here at the latest
@@ -66,6 +69,8 @@ def appearing_folder(target: Path, size: int) -> Iterator[Path]:
     try:
         with writing(target):
             own.mkdir(parents=True, exist_ok=True)
+            if first:
+                _forget(target)
             free = shutil.disk_usage(own).free
             if free < size + SPARE:
                 raise OSError(errno.ENOSPC, f"it takes {size / 2**20:.1f} MiB, and {free / 2**20:.1f} MiB are free")
@@ -102,6 +107,14 @@ def _remove(folder: Path) -> None:
 
 def _draft(target: Path, own: str | None = None) -> Path:
     return target.with_name(f".{target.name}.{own or uuid.uuid4().hex[:12]}.part")
+
+
+def _forget(target: Path) -> None:
+    """Removes drafts of the target that nobody has written to for a day."""
+    for draft in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
+        with contextlib.suppress(OSError):
+            if time.time() - draft.stat().st_mtime > FORGOTTEN:
+                shutil.rmtree(draft) if draft.is_dir() else draft.unlink()
 
 
 def _put(draft: Path, target: Path) -> None:
