@@ -304,6 +304,8 @@ def _prefill(
         limit=limit, scan_layers=execution.scan_layers, learned=learned,
     )  # fmt: skip
     check_scores(policy)
+    if params.dtype == jnp.float16:
+        _check_finite(logits)
     layers = narrowed(layers)
     if expected is not None:
         expected = jnp.where(positions[..., None] < 0, EMPTY, expected[0]), expected[1]
@@ -319,6 +321,15 @@ def _prefill(
         draws=None if cache is None else cache.draws,
     )
     return cache, logits, expected
+
+
+def _check_finite(logits: jax.Array) -> None:
+    """Raises `BadValue` for logits that are NaN or infinite."""
+    if not bool(jnp.isfinite(logits).all()):
+        raise BadValue(
+            "the model's logits are not finite: its numbers go beyond 65504, where float16 ends; load it with "
+            "dtype='bfloat16' or 'float32'"
+        )
 
 
 def _pseudo_tokens(

@@ -95,7 +95,7 @@ def fill(
     or stay in a GGUF file's own (`STORED`), of one form in all layers.
     `place(path, shape, read)` makes the array of a path such as "layers/3/qkv" on its devices (of blocks:
     "layers/3/qkv#codes"); `read(index)` gives the part of it that a device needs, and reads no more of the file. Raises
-    `BadWeights` as `resolve` does, and for a tensor that holds NaN or infinity.
+    `BadWeights` as `resolve` does, and for a tensor that holds NaN or infinity; `BadValue` for one beyond float16.
     """
     names = resolve(tensors, table, config, where)
     forms = _forms(cast(Any, tensors), names) if weights == STORED else {}
@@ -111,16 +111,24 @@ def fill(
         target, layer = str(path[-1]), None if path[0] in OUTSIDE_LAYERS else int(str(path[1]))
         value, name = leaf.get_value(), "/".join(map(str, path))
 
+        def held(target: str, rows: slice, columns: slice) -> np.ndarray:
+            """Some of a tensor, in the dtype that it gets."""
+            read = part(target, layer, rows, columns)
+            with np.errstate(over="ignore"):
+                cut = read.astype(value.dtype, copy=False)
+            if value.dtype == np.float16 and not np.isfinite(cut).all():
+                raise BadValue(
+                    f"{where}: tensor {names[target, layer]} holds {np.abs(read).max():g}, and float16 ends at 65504: "
+                    "load it with dtype='bfloat16' or 'float32'"
+                )
+            return cut
+
         def outputs(rows: slice, columns: slice = ALL) -> np.ndarray:
             """Some of the matrix `[out, in]`, or of the vector, as files hold it."""
             joined = order(target, config)
             if not joined:
-                return part(target, layer, rows, columns).astype(value.dtype, copy=False)
-            return _joined(
-                joined,
-                rows,
-                lambda name, rows: part(f"{target}#{name}", layer, rows, columns).astype(value.dtype, copy=False),
-            )
+                return held(target, rows, columns)
+            return _joined(joined, rows, lambda name, rows: held(f"{target}#{name}", rows, columns))
 
         def stored(name: str, rows: slice, form: Form) -> dict[str, np.ndarray]:
             """Some rows of a part in the file's own blocks; a change of a matrix reorders its outputs."""
@@ -146,9 +154,9 @@ def fill(
             joined = order(target, config)
             if not joined:
                 return stored(target, slice(start, stop), form)
-            held = functools.cache(lambda part, low, high: stored(f"{target}#{part}", slice(low, high), form))
+            once = functools.cache(lambda part, low, high: stored(f"{target}#{part}", slice(low, high), form))
             return {
-                each: _joined(joined, slice(start, stop), lambda part, r, each=each: held(part, r.start, r.stop)[each])
+                each: _joined(joined, slice(start, stop), lambda part, r, each=each: once(part, r.start, r.stop)[each])
                 for each in ("codes", "scale", "offset")[: 3 if form.offset else 2]
             }
 
