@@ -385,7 +385,8 @@ HF_FAMILIES: dict[str, Callable[[_Keys], ModelConfig]] = {
 GGUF_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3"}
 GEMMA3_27B_LAYERS = 62  # the one size whose attention is scaled by hidden size / heads
 GEMMA3_LOCAL_THETA, GEMMA3_PATTERN = 1e4, 6  # where the metadata does not say
-ENDS = ("<end_of_turn>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")  # of a turn; not every file names its own
+ENDS = ("<end_of_turn>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end_of_text|>")  # not every file names its own
+FILLS = ("<|endoftext|>",)  # an end of text where the file pads with it, as Qwen's
 
 
 def _from_gguf(keys: _Keys, architecture: str, tied: bool, factors: Sequence[float] | None) -> ModelConfig:
@@ -466,8 +467,9 @@ def _gemma3_layers(pattern: Any, layers: int) -> tuple[str, ...]:
 def _gguf_stops(keys: _Keys) -> tuple[int, ...]:
     """End of text, of turn and of message: those that the metadata names, and those that the vocabulary spells so."""
     named = [keys.ids(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    tokens = keys.get("tokenizer.ggml.tokens", [])
-    spelt = [index for index, token in enumerate(tokens) if token in ENDS] if isinstance(tokens, list) else []
+    tokens, fills = keys.get("tokenizer.ggml.tokens", []), keys.get("tokenizer.ggml.padding_token_id")
+    tokens = tokens if isinstance(tokens, list) else []
+    spelt = [index for index, token in enumerate(tokens) if token in ENDS or (token in FILLS and index == fills)]
     return tuple(dict.fromkeys([*(each for some in named for each in some), *spelt]))
 
 

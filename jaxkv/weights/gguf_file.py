@@ -5,7 +5,9 @@ a vocabulary of 262144, here a tenth of a second) and tells nothing of truncated
 """
 
 import dataclasses
+import functools
 import math
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.checks import fits, shown
-from jaxkv.errors import BadWeights
+from jaxkv.errors import BadWeights, MissingModel
 from jaxkv.models.linear import Form
 from jaxkv.weights import gguf_blocks
 
@@ -22,6 +24,7 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 STRING, ARRAY = 8, 9
 DEEPEST = 8  # arrays in arrays: no file that we know has any
 VERSIONS = (2, 3)
+PART = re.compile(r"(.+)-(\d{5})-of-\d{5}\.gguf")
 STRETCH = 2**18  # values dequantised in one call: they and what they are made of stay in a core's cache
 
 
@@ -65,6 +68,20 @@ class GgufTensor:
         return gguf_blocks.arrays(_name(self.kind), np.asarray(data)[rows], form)
 
 
+@functools.cache
+def _readable(kind: int) -> bool:
+    """Whether `gguf` makes numbers of such blocks."""
+    import gguf
+
+    _, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+    item = {"F32": np.float32, "F16": np.float16}.get(_name(kind), np.uint8)
+    try:
+        gguf.dequantize(np.zeros(block_bytes, np.uint8).view(item), gguf.GGMLQuantizationType(kind))
+    except NotImplementedError:
+        return False
+    return True
+
+
 def _name(kind: int) -> str:
     import gguf
 
@@ -80,10 +97,31 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """The metadata and the tensors of a GGUF file, none of them read yet.
+    """The metadata and the tensors of a GGUF file, none of them read yet; of the first part of a file in several parts
+    those of all.
 
-    Raises `BadWeights` for a file that is no GGUF, of another version, of an unknown block format, or truncated.
+    Raises `BadWeights` for a file that is no GGUF, of another version, of an unknown block format, or truncated, and
+    for another part than the first; `MissingModel` where one is not there.
     """
+    first = _read(path)
+    count = first.fields.get("split.count", 1)
+    if not fits(count, int) or count < 2:
+        return first
+    part = PART.fullmatch(path.name)
+    if part is None or int(part[2]) != 1:
+        raise BadWeights(
+            f"{path} is one of {count} parts: load the first, NAME-00001-of-{count:05}.gguf, beside the others"
+        )
+    others = [path.with_name(f"{part[1]}-{number:05}-of-{count:05}.gguf") for number in range(2, count + 1)]
+    lost = [str(other) for other in others if not other.is_file()]
+    if lost:
+        raise MissingModel(f"{path} is the first of {count} parts, and {', '.join(lost)} is not there: get all of them")
+    every = [first, *map(_read, others)]
+    return GgufFile(first.fields, {name: tensor for each in every for name, tensor in each.tensors.items()})
+
+
+def _read(path: Path) -> GgufFile:
+    """One file."""
     import gguf
 
     size = path.stat().st_size
@@ -114,6 +152,11 @@ def read_gguf(path: Path) -> GgufFile:
     for name, shape, kind, offset in infos:
         if kind not in gguf.GGMLQuantizationType._value2member_map_:
             raise BadWeights(f"{path}: tensor {name} has block format {kind}, which gguf {_version()} does not know")
+        if not _readable(kind):
+            raise BadWeights(
+                f"{path}: tensor {name} has block format {_name(kind)}, which gguf {_version()} cannot read: get the "
+                "model in another format, such as Q8_0 or F16"
+            )
         per_block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
         if not shape or shape[-1] % per_block:
             raise BadWeights(f"{path}: tensor {name} of shape {list(shape)} does not fill blocks of {per_block}")

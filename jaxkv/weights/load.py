@@ -25,7 +25,7 @@ from jaxkv.weights.params import Params
 from jaxkv.weights.safetensors_files import read_safetensors
 from jaxkv.weights.source import is_orbax, locate
 from jaxkv.weights.tables import GGUF, HF, Table
-from jaxkv.weights.tokenizer import from_folder, from_gguf
+from jaxkv.weights.tokenizer import described, from_folder, from_gguf
 
 ROWS = 4096  # of two matrices that are compared
 
@@ -96,17 +96,20 @@ def _load_folder(folder: Path, dtype: Any, mesh: Mesh | None, kept: str | None) 
     if is_orbax(folder):
         from jaxkv.weights import orbax_folder
 
-        config = orbax_folder.config_of(folder)
+        config, tokenizer = orbax_folder.config_of(folder), from_folder(folder)
         layout = Layout.of(mesh, config)
         weights = orbax_folder.read_weights(folder, config, dtype, layout, prefers_panels() and mesh is None, kept)
-        return Params(weights, config, from_folder(folder), layout)
+        return Params(weights, config, tokenizer, layout)
     config = config_of(folder)
-    tensors = {_without_wrapper(name): tensor for name, tensor in read_safetensors(folder).items()}
-    table = HF[config.family]
+    table, tensors = HF[config.family], _plainly_named(read_safetensors(folder))
+    head, embed = (table.name_of(target, None) for target in ("head", "embed"))
+    if config.tie_embeddings and embed not in tensors and head in tensors:  # of two names for one array, the other
+        tensors[embed] = tensors.pop(head)
     if config.tie_embeddings and _has_own_head(tensors, table):
         config = dataclasses.replace(config, tie_embeddings=False)
+    tokenizer = from_folder(folder)  # before the weights, which take longer to read
     weights, layout = _filled(tensors, table, config, dtype, mesh, kept, folder)
-    return Params(weights, config, from_folder(folder), layout)
+    return Params(weights, config, tokenizer, layout)
 
 
 def _has_own_head(tensors: Mapping[str, Tensor], table: Table) -> bool:
@@ -153,6 +156,15 @@ def _json(path: Path) -> dict[str, Any] | None:
     return facts
 
 
+def _plainly_named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors by their names in a text model: also those of a model for text and images, and of a model that was
+    saved without its head, whose names lack the first part."""
+    plain = {_without_wrapper(name): tensor for name, tensor in tensors.items()}
+    if any(name.startswith("model.") for name in plain):
+        return plain
+    return {name if name.startswith("lm_head.") else f"model.{name}": tensor for name, tensor in plain.items()}
+
+
 def _without_wrapper(name: str) -> str:
     """The name in the text model of a model for text and images."""
     for prefix, plain in (("model.language_model.", "model."), ("language_model.", "")):
@@ -172,6 +184,7 @@ def _load_gguf(path: Path, dtype: Any, mesh: Mesh | None, kept: str | None) -> P
         )
     except BadValue as error:
         raise BadWeights(f"{path}: {error}") from error
+    described(file.fields)  # says so where the tokenizer cannot be built, before the weights are read
     with ThreadPoolExecutor(1) as aside:  # importing transformers takes as long as reading a small model
         tokenizer = aside.submit(from_gguf, file.fields)
         weights, layout = _filled(file.tensors, GGUF[config.family], config, dtype, mesh, kept, path)

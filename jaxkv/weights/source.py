@@ -147,7 +147,8 @@ def _from_hub(name: str) -> Path:
         from huggingface_hub import snapshot_download
 
         wanted = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-        return Path(snapshot_download(name, allow_patterns=wanted))
+        twice = ["consolidated*", "*/*"]  # the same weights in another form
+        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=twice))
     except Exception as error:  # its many errors of network, name and rights mean the same here
         first = next(iter(str(error).splitlines()), "")
         raise MissingModel(

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxkv.errors import BadValue, BadWeights, unknown
+from jaxkv.checks import fits
+from jaxkv.errors import BadValue, BadWeights, UnknownName, unknown
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # GGUF's kinds of tokens
@@ -14,15 +15,21 @@ QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 LLAMA3 = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 CUTS = {
     "smollm": "digits",
-    "qwen2": QWEN2,
-    "llama-bpe": LLAMA3,
-    "llama3": LLAMA3,
-    "llama-v3": LLAMA3,
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1"), LLAMA3),
+    "tekken": TEKKEN,  # Mistral's since Nemo
     "gpt-2": None,
     "default": None,
 }
+WHOLE_WORDS = (LLAMA3, TEKKEN)  # take a word that is a token as it is, and begin texts with BOS
+UNNAMED = {"qwen2": "qwen2", "qwen3": "qwen2"}  # of an architecture whose file names none
 
 
 def from_folder(folder: Path) -> Any:
@@ -32,7 +39,8 @@ def from_folder(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        # code in a folder is not run: it would ask for leave on the terminal
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # every tokenizer class has its own
         raise BadValue(f"the tokenizer in {folder} can't be read: {type(error).__name__}: {error}") from error
 
@@ -40,25 +48,23 @@ def from_folder(folder: Path) -> Any:
 def from_gguf(fields: Mapping[str, Any]) -> Any:
     """The tokenizer of GGUF metadata as a `PreTrainedTokenizerFast` with the file's chat template, or None.
 
-    Byte-level BPE ("gpt2") with the pre-tokenizer the file names, and SentencePiece's BPE ("llama"). Raises
-    `UnknownName` for another model or pre-tokenizer, `BadWeights` for metadata that lacks what these need.
+    Byte-level BPE ("gpt2") with the pre-tokenizer the file names, and SentencePiece's BPE ("llama"). Raises as
+    `described` does.
     """
-    own = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items() if "tokenizer.ggml." in key}
-    if "model" not in own or "tokens" not in own:
+    own = described(fields)
+    if own is None:
         return None
-    if own["model"] not in BUILDERS:
-        raise unknown("GGUF tokenizer model", str(own["model"]), BUILDERS)
-    lost = [f"tokenizer.ggml.{key}" for key in NEEDED[own["model"]] if key not in own]
-    if lost:
-        raise BadWeights(f"the GGUF metadata has no {', '.join(lost)}: get a complete file")
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = BUILDERS[own["model"]](own)
+    try:
+        tokenizer = BUILDERS[own["model"]](own)
+    except Exception as error:  # of the library, which has one kind for all
+        raise BadWeights(f"the GGUF file's tokenizer cannot be built: {error}; get the file again") from error
     tokens = _pieces(own)
     named = {
         role: tokens[own[f"{key}_token_id"]]
         for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-        if 0 <= own.get(f"{key}_token_id", -1) < len(tokens)
+        if f"{key}_token_id" in own
     }
     _frame(tokenizer, own, tokens)
     return PreTrainedTokenizerFast(
@@ -69,15 +75,43 @@ def from_gguf(fields: Mapping[str, Any]) -> Any:
     )
 
 
+def described(fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What GGUF metadata says of its tokenizer, None where that is nothing. Special tokens that the vocabulary has not
+    are left out. Raises `UnknownName` for another model or pre-tokenizer, `BadWeights` for metadata that lacks what
+    these need."""
+    own = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items() if "tokenizer.ggml." in key}
+    if "model" not in own or "tokens" not in own:
+        return None
+    if own["model"] not in BUILDERS:
+        raise unknown("GGUF tokenizer model", str(own["model"]), BUILDERS)
+    lost = [f"tokenizer.ggml.{key}" for key in NEEDED[own["model"]] if key not in own]
+    if lost:
+        raise BadWeights(f"the GGUF metadata has no {', '.join(lost)}: get a complete file")
+    tokens = own["tokens"]
+    for key in ("token_type", "scores"):
+        if key in own and len(own[key]) != len(tokens):
+            raise BadWeights(
+                f"tokenizer.ggml.{key} has {len(own[key])} entries, and there are {len(tokens)} tokens: the GGUF "
+                "metadata is damaged, get the file again"
+            )
+    if own["model"] == "gpt2":
+        guess = "llama-bpe" if "<|begin_of_text|>" in tokens else "default"
+        own.setdefault("pre", UNNAMED.get(str(fields.get("general.architecture")), guess))
+        if own["pre"] not in CUTS:
+            error = unknown("GGUF pre-tokenizer", str(own["pre"]), CUTS)
+            raise UnknownName(f"{error}; load the model's Hugging Face folder instead")
+    special = {key for key in own if key.endswith("_token_id")}
+    known = {key for key in special if fits(own[key], int) and 0 <= own[key] < len(tokens)}
+    return {key: value for key, value in own.items() if key not in special - known}
+
+
 def _byte_level(own: Mapping[str, Any]) -> Any:
     """GPT-2's BPE on bytes written as letters."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    kind = own.get("pre", "default")
-    if kind not in CUTS:
-        raise unknown("GGUF pre-tokenizer", str(kind), CUTS)
+    kind = own["pre"]
     merges = [tuple(merge.split(" ", 1)) for merge in own["merges"]]
-    whole_words = CUTS[kind] is LLAMA3  # Llama 3 takes a word that is a token as it is
+    whole_words = CUTS[kind] in WHOLE_WORDS
     vocabulary = {token: index for index, token in enumerate(own["tokens"])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole_words))
     space = own.get("add_space_prefix", False)
@@ -91,7 +125,7 @@ def _byte_level(own: Mapping[str, Any]) -> Any:
         cut = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=space, use_regex=False)])
     tokenizer.pre_tokenizer = cut
     tokenizer.decoder = decoders.ByteLevel()
-    if kind == "qwen2":
+    if CUTS[kind] is QWEN2:
         tokenizer.normalizer = normalizers.NFC()
     _add(tokenizer, own, own["tokens"])
     return tokenizer
@@ -170,7 +204,7 @@ def _frame(tokenizer: Any, own: Mapping[str, Any], tokens: Sequence[str]) -> Non
     """Put BOS in front and EOS behind where the file says so."""
     from tokenizers import processors
 
-    marks, begins = {}, own["model"] == "llama" or CUTS.get(own.get("pre", "default")) is LLAMA3
+    marks, begins = {}, own["model"] == "llama" or CUTS[own["pre"]] in WHOLE_WORDS
     for key in ("bos", "eos"):
         wanted = own.get(f"add_{key}_token", begins and key == "bos")
         if wanted and f"{key}_token_id" in own:

@@ -157,6 +157,10 @@ def test_gguf_metadata():
 def test_gguf_turns_end_where_the_vocabulary_says_so():
     tokens = ["a", "<end_of_turn>", "<|endoftext|>", "<|im_end|>"]
     assert ModelConfig.from_gguf({**GGUF, "tokenizer.ggml.tokens": tokens}, tied=True).stop_tokens == (7, 9, 1, 3)
+    padded = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.padding_token_id": 2}  # as Qwen's
+    assert ModelConfig.from_gguf({**GGUF, **padded}, tied=True).stop_tokens == (7, 9, 1, 2, 3)
+    llama = {"tokenizer.ggml.tokens": ["a", "<|end_of_text|>"]}
+    assert ModelConfig.from_gguf({**GGUF, **llama}, tied=True).stop_tokens == (7, 9, 1)
 
 
 @pytest.mark.parametrize(

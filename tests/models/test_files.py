@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+import sys
 
 import gguf
 import jax
@@ -60,7 +61,7 @@ def interleaved(weight, heads):
     return weight[rows]
 
 
-def write_gguf(path, config: ModelConfig, tensors, kind=None, edit=None):
+def write_gguf(path, config: ModelConfig, tensors, kind=None, edit=None, more=None):
     """The tiny model as GGUF."""
     name = config.family
     found = {}
@@ -77,12 +78,22 @@ def write_gguf(path, config: ModelConfig, tensors, kind=None, edit=None):
     if edit is not None:
         edit(found)
     with writing(path, config) as writer:
+        for key, value in (more or {}).items():
+            writer.add_key_value(key, value, *types_of(value))
         for key, value in found.items():
             if kind is not None and value.ndim == 2:
                 writer.add_tensor(key, gguf.quantize(value, kind), raw_dtype=kind)
             else:
                 writer.add_tensor(key, value)
     return path
+
+
+def types_of(value):
+    """The types of a value in GGUF."""
+    kinds = gguf.GGUFValueType
+    if isinstance(value, list):
+        return kinds.ARRAY, kinds.STRING
+    return (kinds.STRING if isinstance(value, str) else kinds.UINT32,)
 
 
 @pytest.mark.parametrize("family", ["llama2", "llama3", "qwen2", "qwen3"])
@@ -150,6 +161,46 @@ def test_gguf_tensors_that_do_not_fit(goldens, tiny, tmp_path):
 
     path = write_gguf(tmp_path / "model.gguf", tiny("llama2").config, tensors, edit=edit)
     with pytest.raises(BadWeights, match=r"missing blk\.1\.ffn_up\.weight; unexpected blk\.0\.attn_q_norm\.weight"):
+        jaxkv.load(path)
+
+
+def test_gguf_in_several_parts(goldens, tiny, tmp_path):
+    """Loaded by the first, which has the metadata; each of the others has some tensors."""
+    params = tiny("llama2")
+    tensors = load_file(goldens / "tiny" / "llama2" / "model.safetensors")
+    names = []
+    write_gguf(tmp_path / "whole.gguf", params.config, tensors, edit=names.extend)
+    paths = [tmp_path / f"m-{part:05}-of-00003.gguf" for part in (1, 2, 3)]
+    for number, path in enumerate(paths):
+        keep = set(names[number::3])
+
+        def edit(found, keep=keep):
+            for name in set(found) - keep:
+                del found[name]
+
+        write_gguf(path, params.config, tensors, edit=edit, more={"split.count": 3, "split.no": number})
+    assert same(jaxkv.load(paths[0]), params)
+    with pytest.raises(BadWeights, match=r"m-00002-of-00003\.gguf is one of 3 parts: load the first"):
+        jaxkv.load(paths[1])
+    paths[2].unlink()
+    with pytest.raises(MissingModel, match=r"m-00003-of-00003\.gguf is not there"):
+        jaxkv.load(paths[0])
+
+
+def test_gguf_blocks_that_nothing_reads(goldens, tiny, tmp_path):
+    tensors = load_file(goldens / "tiny" / "llama2" / "model.safetensors")
+    wide = lambda found: found.update({"output_norm.weight": found["output_norm.weight"].astype(np.float64)})  # noqa: E731
+    path = write_gguf(tmp_path / "model.gguf", tiny("llama2").config, tensors, edit=wide)
+    with pytest.raises(BadWeights, match=r"tensor output_norm\.weight has block format F64, which gguf .* cannot read"):
+        jaxkv.load(path)
+
+
+def test_a_gguf_tokenizer_that_is_not_known_is_told_before_weights_are_read(goldens, tiny, tmp_path, monkeypatch):
+    tensors = load_file(goldens / "tiny" / "llama2" / "model.safetensors")
+    own = {"tokenizer.ggml.model": "t5", "tokenizer.ggml.tokens": ["a"]}
+    path = write_gguf(tmp_path / "model.gguf", tiny("llama2").config, tensors, more=own)
+    monkeypatch.setattr(sys.modules["jaxkv.weights.load"], "fill", None)
+    with pytest.raises(UnknownName, match="'t5'"):
         jaxkv.load(path)
 
 
@@ -269,6 +320,43 @@ def test_a_head_of_its_own_counts_more_than_the_config(folder, tiny):
     assert tiny("llama3").config.tie_embeddings and not params.config.tie_embeddings
     table = np.asarray(tiny("llama3").weights["embed"][...])
     np.testing.assert_array_equal(np.asarray(params.weights["head"][...]), table[::-1].T)
+
+
+def test_a_tied_model_that_kept_the_heads_name(folder, tiny):
+    """As tools write it that keep one of two names of an array."""
+    model = folder("llama3")
+    change(model, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
+    assert same(jaxkv.load(model), tiny("llama3"))
+
+
+@pytest.mark.parametrize("family", ["llama2", "llama3"])
+def test_a_model_that_was_saved_without_its_head(folder, tiny, family):
+    """Its names lack the first part. A head of its own stays, as files name it."""
+    model = folder(family)
+
+    def edit(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    change(model, edit)
+    assert same(jaxkv.load(model), tiny(family))
+
+
+def test_what_float16_cannot_hold(folder):
+    """Weights say so when they are loaded, what comes of them when a prompt has run."""
+    model = folder("llama3")
+    up, down = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("up", "down"))
+    large = lambda tensors: tensors.update({up: tensors[up] * 20, down: tensors[down] * 2e4})  # noqa: E731
+    change(model, large)
+    params = jaxkv.load(model, dtype="float16")
+    prompt, policy = np.arange(9) + 3, jaxkv.policy("h2o", budget=8)
+    for run in (jaxkv.generate, jaxkv.prefill):
+        with pytest.raises(BadValue, match="beyond 65504, where float16 ends; load it with dtype='bfloat16'"):
+            run(params, prompt, policy=policy)
+    assert jaxkv.generate(jaxkv.load(model, dtype="bfloat16"), prompt, max_new_tokens=2).lengths == [2]
+    change(model, lambda tensors: tensors.update({down: tensors[down] * 1e4}))
+    with pytest.raises(BadValue, match=rf"tensor {down} holds .*, and float16 ends at 65504"):
+        jaxkv.load(model, dtype="float16")
 
 
 def test_text_part_of_a_model_for_images(folder, tiny):

@@ -3,6 +3,7 @@
 import hashlib
 import importlib.metadata
 import os
+import time
 import tomllib
 
 import pytest
@@ -59,6 +60,17 @@ def test_interrupted_join_leaves_nothing(pieces, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         join(pieces, target)
     assert list(target.parent.iterdir()) == []
+
+
+def test_drafts_that_a_killed_process_left_go_after_a_day(pieces, tmp_path):
+    """Those of other files, and what may still be written, stay."""
+    target = tmp_path / "joined[1].bin"
+    names = {".joined[1].bin.a.part": 2, ".joined[1].bin.b.part": 0.5, ".joined1.bin.c.part": 2}
+    for name, days in names.items():
+        (tmp_path / name).write_bytes(b"x")
+        os.utime(tmp_path / name, (time.time() - days * 86400,) * 2)
+    join(pieces, target)
+    assert sorted(path.name for path in tmp_path.glob(".*.part")) == [".joined1.bin.c.part", ".joined[1].bin.b.part"]
 
 
 class Wheel:
@@ -171,6 +183,21 @@ def test_hub_that_can_not_be_had(monkeypatch):
     with pytest.raises(MissingModel, match=r"some-org/some-model can't be had.*no route.*folder"):
         jaxkv.load("some-org/some-model")
     assert asked == ["some-org/some-model"]
+
+
+def test_the_same_weights_in_another_form_are_not_downloaded(monkeypatch, tmp_path):
+    """As Mistral's repositories have them beside those that are loaded."""
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    there, got = ["model-1.safetensors", "config.json", "consolidated.safetensors", "original/params.json"], []
+
+    def download(_, **patterns):
+        got.extend(filter_repo_objects(there, **patterns))
+        return tmp_path
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert locate("some-org/some-model") == tmp_path and got == there[:2]
 
 
 def test_hub_model_is_loaded_from_its_folder(monkeypatch, goldens):

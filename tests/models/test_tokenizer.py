@@ -1,5 +1,6 @@
 """Tokenizers that are built from GGUF metadata."""
 
+import contextlib
 import json
 
 import pytest
@@ -135,14 +136,48 @@ def test_chat_template_of_the_file():
 
 def test_what_can_not_be_built_is_named():
     assert from_gguf({}) is None
-    with pytest.raises(UnknownName, match=r"pre-tokenizer 'tekken'"):
-        from_gguf(byte_level("tekken"))
+    with pytest.raises(UnknownName, match=r"pre-tokenizer 'superbpe'.*load the model's Hugging Face folder"):
+        from_gguf(byte_level("superbpe"))
     with pytest.raises(UnknownName, match=r"tokenizer model 't5'"):
         from_gguf(byte_level("qwen2", **{"tokenizer.ggml.model": "t5"}))
     broken = byte_level("qwen2")
     del broken["tokenizer.ggml.merges"]
     with pytest.raises(BadWeights, match=r"no tokenizer\.ggml\.merges"):
         from_gguf(broken)
+    with pytest.raises(BadWeights, match=r"tokenizer\.ggml\.token_type has 1 entries, and there are 13 tokens"):
+        from_gguf(byte_level("qwen2", **{"tokenizer.ggml.token_type": [1]}))
+    with pytest.raises(BadWeights, match="cannot be built"):
+        from_gguf(byte_level("qwen2", **{"tokenizer.ggml.merges": ["x y"]}))
+
+
+@pytest.mark.parametrize("wrong", [99, -1, "no", 2**32 - 1])
+def test_special_tokens_that_the_vocabulary_has_not_are_left_out(wrong):
+    tokenizer = from_gguf(byte_level("llama-bpe", **{"tokenizer.ggml.bos_token_id": wrong}))
+    assert tokenizer("ab")["input_ids"] == [7] and tokenizer.bos_token is None and tokenizer.eos_token == "<|end|>"
+    assert from_gguf(sentencepiece(**{"tokenizer.ggml.unknown_token_id": wrong}))("ab")["input_ids"] == [1, 9]
+
+
+@pytest.mark.parametrize(("architecture", "digits"), [("qwen2", 3), ("qwen3", 3), ("llama", 1)])
+def test_a_pre_tokenizer_that_is_not_named_is_the_architectures(architecture, digits):
+    fields = {**byte_level("gone"), "general.architecture": architecture}
+    del fields["tokenizer.ggml.pre"]
+    assert len(from_gguf(fields)("123")["input_ids"]) == digits
+
+
+def test_a_vocabulary_of_llama_3_names_its_pre_tokenizer():
+    fields = byte_level("gone")
+    del fields["tokenizer.ggml.pre"]
+    fields["tokenizer.ggml.tokens"][12] = "<|begin_of_text|>"
+    assert from_gguf({**fields, "tokenizer.ggml.bos_token_id": 12})("ab")["input_ids"] == [12, 7]
+
+
+def test_tekken_cuts_words_where_capitals_begin():
+    tokens = ["<s>", "a", "B", "aB", "Ba", "\u0120", "1", "2", "12"]
+    fields = byte_level("tekken", **{"tokenizer.ggml.bos_token_id": 0})
+    fields |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [CONTROL] + [NORMAL] * 8}
+    fields["tokenizer.ggml.merges"] = ["a B", "B a", "1 2"]
+    tokenizer = from_gguf(fields)
+    assert tokenizer.convert_ids_to_tokens(tokenizer("aBa 12")["input_ids"]) == ["<s>", "a", "Ba", "\u0120", "1", "2"]
 
 
 def test_folders(tmp_path, smollm2):
@@ -151,6 +186,14 @@ def test_folders(tmp_path, smollm2):
     again = from_folder(tmp_path)
     text = "The train leaves at seven. 12345"
     assert again(text)["input_ids"] == smollm2.tokenizer(text)["input_ids"]
+    own = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({**own, "auto_map": {"AutoTokenizer": ["code.X", None]}})
+    )
+    with contextlib.suppress(BadValue):
+        from_folder(tmp_path)
+    assert not (tmp_path / "ran").exists()  # nor is anybody asked for leave
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(BadValue, match="can't be read"):
         from_folder(tmp_path)
