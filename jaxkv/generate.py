@@ -192,6 +192,9 @@ def _begin(params: Params, prompt: Prompt, cache: KVCache | None, request: Reque
     if request.speculative is not None:
         session = Session(request.speculative, params, policy, cache)
     started = time.perf_counter()
+    later = request.max_new_tokens - (
+        prompt is not None
+    )  # tokens to run: one that waits, and all new ones but the last
     if prompt is None:
         make_room()
         assert cache is not None  # checked with the request
@@ -199,8 +202,8 @@ def _begin(params: Params, prompt: Prompt, cache: KVCache | None, request: Reque
         rows, texts = list(np.asarray(cache.pending)[:, None]), cache.texts()
         before = None if texts is None else [np.append(*each) for each in zip(texts, rows, strict=True)]
         if session is not None:
-            session.check_room(np.asarray(cache.lengths), request.max_new_tokens)
-        cache = with_room(policy, config, cache, request.max_new_tokens)
+            session.check_room(np.asarray(cache.lengths), later)
+        cache = with_room(policy, config, cache, later)
     else:
         rows, single = rows_of(prompt, params.tokenizer, config.vocab_size, _pending(cache))
         prompt_tokens = sum(map(len, rows))
@@ -208,10 +211,8 @@ def _begin(params: Params, prompt: Prompt, cache: KVCache | None, request: Reque
         if session is not None:
             top, limit, new = session.top, session.limit, np.array([len(row) for row in rows])
             seen = 0 if cache is None else np.asarray(cache.lengths) + (np.asarray(cache.pending) >= 0)
-            session.check_room(seen + new, request.max_new_tokens)
-        cache, logits, expected = _prefill(
-            params, rows, policy, cache, execution, room=request.max_new_tokens, top=top, limit=limit
-        )
+            session.check_room(seen + new, later)
+        cache, logits, expected = _prefill(params, rows, policy, cache, execution, room=later, top=top, limit=limit)
         logits = jnp.repeat(logits, samples, axis=0)
         texts = before = cache.texts()
     draws = draws_of([each.tobytes() for each in before or _told_apart(rows, apart)], samples, cache.draws)
@@ -248,7 +249,7 @@ def _begin(params: Params, prompt: Prompt, cache: KVCache | None, request: Reque
 
         def prefilled(params: Params, policy: Policy) -> KVCache:
             quiet = dataclasses.replace(execution, progress=None)
-            drafts, *_ = _prefill(params, known, policy, None, quiet, room=request.max_new_tokens)
+            drafts, *_ = _prefill(params, known, policy, None, quiet, room=later)
             return repeated(drafts, samples)
 
         pending = decoding.state.cache.pending

@@ -198,12 +198,12 @@ def check_room(
         return
     if policy.rope == "text":
         raise BadValue(
-            f"{taken} tokens of text and {room} new ones exceed the model's context of {config.max_position}: "
+            f"{taken} tokens of text and {room} run behind them exceed the model's context of {config.max_position}: "
             "shorten them, or use a policy with positions in the cache, such as policy('streaming-llm', budget=...)"
         )
     raise BadValue(
-        f"{taken} tokens in the cache and {room} new ones exceed the model's context of {config.max_position}, for "
-        f"policy {policy.name!r} evicts nothing while decoding: shorten them, or use one that does, such as "
+        f"{taken} tokens in the cache and {room} run behind them exceed the model's context of {config.max_position}, "
+        f"for policy {policy.name!r} evicts nothing while decoding: shorten them, or use one that does, such as "
         "policy('streaming-llm', budget=...)"
     )
 

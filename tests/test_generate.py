@@ -30,7 +30,7 @@ from jaxkv.plan import PromptBlocks, planned
 from jaxkv.prompts import rows_of
 from jaxkv.request import Execution, checked_request
 from jaxkv.sampling import Sampler, draws_of, row_keys
-from jaxkv.speculative import PromptLookup
+from jaxkv.speculative import PromptLookup, SelfDraft
 from jaxkv.store.cache import one_row
 
 FAMILY = "llama3"
@@ -314,6 +314,24 @@ def test_a_continuation_begins_with_its_space(lettered):
     assert first.text + jaxkv.generate(params, cache=first.cache, **options).text == whole.text
     stream = jaxkv.stream(params, "hello", **options)
     assert "".join(stream) == jaxkv.generate(params, "hello", **options).text
+
+
+def test_a_prompt_may_fill_the_context(tiny):
+    """The last token that is drawn is never run, so that one comes behind a full context, and no more."""
+    params = tiny(FAMILY)
+    params = dataclasses.replace(params, config=dataclasses.replace(params.config, max_position=32))
+    out = jaxkv.generate(params, ids(32), max_new_tokens=1, stop_tokens=())
+    last = jaxkv.generate(params, ids(32)[:30], max_new_tokens=3, stop_tokens=())
+    assert int(out.cache.lengths[0]) == int(last.cache.lengths[0]) == 32
+    for prompt, new in ((ids(32), 2), (ids(30), 4), (ids(33), 1)):
+        with pytest.raises(BadValue, match="exceed the model's context of 32"):
+            jaxkv.generate(params, prompt, max_new_tokens=new)
+    with pytest.raises(BadValue, match="exceed the model's context of 32"):
+        jaxkv.generate(params, cache=last.cache, max_new_tokens=1)
+    drafted = jaxkv.generate(
+        params, ids(20), max_new_tokens=13, stop_tokens=(), speculative=SelfDraft(jaxkv.policy("full"))
+    )
+    assert drafted.tokens.tolist() == jaxkv.generate(params, ids(20), max_new_tokens=13, stop_tokens=()).tokens.tolist()
 
 
 def test_streamed_pieces_make_the_text(lettered):

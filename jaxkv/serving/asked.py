@@ -233,9 +233,9 @@ def asked(
             rows = [np.append(np.int32(prefix.pending), rows[0]).astype(np.int32)]
     lengths = np.array([seen], np.int32)
 
-    def held(new: int) -> tuple[Plan, PromptBlocks, np.ndarray]:
+    def held(new: int) -> tuple[Plan, PromptBlocks, np.ndarray]:  # the last of the new tokens is not run
         plan, blocks, limits = planned(
-            policy, params.config, lengths, filled, np.array([len(rows[0])]), new,
+            policy, params.config, lengths, filled, np.array([len(rows[0])]), new - 1,
             parts=params.layout.parts, learned=learned, sizes=sizes,
         )  # fmt: skip
         _check_slots(policy, shapes, plan, len(rows[0]) + seen, new)

@@ -567,9 +567,9 @@ def test_on_a_mesh(params, name, axes):
 
 @pytest.mark.parametrize("left", [1, 5, 16, 40])
 def test_fewer_tokens_where_so_many_do_not_fit(engine, params, left):
-    """Those that the context leaves behind the prompt, and no more than were asked for."""
+    """Those that the context leaves behind the prompt (the last is not run), and no more than were asked for."""
     asked = {"max_new_tokens": 16, "stop_tokens": ()}
-    prompt = ids(params.config.max_position - left)
+    prompt = ids(params.config.max_position + 1 - left)
     if left < 16:
         with pytest.raises(BadValue, match="exceed the model's context"):
             engine.submit(prompt, **asked)
@@ -578,7 +578,7 @@ def test_fewer_tokens_where_so_many_do_not_fit(engine, params, left):
     asked = {**asked, "max_new_tokens": min(left, 16)}
     assert answer.tokens == alone(params, engine.policy, prompt, **asked) and answer.finish == "length"
     with pytest.raises(BadValue, match="exceed the model's context"):
-        engine.submit(ids(params.config.max_position), fewer=True)
+        engine.submit(ids(params.config.max_position + 1), fewer=True)
 
 
 def test_a_mesh_that_divides_rows_is_refused(params):
