@@ -58,10 +58,10 @@ class Decoding:
         while not self._ended():
             yield False
             started = time.perf_counter()
-            new = self._ended_chunk(chunk)
+            new, once = self._ended_chunk(chunk)
             self.chunk_seconds.append((int(np.sum(new >= 0)), time.perf_counter() - started))
             if self.session is not None:
-                self.session.tally(self.chunk_seconds[-1][1])
+                self.session.tally(self.chunk_seconds[-1][1] if once else None)
             self.take(new)
             if self.execution.progress is not None:
                 self.execution.progress("decode", max(map(len, self.tokens)), self.request.max_new_tokens)
@@ -117,16 +117,17 @@ class Decoding:
             rows.append(np.append(self.before[index // self.request.samples], new)[:length])
         return right_padded(rows)
 
-    def _ended_chunk(self, steps: int) -> np.ndarray:
-        """A chunk whose rows end with the token that completes a stop string: where one came inside, the chunk is run
-        again, so that the cache holds nothing behind it. With drafts another row may then come to other tokens, and its
-        end is looked for anew; the row that ends first stays as it is, so that one more is right each time."""
+    def _ended_chunk(self, steps: int) -> tuple[np.ndarray, bool]:
+        """A chunk, and whether it was run but once. Its rows end with the token that completes a stop string: where one
+        came inside, the chunk is run again, so that the cache holds nothing behind it. With drafts another row may then
+        come to other tokens, and its end is looked for anew; the row that ends first stays as it is, so that one more
+        is right each time."""
         most = np.full(len(self.tokens), UNENDED, np.int32)
         before = jax.tree.map(jnp.copy, (self.state, self._drafting())) if self.request.stop else None
         while True:
             new = self._chunk(steps, most)
             if before is None:
-                return new
+                return new, True
             counts, came = self._counts(new), np.sum(new >= 0, axis=1)
             # decoding texts takes time: only those that were cut are
             cut = zip(came == most, self._stops, self.tokens, new, strict=True)
@@ -135,7 +136,7 @@ class Decoding:
             )
             wanted = np.where(counts < came, counts, np.where(right, most, UNENDED))
             if np.array_equal(wanted, most):
-                return new
+                return new, bool((most == UNENDED).all())
             most = wanted.astype(np.int32)
             self.state, drafting = jax.tree.map(jnp.copy, before)
             if self.session is not None:

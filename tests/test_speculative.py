@@ -27,7 +27,7 @@ from jaxkv.prompts import rows_of
 from jaxkv.request import Execution
 from jaxkv.run import DecodeState, model_of
 from jaxkv.sampling import Sampler
-from jaxkv.sharding.layout import ONE_DEVICE
+from jaxkv.sharding.layout import ONE_DEVICE, Layout
 from jaxkv.speculative import AASD, Conditional, DraftModel, PromptLookup, SelfDraft, gate
 from jaxkv.speculative.attend import check, commit, steady, tree_layer
 from jaxkv.speculative.context import begun, expecting, extended, match, slid
@@ -782,6 +782,48 @@ def test_the_gate_closes_when_drafts_fail_and_tries_again():
     assert bool(gate.pays(state, kinds, running))
 
 
+def test_a_first_cost_is_in_steps_of_as_many_rows():
+    """With 8 tokens that double a pass: 8 rows of 6 tokens over 8 rows of one, 7 over 2."""
+    assert gate.first_cost(1, 1) == gate.first_cost(64, 1) == 1
+    assert gate.first_cost(8, 6) == 3.5 and gate.first_cost(1, 6) < gate.first_cost(8, 6) < 6
+
+
+@pytest.mark.parametrize("accepted, kept", [(0, False), (1, True)])
+def test_a_draft_model_is_tried_before_it_is_judged(accepted, kept):
+    """Whatever the number of rows; and a single round that brought nothing does not end it."""
+    for rows in (1, 2, 8):
+        kinds, running = jnp.ones(rows, jnp.int32), jnp.ones(rows, bool)
+        state, rounds = gate.hopeful(4, gate.first_cost(rows, 5)), 0
+        while bool(gate.pays(state, kinds, running)) and rounds < 40:
+            turns = [0, 3] if rows == 8 and accepted else [0, 2 * accepted]
+            state = gate.learned(state, kinds, jnp.full(rows, turns[rounds % 2]), running)
+            rounds += 1
+        assert rounds >= 3 and (rounds == 40) == (kept and rows < 8)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_model_drafts_for_itself_in_every_batch(tiny, rows):
+    """All of its drafts are right, so each pass gives all of a chain."""
+    params = tiny(FAMILY)
+    out = jaxkv.generate(
+        params, [ids(20, row) for row in range(rows)], max_new_tokens=21, stop_tokens=(), speculative=DraftModel(params)
+    )
+    assert out.stats.speculation.steps == 0 and out.stats.speculation.trees == 4
+
+
+def test_a_chunk_that_ran_twice_is_not_timed(tiny):
+    """A stop string inside a chunk has it run again: what that took says nothing of a tree's cost."""
+    params = dataclasses.replace(tiny(FAMILY), tokenizer=Letters())
+    free = jaxkv.generate(params, ids(20), max_new_tokens=40, stop_tokens=())
+    timed, tally = [], Session.tally
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "tally", lambda self, seconds: (timed.append(seconds), tally(self, seconds)))
+        stop = next(free.text[at : at + 2] for at in range(18, 30) if free.text.index(free.text[at : at + 2]) == at)
+        jaxkv.generate(params, ids(20), max_new_tokens=40, stop_tokens=(), stop=stop, speculative=PromptLookup())
+    assert timed[-1] is None and None not in timed[:-1]
+
+
 @given(st.floats(1.1, 4.0), st.integers(0, 10**6))
 @settings(max_examples=30, deadline=None)
 def test_the_measured_cost_is_that_of_the_chunks(cost, seed):
@@ -803,6 +845,13 @@ def test_the_measured_cost_is_that_of_the_chunks(cost, seed):
         (lambda p: SelfDraft(policy("h2o+windows")), "residual=3, initial=2.*cannot be put back"),
         (lambda p: DraftModel(p, policy("cskv")), "cannot be put back"),
         (lambda p: PromptLookup(depth=0), "depth=0"),
+        (lambda p: DraftModel(p, depth=33), "depth=33: expected 1 to 32"),
+        (
+            lambda p: DraftModel(
+                dataclasses.replace(p, layout=Layout.of(jaxkv.mesh(devices=jax.devices()[:1]), p.config))
+            ),
+            "a draft model on a mesh",
+        ),
         (lambda p: PromptLookup(shortest=5, longest=3), "shortest"),
         (lambda p: AASD(depth=2, siblings=(1, 1, 1)), "siblings"),
         (lambda p: AASD(low=1.5), "low=1.5"),

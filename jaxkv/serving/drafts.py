@@ -53,7 +53,7 @@ class Drafts:
         drafter: Any = method.drafter(params)
         shape = drafter.shape
         columns = drafter.columns(longest, max(room, steps * (shape.depth + 1)))
-        return cls(drafter, parse(method.verify), method.fallback, columns, gates.first_cost(rows * shape.nodes))
+        return cls(drafter, parse(method.verify), method.fallback, columns, gates.first_cost(rows, shape.nodes))
 
     @property
     def levels(self) -> int:
@@ -66,4 +66,4 @@ class Drafts:
 
     def gate(self) -> Gate:
         """A gate that has seen nothing."""
-        return gates.opened(self.drafter.classes, self.cost)
+        return self.drafter.gate(self.cost)

@@ -17,8 +17,9 @@ from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
 from jaxkv.run import DecodeState, Expected
 from jaxkv.sampling import Sampler
+from jaxkv.speculative.gate import Gate, opened
 from jaxkv.speculative.method import Start
-from jaxkv.speculative.tree import ABSENT, Shape, Tree
+from jaxkv.speculative.tree import ABSENT, Shape, Tree, check_depth
 from jaxkv.speculative.verify import SIBLING, Conditional, parse
 from jaxkv.weights.params import Params
 
@@ -128,10 +129,11 @@ class PromptLookup(Checked):
     alone: ClassVar[bool] = True
 
     def __post_init__(self):
-        if self.depth < 1 or not 1 <= self.shortest <= self.longest or self.limit < 1:
+        check_depth(self.depth)
+        if not 1 <= self.shortest <= self.longest or self.limit < 1:
             raise BadValue(
-                f"depth={self.depth}, shortest={self.shortest}, longest={self.longest}, limit={self.limit}: expected "
-                "numbers of at least 1, and shortest <= longest"
+                f"shortest={self.shortest}, longest={self.longest}, limit={self.limit}: expected numbers of at least "
+                "1, and shortest <= longest"
             )
         parse(self.verify)
 
@@ -145,10 +147,10 @@ class PromptLookup(Checked):
         """K, the tokens of the prefill distribution to keep for every prompt token."""
         return 0
 
-    @property
-    def classes(self) -> int:
-        """Kinds of drafts whose success is counted apart: by the length of the match."""
-        return self.longest + 1
+    def gate(self, cost: float) -> Gate:
+        """A gate that has seen nothing, where a tree costs so many plain steps. Success is counted apart by the length
+        of the match."""
+        return opened(self.longest + 1, cost)
 
     def look(self, text: Text) -> tuple[Int[Array, "B"], Any]:
         """Each row's kind of draft (0: none), and what `draft` needs to know."""

@@ -21,8 +21,9 @@ from jaxkv.sampling import Sampler
 from jaxkv.sharding.layout import ONE_DEVICE
 from jaxkv.sizes import on_model
 from jaxkv.speculative.attend import check
+from jaxkv.speculative.gate import Gate, hopeful
 from jaxkv.speculative.method import Start
-from jaxkv.speculative.tree import Shape, chain
+from jaxkv.speculative.tree import Shape, chain, check_depth
 from jaxkv.speculative.verify import Conditional, parse
 from jaxkv.store import EMPTY, Slots
 from jaxkv.weights.params import Params
@@ -86,7 +87,10 @@ class ModelDrafter:
     depth: int
     config: ModelConfig
     policy: Policy
-    classes: ClassVar[int] = 2
+
+    def gate(self, cost: float) -> Gate:
+        """A gate that has seen nothing, where a tree costs so many plain steps."""
+        return hopeful(self.depth, cost)
 
     @property
     def shape(self) -> Shape:
@@ -157,8 +161,7 @@ class ModelDrafter:
 
 
 def _checked(depth: int, verify: str | Conditional, policy: Policy) -> None:
-    if depth < 1:
-        raise BadValue(f"depth={depth}: expected at least 1 draft per round")
+    check_depth(depth)
     parse(verify)
     check(policy)
     if not policy.store.apart:
@@ -179,7 +182,8 @@ class DraftModel(Checked):
     """Drafts of a smaller model with the same vocabulary: standard speculative sampling (arXiv 2211.17192).
 
     `policy` bounds the draft model's own cache (none: full). When its drafts do not pay, it is left out for the rest
-    of the call, unless `fallback=False`. Raises `BadValue` for a policy that cannot take tokens back.
+    of the call, unless `fallback=False`. Raises `BadValue` for a policy that cannot take tokens back, and for a draft
+    model on a mesh.
     """
 
     params: Params
@@ -193,6 +197,8 @@ class DraftModel(Checked):
 
     def __post_init__(self):
         _checked(self.depth, self.verify, self.policy)
+        if self.params.layout.mesh is not None:
+            raise BadValue("a draft model on a mesh: it drafts on one device so far; load it without mesh=")
 
     def drafter(self, params: Params) -> ModelDrafter:
         """The compiled side, drafting for `params`. Raises `BadValue` for another vocabulary."""

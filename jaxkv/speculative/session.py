@@ -50,9 +50,9 @@ class Session:
     def begin(self, start: Start) -> None:
         """The drafter's state after the prompt and the first token sampled."""
         drafts, self._extra = self._method.begin(start)
-        expected = gates.first_cost(start.pending.shape[0] * self._drafter.shape.nodes)
+        expected = gates.first_cost(start.pending.shape[0], self._drafter.shape.nodes)
         self._tally = Tally(expected)
-        self.drafting = Drafting(drafts, gates.opened(self._drafter.classes, expected))
+        self.drafting = Drafting(drafts, self._drafter.gate(expected))
 
     def chunk(
         self, weights: Any, state: run.DecodeState, steps: int, most: np.ndarray, shared: dict
@@ -67,9 +67,9 @@ class Session:
         )  # fmt: skip
         return state, new
 
-    def tally(self, seconds: float) -> None:
-        """The last chunk counts, and took so long. Where drafts that are not exact may pass, measured times do not say
-        when to draft: the same call gives the same text."""
+    def tally(self, seconds: float | None) -> None:
+        """The last chunk counts, and took so long (None: not known). Where drafts that are not exact may pass, measured
+        times do not say when to draft: the same call gives the same text."""
         assert self._pending is not None and self.drafting is not None
         self._tally.add(self._pending, seconds if self._chunks else None)  # the first may have compiled
         self._chunks += 1

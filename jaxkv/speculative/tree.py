@@ -14,6 +14,13 @@ from jaxtyping import Array, Bool, Int
 from jaxkv.errors import BadValue
 
 ABSENT = -1
+DEEPEST = 32  # the program of a round has a piece for each depth
+
+
+def check_depth(depth: int) -> None:
+    """Raises `BadValue` for a number of drafts in a row that no round can have."""
+    if not 1 <= depth <= DEEPEST:
+        raise BadValue(f"depth={depth}: expected 1 to {DEEPEST} drafts in a row")
 
 
 @dataclasses.dataclass(frozen=True)
