@@ -18,9 +18,10 @@ from jaxkv.errors import BadValue
 from jaxkv.policies import Codecs, Fp8, Int, IntByChannel, Merge, Sparse
 from jaxkv.sizes import size_of
 from jaxkv.store import slots, window
-from jaxkv.store.entries import PIECE, Entries
+from jaxkv.store.entries import PIECE, Change, Entries
 from jaxkv.store.gear import Gear
 from jaxkv.store.integers import hadamard_matrix, packed
+from jaxkv.store.line import taking
 from jaxkv.store.window import WINDOW
 from pallas_kernels.arguments import Token
 from pallas_kernels.codes import halves, unpacked
@@ -37,6 +38,95 @@ NAMED = [pytest.param(codec, id=repr(codec)) for codec in APART]
 
 def ids(length, seed=0):
     return np.random.default_rng(seed).integers(0, 100, length).astype(np.int32)
+
+
+# ---- coded once
+
+WORN = {  # codecs that make other codes of decoded numbers
+    "clipped": {
+        "keys": {"kind": "int", "bits": 2, "hadamard": True, "clip": 0.8},
+        "values": {"kind": "int", "bits": 2},
+    },
+    "higgs": {"keys": {"kind": "higgs", "bits": 2}, "values": {"kind": "higgs", "bits": 2}, "residual": 8},
+    "outliers": {"keys": {"kind": "int-outliers", "bits": 4}, "values": {"kind": "int-outliers", "bits": 4}},
+    "gear": {
+        "keys": {"kind": "gear", "bits": 2, "tokens": 8},
+        "values": {"kind": "gear", "bits": 2, "tokens": 8, "by": "token"},
+        "residual": 8,
+    },
+}
+
+
+def in_text_order(cache):
+    """Keys and values of the first layer, which do not depend on what attention read."""
+    view = cache.views[0]
+    order = np.argsort(np.asarray(view.positions), axis=-1)
+    rows = np.asarray(view.positions) >= 0
+    assert rows.reshape(rows.shape[0], -1).sum() == 2 * int(cache.lengths[0])  # of both KV heads
+    if rows.ndim == 2:  # of a pool
+        order = np.lexsort((np.asarray(view.positions), np.asarray(view.owner)), axis=-1)
+        order = order[:, : int(rows.sum())]
+    else:
+        order = order[:, :, -int(cache.lengths[0]) :]
+    found = (np.take_along_axis(np.asarray(each), order[..., None], axis=-2) for each in (view.keys, view.values))
+    return np.stack([each.reshape(-1, each.shape[-1]) for each in found])
+
+
+@pytest.mark.parametrize(
+    ("name", "sized"),
+    [
+        ("clipped", {"name": "full"}),
+        *(pytest.param(name, {"name": "full"}, marks=pytest.mark.long) for name in ("higgs", "outliers", "gear")),
+        *(
+            pytest.param(name, {"name": "adakv", "budget": 128}, marks=pytest.mark.long)
+            for name in ("clipped", "higgs")
+        ),
+    ],
+)
+def test_entries_are_coded_once(tiny, name, sized):
+    """However many blocks a prompt has, and however often it goes on."""
+    params, text = tiny(FAMILY), ids(96)
+    policy = lambda block: jaxkv.policy(**sized, store=WORN[name], block=block)  # noqa: E731
+    once = in_text_order(jaxkv.prefill(params, text, policy=policy(128)))
+    blocks = in_text_order(jaxkv.prefill(params, text, policy=policy(16)))
+    np.testing.assert_allclose(blocks, once, atol=1e-3)
+    cache = jaxkv.prefill(params, text[:32], policy=policy(128))
+    for at in (32, 64):
+        cache = jaxkv.prefill(params, text[at : at + 32], cache=cache)
+    np.testing.assert_allclose(in_text_order(cache), once, atol=1e-3)
+
+
+def test_what_a_survivor_became_is_read_from_the_windows_of_layers_that_share(tiny):
+    """Not only written into its code."""
+    store = {"keys": {"kind": "int", "bits": 4}, "values": {"kind": "int", "bits": 4}, "residual": 8}
+    merge = {"decode": "h2o", "decode_evicted": {"kind": "merge"}}
+    cache = jaxkv.prefill(tiny(FAMILY), ids(64), policy=jaxkv.policy("cake", budget=40, store=store, **merge))
+    newest = [jnp.argmax(layer_positions(view), axis=-1).astype(jnp.int32) for view in cache.views]
+    new = jnp.full((1, 2, 16), 7.0)
+    changes = tuple(Change(slot, new, new, None) for slot in newest)
+    layers = taking(cache.layers, changes)
+    for view, slot in zip(dataclasses.replace(cache, layers=layers).views, newest, strict=True):
+        for x in (view.keys, view.values):
+            np.testing.assert_array_equal(np.asarray(x)[np.zeros((1, 2), int), np.asarray(slot)], np.asarray(new))
+
+
+def layer_positions(view):
+    """The positions of a pool's slots by KV head, -1 in those of others."""
+    return jnp.where(view.owner[:, None] == jnp.arange(2)[:, None], view.positions[:, None], -1)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"kind": "channels", "by": "calibration"}, "values in the channels by='calibration'.*expected by='queries'"),
+        ({"kind": "low-rank", "basis": "keys"}, "values in directions of basis='keys': expected basis='values'"),
+        ({"kind": "squat"}, "values in codec 'squat'.*keys only"),
+    ],
+)
+def test_what_is_learned_of_keys_codes_no_values(values, words):
+    with pytest.raises(BadValue, match=words):
+        jaxkv.policy("full", store={"values": values, "residual": 32})
+    assert jaxkv.policy("streaming-llm", budget=64, store={"values": {"kind": "channels"}}).looks == 0
 
 
 # ---- packing

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import sys
+from typing import Any
 
 from tyro.conf import FlagCreatePairsOff, Positional
 
@@ -63,7 +64,6 @@ class Eval:
     def __call__(self) -> int:
         import jaxkv
         from jaxkv import evaluation
-        from jaxkv.evaluation import summary
         from jaxkv.evaluation.results import Store
 
         register(self.parts)
@@ -84,11 +84,17 @@ class Eval:
                 print(evaluation.cost(params, settings))
                 return 0
             store = evaluation.evaluate(params, settings, out, progress=_progress)
+            return self._told(store)
         except KeyboardInterrupt:
             kept = len(list(Store(out).records()))
             told = f"stopped; {kept} records are kept in {out}, and the same command goes on there"
             print(f"jaxkv: {told}", file=sys.stderr)
             return 130
+
+    def _told(self, store: Any) -> int:
+        """Prints the scores, and draws the report."""
+        from jaxkv.evaluation import summary
+
         records = list(store.records())
         rows, found = summary.quality(records), summary.fidelities(records)
         if self.json:
@@ -101,7 +107,7 @@ class Eval:
         if self.report:
             from jaxkv.evaluation.report import report
 
-            print(f"written to {report([out])}", file=sys.stderr)
+            print(f"written to {report([store.folder])}", file=sys.stderr)
         return 0
 
 

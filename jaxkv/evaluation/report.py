@@ -53,16 +53,46 @@ def report(folders: Sequence[str | Path], out: str | Path | None = None) -> Path
 
 
 def _gathered(stores: Sequence[Store], about: Sequence[Record]) -> list[Record]:
-    """The records of all folders: one that stands in several once, and of several models with the model's name."""
+    """The records of all folders: one that stands in several once. Behind the policy's name stands what its folder was
+    run with, where others were not: the model, its numbers, what came after the text, and where one name stands for two
+    policies the folder."""
     models = [str(each["model"]).removeprefix("kvpress: ") for each in about]
-    out: dict[tuple[str, str], Record] = {}
-    for store, each, model in zip(stores, about, models, strict=True):
-        label = each["settings"]["model"]
+    numbers = [str(each.get("weights") or "") for each in about]  # "": not said
+    after = [str(each["settings"].get("after", "policy")) for each in about]
+    named = [_own(each["settings"]) for each in about]
+    out: dict[tuple[str, ...], Record] = {}
+    for at, store in enumerate(stores):
+        of_folder = ""
+        if len(set(models)) > 1:
+            of_folder += f" on {about[at]['settings']['model']}"
+        if len({*numbers} - {""}) > 1 and numbers[at]:
+            of_folder += f" in {_numbers(about[at]['settings'])}"
+        if len(set(after)) > 1:
+            of_folder += f", then {after[at]}"
         for record in store.records():
-            if len(set(models)) > 1:
-                record = {**record, "policy": f"{record['policy']} on {label}"}
-            out.setdefault((model, record["key"]), record)
+            name = record.get("policy")
+            several = {each[name] for each in named if name in each}
+            more = of_folder + f" ({store.folder.name})" * (len(several) > 1 and name in named[at])
+            identity = models[at], numbers[at], after[at], record["key"]
+            out.setdefault(identity, {**record, "policy": f"{name}{more}"} if more else record)
     return list(out.values())
+
+
+def _numbers(settings: Record) -> str:
+    """What numbers a run held the model in, as it asked for them."""
+    return str(settings.get("weights") or settings.get("dtype") or "floats")
+
+
+def _own(settings: Record) -> dict[str, str]:
+    """The run's own policies by the name that stands in its results, each as text."""
+    entries = [each for each in settings.get("policies", ()) if isinstance(each, dict)]
+    sizes = ("budgets", "ratios", "bytes")
+    tables = {
+        each.get("label") or each["name"]: {name: value for name, value in each.items() if name not in sizes}
+        for each in entries
+        if "label" in each or "table" in each
+    }
+    return {name: json.dumps(table, sort_keys=True) for name, table in tables.items()}
 
 
 def figures(records: Sequence[Record]) -> dict[str, Any]:

@@ -202,7 +202,21 @@ class Settings(Checked):
         for name in ("policies", "modes"):
             if not getattr(self, name):
                 raise BadValue(f"{name} is empty: expected at least one, or there is nothing to measure")
-        self.cells()
+        if self.retention is not None and not self.retention.policies:
+            raise BadValue("[retention] names no policies: expected at least one, whose entries are to be looked at")
+        scorers: dict[str, set[str]] = {}
+        for task in self.tasks:
+            scorers.setdefault(task.file or task.name, set()).add(task.scorer)
+        for what, several in scorers.items():
+            if len(several) > 1:
+                raise BadValue(
+                    f"tasks has {what!r} with scorer {' and '.join(map(repr, sorted(several)))}: their scores would be "
+                    "one mean; give each a file of its own, or make two runs"
+                )
+        budgets = {cell.budget for cell in self.cells()}
+        beyond = [] if self.fidelity is None else [each for each in self.fidelity.budgets if each not in budgets]
+        if beyond:
+            raise BadValue(f"[fidelity] budgets={beyond}: expected some of the run's, {sorted(budgets - {None})}")
 
     def cells(self) -> list[Cell]:
         """Every policy at every budget and ratio; policies that evict nothing once, in front of the others."""
@@ -335,6 +349,10 @@ def to_dict(settings: Settings) -> dict[str, Any]:
     """The settings as plain tables, everything written out, as JSON can hold them; of `parts` names and digests, and no
     `parts` or `bytes` where there are none."""
     out = _plain(dataclasses.asdict(settings)) | {"parts": dict(map(digest, settings.parts))}
+    for table in (out, *out["tasks"], *([out["fidelity"]] if out["fidelity"] else ())):
+        for name in ("file", "data"):
+            if table.get(name) and os.path.exists(table[name]):  # the same wherever the run is gone on with
+                table[name] = os.path.abspath(table[name])
     return {name: value for name, value in out.items() if value or name not in ("parts", "bytes")}
 
 
@@ -349,7 +367,7 @@ def _read(entry: Any) -> Any:
         raise BadValue(f"policies has {shown(entry)}: expected a table with a name, such as {{ name = 'snapkv' }}")
     if "table" in options and not isinstance(options["table"], dict):
         raise BadValue(f"policies has table={shown(options['table'])}: expected the tables of a policy")
-    if isinstance(options.get("prefill"), dict):  # a whole policy
+    if isinstance(options.get("prefill"), dict) and options["name"] not in catalogue():  # a whole policy
         whole = {name: options.pop(name) for name in list(options) if name in OF_A_POLICY}
         return {**options, "name": whole["name"], "table": table_of(made_of(whole))}
     for name in ("budget", "ratio", "chosen"):

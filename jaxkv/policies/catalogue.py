@@ -108,7 +108,7 @@ def sized(
 
 
 def _with_options(policy: Policy, options: dict[str, Any]) -> Policy:
-    """The policy with whole parts set at once, and then the fields of parts one after another."""
+    """The policy with whole parts and then fields of parts set, checked when all of them are: some only fit together."""
     if options:  # how faithful a method is, is said of its file as it stands
         policy = dataclasses.replace(policy, fidelity="", differs="", budget=None, ratio=None, bytes=None)
     new = {option: options[option] for option in ("rope", "block") if option in options}
@@ -122,12 +122,27 @@ def _with_options(policy: Policy, options: dict[str, Any]) -> Policy:
             raise BadValue(f"{min(own.values())}= of policy {policy.name!r}, which has no {which} phase: add {which}=")
         given = {part: part for part in PARTS_OF_A_PHASE if part in options} | own
         if phase is not None and given:
-            new[which] = dataclasses.replace(phase, **{part: made(part, options[at]) for part, at in given.items()})
-    policy = dataclasses.replace(policy, **new)
+            new[which] = _unchecked(phase, {part: made(part, options[at]) for part, at in given.items()})
+    policy = _unchecked(policy, new)
     for option, value in options.items():
         if option not in (*new, *parts, *PARTS_OF_A_PHASE):
             policy = _with(policy, option, value)
-    return policy
+    return _checked(policy)
+
+
+def _unchecked(part: Any, changes: dict[str, Any]) -> Any:
+    """The part with other fields, whatever they are."""
+    out = object.__new__(type(part))
+    for field in dataclasses.fields(part):
+        object.__setattr__(out, field.name, changes.get(field.name, getattr(part, field.name)))
+    return out
+
+
+def _checked(part: Any) -> Any:
+    """The part made anew, and what is inside it before it. Raises what its checks raise."""
+    inside = {each.name: getattr(part, each.name) for each in dataclasses.fields(part)}
+    again = {name: _checked(inner) for name, inner in inside.items() if dataclasses.is_dataclass(inner)}
+    return dataclasses.replace(part, **again)
 
 
 def _phase(which: str, value: Any) -> Any:
@@ -171,4 +186,4 @@ def _set(part: Any, field: str, value: Any, phase: str | None) -> tuple[Any, set
             known.add(each.name)
             if each.name == field:
                 changes[each.name] = value
-    return dataclasses.replace(part, **changes), known
+    return _unchecked(part, changes), known

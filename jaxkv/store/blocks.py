@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxkv.store.codec import Due, Exact, Shared
+from jaxkv.store.codec import Due, Exact, Shared, alike, in_front
 from pallas_kernels.read_runs import read_runs
 from pallas_kernels.read_runs.reference import Run
 from pallas_kernels.write_runs import write_runs
@@ -36,8 +36,8 @@ class BlockCode:
 class Blocks(Shared):
     """A codec of blocks of `tokens` that lie side by side.
 
-    A block is encoded when the residual window has become full, from the window's exact numbers; all blocks are after a
-    cut, with other neighbours. Until then a token is read from the window, and its slot holds any code.
+    A block is encoded when the residual window has become full, from the window's exact numbers; after a cut all blocks
+    are that have other neighbours. Until then a token is read from the window, and its slot holds any code.
     """
 
     tokens: int
@@ -59,6 +59,20 @@ class Blocks(Shared):
         own, shared = self.coded(self._by_block(x), self._by_block(positions >= 0))
         own = jax.tree.map(lambda code: _in_a_row(code, x.shape[2]), own)
         return BlockCode(own, shared, str(x.dtype))
+
+    def encode_again(self, held: BlockCode, x: Float[Array, "B Hk C D"], positions: Int[Array, "B Hk C"]) -> BlockCode:
+        new, whole = self.encode_all(x, positions), min(held.count, x.shape[2]) // self.tokens
+        if not whole:
+            return new
+        count = whole * self.tokens
+        same = alike(self.decode(held)[:, :, :count], x[:, :, :count]) | (positions[:, :, :count] < 0)
+        blocks = jnp.all(same.reshape(*same.shape[:2], whole, self.tokens), axis=-1)
+        slots = jnp.repeat(blocks, self.tokens, axis=2)
+        own, shared = (
+            jax.tree.map(lambda old, new, keeps=keeps: in_front(keeps, old, new), old, now)
+            for keeps, old, now in ((slots, held.slots, new.slots), (blocks, held.blocks, new.blocks))
+        )
+        return dataclasses.replace(new, slots=own, blocks=shared)
 
     def encode_where(
         self, code: BlockCode, rows: Bool[Array, "B"], due: Due, exact: Exact, implementation: str | None

@@ -47,6 +47,13 @@ class Channels(Fitting):
         if head_dim % 8:
             raise BadValue(f"a head of {head_dim} channels has no whole bytes of bits: expected a multiple of 8")
 
+    def suits(self, name: str, codecs: Any, policy: Any) -> None:
+        if name == "values" and self.by == "calibration":
+            raise BadValue(
+                f"policy {policy.name!r} with values in the channels by='calibration', which was measured of keys and "
+                "queries: expected by='queries' for values"
+            )
+
     @property
     def looks(self) -> int:
         return self.window if self.by == "queries" else 0

@@ -163,6 +163,10 @@ class Shared(Codec):
         """The code after, in these rows, all slots that share theirs with one that is `due` have been encoded anew."""
         raise NotImplementedError
 
+    def encode_again(self, held: Any, x: Float[Array, "B Hk C D"], positions: Int[Array, "B Hk C"]) -> Any:
+        """As `encode_all`; numbers that the code `held` stands for, in the same slots, keep it."""
+        raise NotImplementedError
+
     def encode(self, x: Float[Array, "*slots D"]) -> Any:
         raise NotImplementedError("slots share their code: encode_all")
 
@@ -210,3 +214,18 @@ def with_slots(x: Shaped[Array, "*heads N"], ndim: int) -> Shaped[Array, "*slots
 def small(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """The number in float16, the largest one where it is larger: scales and offsets, whatever the model's dtype."""
     return jnp.clip(x, -FEW, FEW).astype(jnp.float16)
+
+
+def alike(near: Float[Array, "*n D"], x: Float[Array, "*n D"]) -> Bool[Array, "*n"]:
+    """Whether the numbers are those of a code, but for the last bit, which compilers round as they will."""
+    room = jnp.asarray(2 * jnp.finfo(x.dtype).eps, x.dtype)
+    return jnp.all(jnp.abs(near.astype(x.dtype) - x) <= room * jnp.abs(x), axis=-1)
+
+
+def in_front(
+    keeps: Bool[Array, "B Hk N"], old: Shaped[Array, "B Hk _ *n"], new: Shaped[Array, "B Hk S *n"]
+) -> Shaped[Array, "B Hk S *n"]:
+    """The new array, with the old one where it is kept among the first N."""
+    count = keeps.shape[2]
+    keeps = keeps.reshape(*keeps.shape, *(1,) * (new.ndim - 3))
+    return jnp.concatenate([jnp.where(keeps, old[:, :, :count], new[:, :, :count]), new[:, :, count:]], axis=2)

@@ -105,7 +105,7 @@ class Codecs(Checked):
     @property
     def looks(self) -> int:
         """How many of a layer's last queries they are fitted with."""
-        return max(self.keys.looks, self.values.looks)
+        return self.keys.looks  # queries say nothing of values
 
     @property
     def learns(self) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from jaxkv.sharding.attention import RotateAtRead
 from jaxkv.sharding.layout import Layout, on_host
 from jaxkv.store.entries import Change, Entries
 from jaxkv.store.pool import Pool, on_average
+from jaxkv.store.store import taken_up
 from pallas_kernels.arguments import Judge, Segments, Token
 from pallas_kernels.arguments import Line as Lying
 from pallas_kernels.partial import Partial
@@ -198,6 +199,7 @@ def taking(layers: tuple[Any, ...], changes: tuple[Change | None, ...]) -> tuple
         if isinstance(layer, Place) and change is not None
     ]
     line: Any = line_of(layers)
+    before = {place.number: place.view(line).positions for place, _ in shares if place.beside}
     if shares:
         starts = [place.start(line)[:, None] for place, _ in shares]
         moved = [
@@ -210,9 +212,11 @@ def taking(layers: tuple[Any, ...], changes: tuple[Change | None, ...]) -> tuple
         line = dataclasses.replace(line, entries=lies).taking(every)
 
     def after(layer: Any, change: Change | None) -> Any:
-        if isinstance(layer, Place):
-            return layer.holding(line)
-        return layer if change is None else layer.taking(change)
+        if not isinstance(layer, Place):
+            return layer if change is None else layer.taking(change)
+        if change is not None and layer.beside:
+            layer = dataclasses.replace(layer, beside=taken_up(layer.beside, before[layer.number], change))
+        return layer.holding(line)
 
     return tuple(after(layer, change) for layer, change in zip(layers, changes, strict=True))
 

@@ -49,6 +49,13 @@ class LowRank(Fitting):
     def aligned(self) -> bool:
         return self.heads != 1
 
+    def suits(self, name: str, codecs: Any, policy: Any) -> None:
+        if self.basis in ("keys", "values") and self.basis != name:
+            raise BadValue(
+                f"policy {policy.name!r} with {name} in directions of basis={self.basis!r}: expected basis={name!r} or "
+                "'prompt'"
+            )
+
     @property
     def learns(self) -> tuple[str, ...]:
         name = BASES[self.basis]

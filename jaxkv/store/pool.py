@@ -95,13 +95,16 @@ class Pool(Store):
         """The entries by KV head `[B, Hk, P]`, plain: Hk times their memory, for as long as a block of a prompt, or a
         score that compares a head's entries with each other, needs them. `width` slots of each head, where no segment
         has more."""
+        return self.plain(self._wide(width))
+
+    def _wide(self, width: int | None = None) -> Entries:
+        """The same as they lie."""
         if not self.total:
             nothing = lambda x: jnp.zeros((x.shape[0], self.heads, *x.shape[1:]), x.dtype)  # noqa: E731
-            return self.plain(jax.tree.map(nothing, self.entries))
+            return jax.tree.map(nothing, self.entries)
         at, inside = self._rectangle(width)
         rows = jnp.arange(at.shape[0])[:, None, None]
-        wide = jax.tree.map(lambda x: x[rows, at], self.entries)
-        return self.plain(wide).masked(inside)
+        return jax.tree.map(lambda x: x[rows, at], self.entries).masked(inside)
 
     def _rectangle(self, width: int | None = None) -> tuple[Int[Array, "B Hk W"], Bool[Array, "B Hk W"]]:
         """`width` slots of the pool (P) for every head, from its border on, and which of them are its own."""
@@ -119,7 +122,7 @@ class Pool(Store):
         kept = chosen.reshape(chosen.shape[0], -1)
         owner = owners(entries.positions).reshape(kept.shape)
         heads = entries.positions.shape[1]
-        codes, beside = flattened(self.loosened(entries)), self.renewed(beside, entries, chosen)
+        codes, beside = flattened(self.loosened(entries, self._wide())), self.renewed(beside, entries, chosen)
         return arranged(codes, owner, kept, heads * slots, room, heads, beside, self.codecs)
 
     def arranged(
@@ -273,7 +276,7 @@ class Pool(Store):
         def back(x: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(mine.reshape(*mine.shape, *(1,) * (old.ndim - 2)), self._flat(x), old)
 
-        return jax.tree.map(back, self.loosened(new), self.entries), self.renewed(beside, new, stay)
+        return jax.tree.map(back, self.loosened(new, self._wide(width)), self.entries), self.renewed(beside, new, stay)
 
     def _flat(self, x: Shaped[Array, "B Hk W *X"]) -> Shaped[Array, "B P *X"]:
         """What was computed by KV head, in the pool's own slots (anything in nobody's)."""

@@ -94,8 +94,8 @@ class Slots(Store):
         self, entries: Entries, chosen: Bool[Array, "B Hk S"], slots: Int[Array, "B Hk C"] | None = None
     ) -> "Slots":
         """The store with plain entries, at `slots` of them if given, of which the chosen ones are held."""
-        here = entries if slots is None else chosen_at(entries, slots)
-        coded = self.settling(self.loosened(here))
+        loose = self.loosened(entries, self.loose())
+        coded = self.settling(loose if slots is None else chosen_at(loose, slots))
         return dataclasses.replace(self, entries=coded, beside=self.renewed(self.beside, entries, chosen))
 
     def rebuilt(

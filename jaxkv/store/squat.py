@@ -55,6 +55,12 @@ class Squat(Fitting):
     def looks(self) -> int:
         return self.window
 
+    def suits(self, name: str, codecs: Any, policy: Any) -> None:
+        if name == "values":
+            raise BadValue(
+                f"policy {policy.name!r} with values in codec 'squat', whose directions are queries': keys only"
+            )
+
     def check(self, head_dim: int) -> None:
         self._integers.check(head_dim)
         if head_dim % min(self.channels, head_dim):
@@ -71,8 +77,7 @@ class Squat(Fitting):
         learned: Any,
     ) -> tuple[Float16[Array, "B Hk _ _"], ...]:
         width = x.shape[-1]
-        if queries is None:
-            raise BadValue("codec 'squat' is fitted to queries, which values do not meet: expected it for keys alone")
+        assert queries is not None  # of keys
         grouped = queries[:, :, -self.window :].astype(jnp.float32).reshape(*x.shape[:2], -1, width)
         gram = jnp.einsum("bhqd,bhqe->bhde", grouped, grouped, precision=lax.Precision.HIGHEST)
         sizes, vectors = jnp.linalg.eigh(gram)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxkv.sharding.layout import Layout
 from jaxkv.store.beside import Beside
+from jaxkv.store.codec import alike, in_front
 from jaxkv.store.codecs import Codecs
 from jaxkv.store.entries import EMPTY, Change, Entries, owners, picked, placed_at
 from jaxkv.store.few import numbers_at
@@ -32,6 +33,15 @@ Worth = Callable[[Any], Float[Array, "B *S"]]  # of a store's slots
 Choose = Callable[[Float[Array, "B *S"], Int[Array, "B *S"], Int[Array, "B *S"], Int[Array, "B"]], Bool[Array, "B *S"]]
 # of what is held beside the slots, plain entries by head, and which of them stay: the survivors, and what is beside
 Absorb = Callable[[dict[str, Any], Entries, Bool[Array, "B Hk S"]], tuple[Entries, dict[str, Any]]]
+
+
+def taken_up(beside: dict[str, Any], positions: Int[Array, "B *S"], change: Change) -> dict[str, Any]:
+    """What is beside slots of these positions, with survivors that lie in a window as they have become."""
+    slots = positions.shape[-1]
+    at = picked(positions, jnp.minimum(change.slot, slots - 1), flat=positions.ndim == 2)
+    at = jnp.where(change.slot < slots, at, EMPTY)
+    new = at, change.keys, change.values
+    return {**beside, **{name: beside[name].changed_at(*new) for name in WINDOWS if name in beside}}
 
 
 class Store:
@@ -168,19 +178,28 @@ class Store:
             entries = dataclasses.replace(entries, values=self.values)
         return entries
 
-    def loosened(self, entries: Entries) -> Entries:
-        """Plain entries by head in the form of `loose`."""
-        keys, values = (
-            codec.encode(x) if codec.apart else x
-            for codec, x in ((self.codec("keys"), entries.keys), (self.codec("values"), entries.values))
-        )
-        return dataclasses.replace(entries, keys=keys, values=values)
+    def loosened(self, entries: Entries, held: Entries) -> Entries:
+        """Plain entries by head in the form of `loose`. Those in front keep the codes that they come from, of the
+        entries `held` in that form: what is coded again and again is worn down by some codecs."""
+
+        def code(name: str) -> Any:
+            codec, x, old = self.codec(name), getattr(entries, name), getattr(held, name)
+            count = held.positions.shape[2]
+            if not codec.apart or not count:
+                return codec.encode(x) if codec.apart else x
+            same = alike(codec.decode(old), x[:, :, :count])
+            return jax.tree.map(lambda old, new: in_front(same, old, new), old, codec.encode(x))
+
+        return dataclasses.replace(entries, keys=code("keys"), values=code("values"))
 
     def settling(self, entries: Entries) -> Entries:
         """Entries in the form of `loose` as they lie in the slots."""
         keys, values = (
-            x if codec.apart else codec.encode_all(x, entries.positions)
-            for codec, x in ((self.codec("keys"), entries.keys), (self.codec("values"), entries.values))
+            x if codec.apart else codec.encode_again(old, x, entries.positions)
+            for codec, old, x in (
+                (self.codec("keys"), self.entries.keys, entries.keys),
+                (self.codec("values"), self.entries.values, entries.values),
+            )
         )
         return dataclasses.replace(entries, keys=keys, values=values)
 
@@ -205,7 +224,7 @@ class Store:
         """Entries by head, in the form of `loose`, and what is beside the slots, after those not `chosen` have left."""
         plain = self.plain(entries)
         new, beside = absorb(self.beside, plain, chosen)
-        return (entries, beside) if new is plain else (self.loosened(new), self.renewed(beside, new, chosen))
+        return (entries, beside) if new is plain else (self.loosened(new, entries), self.renewed(beside, new, chosen))
 
     def reading(self, layout: Layout, rotates: bool, capped: bool, weighs: bool) -> Decoded:
         """How an attention pass reads keys and values, where it turns keys as it reads (`rotates`), where logits are
@@ -339,19 +358,12 @@ class Store:
             if codec.apart:
                 code[name] = jax.tree.map(put, lies, codec.encode(new))
             else:
-                code[name] = codec.encode_all(put(getattr(self, name), new), self.positions)
+                code[name] = codec.encode_again(lies, put(getattr(self, name), new), self.positions)
         weight = old.weight
         if weight is not None and change.weight is not None:
             weight = placed_at(weight, change.slot, change.weight, flat=flat)
         entries = dataclasses.replace(old, weight=weight, **code)
-        return self.replaced(entries=entries, beside=self._taken_in_window(change, flat))
-
-    def _taken_in_window(self, change: Change, flat: bool) -> dict[str, Any]:
-        """What is beside the slots, with survivors that lie in a window as they have become."""
-        safe = jnp.minimum(change.slot, self.positions.shape[-1] - 1)
-        at = jnp.where(change.slot < self.positions.shape[-1], picked(self.positions, safe, flat=flat), -1)
-        new = at, change.keys, change.values
-        return {**self.beside, **{name: state.changed_at(*new) for name, state in self._windows.items()}}
+        return self.replaced(entries=entries, beside=taken_up(self.beside, self.positions, change))
 
     def put(self, x: Any, new: Any, active: Bool[Array, "B"]) -> Any:
         """`x`, an array over the slots, with `new [B, Hk, ...]` in every head's next slot, in rows that are active."""
