@@ -409,3 +409,20 @@ def test_as_many_as_the_deeper_layers_hold_go_on_from_a_sliding_one(tiny):
     policy = jaxkv.policy("snapkv", budget=24, window=4, flow={"kind": "propagate", "after": 0, "keep": 0.1})
     held = np.asarray(jaxkv.prefill(params, [prompt], policy=policy).held())
     assert (held[1] == 24).all() and (held[3] == 24).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("h2o", {"rope": "cache", "evicted": {"kind": "low-pass"}, "decode_every": 8}),
+        ("h2o", {"decode_every": 8, "evicted": {"kind": "low-pass"}, "rope": "cache"}),
+        ("knorm", {"spare": 0, "rope": "cache"}),
+        ("tova", {"heads": "each", "score": {"kind": "peak-attention"}, "allocate": {"kind": "adaptive"}}),
+    ],
+)
+def test_options_that_only_fit_together(name, options):
+    """In any order, whole parts and fields of parts; what does not fit is refused as before."""
+    assert jaxkv.policy(name, budget=64, **options).budget == 64
+    without = {key: value for key, value in options.items() if key not in ("decode_every", "spare", "heads")}
+    with pytest.raises(BadValue):
+        jaxkv.policy(name, budget=64, **without)

@@ -108,7 +108,7 @@ def sized(
 
 
 def _with_options(policy: Policy, options: dict[str, Any]) -> Policy:
-    """The policy with whole parts and then fields of parts set, checked when all of them are: some only fit together."""
+    """The policy with whole parts and then fields of parts set, and checked after that: some only fit together."""
     if options:  # how faithful a method is, is said of its file as it stands
         policy = dataclasses.replace(policy, fidelity="", differs="", budget=None, ratio=None, bytes=None)
     new = {option: options[option] for option in ("rope", "block") if option in options}
