@@ -261,6 +261,84 @@ def test_folders_are_drawn_together(tmp_path):
     assert summary.not_run(stores[0].records()) == ["duo: not measured"]
 
 
+def test_folders_that_differ_are_told_apart(tmp_path):
+    """In the numbers of the model, in what came behind the text, and in the policies that stand under one name."""
+    one = {
+        "kind": "answer",
+        "source": "jaxkv",
+        "policy": "mine",
+        "budget": 64,
+        "ratio": None,
+        "mode": "aware",
+        "task": "t",
+    }
+    one |= {"score": 1.0, "kept": 64.0, "cache_bytes": 1, "key": "a"}
+
+    def named(name, numbers, key="a", **settings):
+        store = Store(tmp_path / name)
+        store.open({"model": "m", "name": "n", **settings}, "m-1", numbers)
+        store.add([{**one, "key": key}])
+        return store
+
+    def rows(*stores):
+        found = summary.quality(_gathered(stores, [each.about() for each in stores]))
+        return [(row["policy"], row["score"].count) for row in found]
+
+    plain, again = named("a", "float32"), named("b", "float32")
+    assert rows(plain, again) == [("mine", 1)]
+    assert rows(plain, named("c", "int8", weights="int8")) == [("mine in floats", 1), ("mine in int8", 1)]
+    assert rows(plain, named("d", "float32", after="full")) == [("mine, then policy", 1), ("mine, then full", 1)]
+    tables = [{"policies": [{"name": "mine", "table": {"name": "mine", "rope": rope}}]} for rope in ("text", "cache")]
+    edited = [named(f"e{at}", "float32", f"k{at}", **table) for at, table in enumerate(tables)]
+    assert rows(*edited) == [("mine (e0)", 1), ("mine (e1)", 1)]
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"tasks": [{"file": "d.jsonl"}, {"file": "d.jsonl", "scorer": "f1"}]}, "'d.jsonl' with scorer 'any' and 'f1'"),
+        ({"retention": {"budget": 9}}, r"\[retention\] names no policies"),
+        ({"budgets": [64], "fidelity": {"budgets": [99]}}, r"\[fidelity\] budgets=\[99\]: expected some of .*\[64\]"),
+    ],
+)
+def test_what_would_measure_nothing_or_two_things_at_once(table, words):
+    with pytest.raises(BadValue, match=words):
+        settings.from_dict({"policies": ["tova"], "budgets": [64], **table})
+
+
+def test_a_phase_of_a_catalogued_policy_is_an_option(tmp_path):
+    """It keeps the rest of the method, as `jaxkv.policy(prefill=)` does."""
+    phase = {"observe": {"kind": "last-queries", "window": 8}, "score": {"kind": "attention"}}
+    entry = {"name": "tiered-h2o", "label": "mine", "prefill": phase}
+    (cell,) = settings.from_dict({"budgets": [64], "policies": [entry]}).cells()
+    assert cell.label == "mine" and cell.policy == jaxkv.policy("tiered-h2o", budget=64, prefill=phase)
+    assert cell.policy.bounded
+
+
+def test_a_run_goes_on_from_another_folder(tmp_path, monkeypatch):
+    """The same file of data by another path is the same."""
+    (tmp_path / "data.jsonl").write_text(line("one"))
+    found = []
+    for folder, path in ((tmp_path, "data.jsonl"), (tmp_path.parent, f"{tmp_path.name}/data.jsonl")):
+        monkeypatch.chdir(folder)
+        found.append(settings.to_dict(settings.from_dict({"policies": ["full"], "tasks": [{"file": path}]})))
+    assert found[0] == found[1] and found[0]["tasks"][0]["file"] == str(tmp_path / "data.jsonl")
+
+
+def test_a_report_that_is_stopped_keeps_the_run(lettered, quick, tmp_path, monkeypatch, capsys):
+    (tmp_path / "data.jsonl").write_text(line("one"))
+    (tmp_path / "run.toml").write_text('policies = ["full"]\n[[tasks]]\nfile = "data.jsonl"\n')
+    monkeypatch.setattr(jaxkv, "load", lambda *_, **__: lettered)
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxkv.evaluation.report.report", stopped)
+    monkeypatch.setattr(summary, "quality", lambda _: [])
+    assert cli.main(["eval", str(tmp_path / "run.toml"), "--out", str(tmp_path / "out"), "--json"]) == 130
+    assert "stopped; 1 records are kept in" in capsys.readouterr().err
+
+
 def test_a_table_without_evicting_policies_has_its_score():
     one = {"kind": "answer", "source": "jaxkv", "policy": "full", "mode": "aware", "task": "t", "score": 1.0}
     table = summary.text_table(summary.quality([one | {"kept": 9.0, "cache_bytes": 1}]))
