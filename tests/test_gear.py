@@ -156,7 +156,7 @@ def test_ranges_as_rotatekv_clips_them(goldens, bits, clip):
     assert np.abs(mine - x).mean() <= 1.02 * np.abs(back - x).mean()
 
 
-@given(row=st.lists(st.floats(-100, 100, width=32), min_size=16, max_size=16))
+@given(row=st.lists(st.floats(-100, 100, width=32, allow_subnormal=False), min_size=16, max_size=16))
 @settings(max_examples=30, deadline=None)
 def test_a_clipped_range(row):
     """Inside it numbers are half a step off at most, beyond it they are its ends; one sign alone is not clipped."""
