@@ -163,7 +163,8 @@ class Decoding:
 
     def _counts(self, new: np.ndarray) -> np.ndarray:
         """How many of each row's new tokens there are up to the one that completes a stop string."""
-        return np.array([stop.count(*row) for stop, *row in zip(self._stops, self.tokens, new, strict=True)])
+        each = zip(self._stops, self.tokens, new, strict=True)
+        return np.array([stop.count(tokens, more) for stop, tokens, more in each])
 
     def _drafting(self) -> Any:
         return None if self.session is None else self.session.drafting

@@ -213,10 +213,10 @@ class Settings(Checked):
                     f"tasks has {what!r} with scorer {' and '.join(map(repr, sorted(several)))}: their scores would be "
                     "one mean; give each a file of its own, or make two runs"
                 )
-        budgets = {cell.budget for cell in self.cells()}
+        budgets = {cell.budget for cell in self.cells() if cell.budget is not None}
         beyond = [] if self.fidelity is None else [each for each in self.fidelity.budgets if each not in budgets]
         if beyond:
-            raise BadValue(f"[fidelity] budgets={beyond}: expected some of the run's, {sorted(budgets - {None})}")
+            raise BadValue(f"[fidelity] budgets={beyond}: expected some of the run's, {sorted(budgets)}")
 
     def cells(self) -> list[Cell]:
         """Every policy at every budget and ratio; policies that evict nothing once, in front of the others."""
