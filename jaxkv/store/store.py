@@ -185,8 +185,10 @@ class Store:
         def code(name: str) -> Any:
             codec, x, old = self.codec(name), getattr(entries, name), getattr(held, name)
             count = held.positions.shape[2]
-            if not codec.apart or not count:
-                return codec.encode(x) if codec.apart else x
+            if codec.plain or not codec.apart:
+                return x
+            if not count:
+                return codec.encode(x)
             same = alike(codec.decode(old), x[:, :, :count])
             return jax.tree.map(lambda old, new: in_front(same, old, new), old, codec.encode(x))
 
