@@ -943,8 +943,9 @@ def test_the_context_of_a_draft_model_is_checked_first(tiny, monkeypatch):
 
     monkeypatch.setattr(run, "prefill", never)
     monkeypatch.setattr(run, "decode", never)
-    for prompt, before, text in ((ids(40), None, 40), (ids(8), cache, 29), (None, cache, 20)):
-        told = rf"the draft model \(policy 'full'\) of speculative=DraftModel\(...\): {text} tokens of text and 14 new"
+    for prompt, before, text, later in ((ids(40), None, 40, 13), (ids(8), cache, 29, 13), (None, cache, 20, 14)):
+        drafts = r"the draft model \(policy 'full'\) of speculative=DraftModel\(...\): "
+        told = rf"{drafts}{text} tokens of text and {later} run"
         with pytest.raises(BadValue, match=told):
             jaxkv.generate(params, prompt, cache=before, max_new_tokens=14, speculative=DraftModel(small))
     bounded = SelfDraft(jaxkv.policy("h2o", budget=8))

@@ -56,6 +56,11 @@ class Codec(Checked):
         """The code of all slots of a store; position -1 marks an empty one, which may hold anything."""
         return self.encode(x)
 
+    def encode_again(self, held: Any, x: Float[Array, "B Hk C D"], positions: Int[Array, "B Hk C"]) -> Any:
+        """As `encode_all`, where slots share their code; numbers that the code `held` stands for, in the same slots,
+        keep it."""
+        return self.encode_all(x, positions)
+
     def behind(self, code: Any, more: int) -> Any:
         """What makes the code of `[B, Hk, C]` slots that of so many more, which are empty, where each array of it is
         concatenated along its third dimension."""
@@ -161,10 +166,6 @@ class Shared(Codec):
         self, code: Any, rows: Bool[Array, "B"], due: Due, exact: Exact, implementation: str | None
     ) -> Any:
         """The code after, in these rows, all slots that share theirs with one that is `due` have been encoded anew."""
-        raise NotImplementedError
-
-    def encode_again(self, held: Any, x: Float[Array, "B Hk C D"], positions: Int[Array, "B Hk C"]) -> Any:
-        """As `encode_all`; numbers that the code `held` stands for, in the same slots, keep it."""
         raise NotImplementedError
 
     def encode(self, x: Float[Array, "*slots D"]) -> Any:
