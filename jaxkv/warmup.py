@@ -31,7 +31,7 @@ def warmup(params: Params, lengths: Sequence[int] = (256,), *, batch: int = 1, *
         started = time.perf_counter()
         for token in range(min(TRIES, params.config.vocab_size)):
             out = generate(params, np.full((batch, length), token, np.int32), **asked)
-            if max(out.lengths) > 1:  # a text that ends with its first token is not decoded
+            if out.tokens.shape[1] == 1 or max(out.lengths) > 1:  # a text that ends with its first token is not decoded
                 break
         took[length] = time.perf_counter() - started
     return took

@@ -200,6 +200,13 @@ def test_a_warmup_decodes_where_the_first_text_ends_at_once(tiny):
     assert run.decode._cache_size() == compiled + 1
 
 
+def test_a_warmup_for_one_token_runs_one_text(tiny):
+    """There is nothing to decode, however the text ends."""
+    ran = []
+    jaxkv.warmup(tiny("llama3"), (30,), max_new_tokens=1, progress=lambda what, done, of: ran.append(what))
+    assert ran == ["prefill"]
+
+
 def test_decoding_ends_with_the_last_row(tiny):
     """A chunk of steps is left when every row has ended: what it would have given is not computed."""
     params, policy = tiny("llama3"), jaxkv.policy("h2o", budget=24)
