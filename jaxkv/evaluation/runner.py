@@ -27,6 +27,7 @@ from jaxkv.evaluation.settings import Cell, Settings, to_dict
 from jaxkv.generate import Generation, generate, prefill
 from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.policy import Policy
+from jaxkv.stop_strings import decoded
 from jaxkv.weights.params import Params
 
 Progress = Callable[[str, int, int, int | float | None], None]  # (what, jobs done, of, seconds left or None)
@@ -304,7 +305,7 @@ def answer_of(params: Params, tokens: list[int]) -> str:
     """The text of the tokens up to the model's first stop token."""
     ends = [at for at, token in enumerate(tokens) if token in params.config.stop_tokens]
     tokens = tokens[: ends[0]] if ends else tokens
-    return params.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return decoded(params.tokenizer, tokens)
 
 
 def prose_rows(settings: Settings, tokenizer: Any, count: int, tokens: int, file: str = "") -> np.ndarray:
