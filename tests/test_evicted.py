@@ -488,8 +488,9 @@ def test_few_pages_are_read(tiny):
     out = jaxkv.generate(params, ids(1, 9), cache=cache, max_new_tokens=4, stop_tokens=())
     assert out.stats.read_bytes == sum(out.cache.read_bytes)
 
-    begun = jaxkv.generate(params, ids(45, 1), policy=policy, max_new_tokens=1, stop_tokens=()).cache
+    begun = jaxkv.generate(params, ids(44, 1), policy=policy, max_new_tokens=1, stop_tokens=()).cache
     first, second = begun.layers
+    pages = second.beside["pages"].low.shape[2]
     assert not (np.asarray(second.positions)[0, :, :4] >= 0).any(), "the new token's page holds nothing yet"
 
     def following(hit, *names):
