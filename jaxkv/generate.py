@@ -304,9 +304,7 @@ def _prefill(
         plan=shapes, layout=layout, implementation=execution.implementation, progress=execution.progress, top=top,
         limit=limit, scan_layers=execution.scan_layers, learned=learned,
     )  # fmt: skip
-    check_scores(policy)
-    if params.dtype == jnp.float16:
-        _check_finite(logits)
+    check_pass(params, policy, logits)
     layers = narrowed(layers)
     if expected is not None:
         expected = jnp.where(positions[..., None] < 0, EMPTY, expected[0]), expected[1]
@@ -324,9 +322,10 @@ def _prefill(
     return cache, logits, expected
 
 
-def _check_finite(logits: jax.Array) -> None:
-    """Raises `BadValue` for logits that are NaN or infinite."""
-    if not bool(jnp.isfinite(logits).all()):
+def check_pass(params: Params, policy: Policy, logits: jax.Array) -> None:
+    """Raises `BadValue` where a score of one's own gave NaN, or float16 weights logits that are NaN or infinite."""
+    check_scores(policy)
+    if params.dtype == jnp.float16 and not bool(jnp.isfinite(logits).all()):
         raise BadValue(
             "the model's logits are not finite: its numbers go beyond 65504, where float16 ends; load it with "
             "dtype='bfloat16' or 'float32'"

@@ -18,6 +18,7 @@ from jaxkv.models import ModelConfig
 from jaxkv.plan import plan
 from jaxkv.policies import LastQueries, Phase, Policy, Score, Select
 from jaxkv.policies.policy import from_dict
+from jaxkv.serving import Engine
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # the suite's own type checker would answer first
 FAMILY = "llama3"
@@ -189,6 +190,26 @@ def test_a_score_of_ones_own_gives_a_number_for_each_entry(lettered):
         with pytest.raises(BadValue, match=words):
             said(score)
     assert said(Undefined(99)) == (1, 4), "no entry has that position"
+
+
+@pytest.mark.long
+def test_a_score_without_numbers_in_an_engine(lettered):
+    """In the prompt it is the request that fails; while decoding, where all rows are in one program, the engine."""
+
+    def asked(at):
+        score = Undefined(at)
+        policy = Policy("mine", prefill=Phase(score=score), decode=Phase(score=score), budget=6)
+        engine = Engine(lettered, policy, rows=1, longest=32, max_new_tokens=8)
+        answer = engine.submit(IDS, max_new_tokens=6, stop_tokens=())
+        while engine.turn():
+            pass
+        return answer
+
+    with pytest.raises(BadValue, match="'undefined' gave NaN"):
+        asked(0).wait()
+    with pytest.raises(BadValue, match="'undefined' gave NaN"):
+        asked(len(IDS) + 1)
+    assert len(asked(99).wait().tokens) == 6
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from jaxkv.errors import BadValue, JaxkvError
+from jaxkv.errors import BadValue
 from jaxkv.stop_strings import Growing, StopStrings
 
 STOP, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "failed"
@@ -36,10 +36,11 @@ class Times:
 class Answer:
     """The answer to a request while it is made and afterwards.
 
-    `tokens` as `jaxkv.generate` gives them, the stop token among them; `chances` beside them where they were asked
-    for. `before` them the cache has seen the prefix and the `prompt_tokens`. `finish` is None while it runs, then
-    "stop", "length", "cancelled" or "failed" (and `error` says why). `kept` is how many of the `seen` tokens the cache
-    held at the end, on average over layers and KV heads. Iterate for pieces of text.
+    `tokens` as `jaxkv.generate` gives them, the stop token among them; `chances` beside them where they were asked for.
+    `before` them the cache has seen the prefix and the `prompt_tokens`. `finish` is None while it runs, then "stop",
+    "length", "cancelled" or "failed" (and `error` says why: a `BadValue` is the request's, others the engine's). `kept`
+    is how many of the `seen` tokens the cache held at the end, on average over layers and KV heads. Iterate for pieces
+    of text.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class Answer:
 
     def _raise(self) -> None:
         if self.error is not None:
-            raise JaxkvError(f"the engine failed: {type(self.error).__name__}: {self.error}") from self.error
+            raise self.error
 
     # ---- for the engine
 

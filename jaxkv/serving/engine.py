@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv.checks import check_arguments, fits, shown
-from jaxkv.errors import BadCheckpoint, BadValue, Busy, first_line, unknown
-from jaxkv.policies.policy import Policy
+from jaxkv.errors import BadCheckpoint, BadValue, Busy, JaxkvError, first_line, unknown
+from jaxkv.generate import check_pass
+from jaxkv.policies.policy import Policy, check_scores
 from jaxkv.request import Request, check_model, check_platform, checked_policy, checked_request
 from jaxkv.sampling import Sampler, draws_of
 from jaxkv.serving.answer import CANCELLED, FAILED, Answer, Chance
@@ -442,6 +443,13 @@ class Engine:
         if isinstance(programs, FirstPass):  # now it is read, with these tokens behind it
             self._reading = _Reading(dataclasses.replace(work, pseudo=programs.ahead(part, passed), first=None))
             return
+        try:
+            check_pass(self.params, self.policy, passed.logits)
+        except BadValue as error:
+            self._reading = None
+            for answer in work.answers:
+                answer.close(FAILED, error)
+            return
         kept = self._programs.kept(passed.layers)
         for number, answer in enumerate(work.answers, work.draw):
             row, first = self._programs.begin(work, passed, number)
@@ -488,6 +496,7 @@ class Engine:
         """Read what a chunk of steps gave, and free the rows whose answers have ended."""
         if flying is None:
             return
+        check_scores(self.policy)
         kept = np.asarray(flying.kept)
         going = [(at, answer) for at, answer in enumerate(flying.owners) if answer is not None and not answer.ended]
         read = _Read.of(flying.told, any(answer.tells for _, answer in going))
@@ -551,8 +560,10 @@ class Engine:
         with self._work:
             self._closed, self.failure = True, error
             self._work.notify_all()
+        ends = JaxkvError(f"the engine failed: {type(error).__name__}: {error}")
+        ends.__cause__ = error
         for answer in self._going():
-            answer.close(FAILED, error)
+            answer.close(FAILED, ends)
         self._settle()
         if self._turns is not None:
             with contextlib.suppress(RuntimeError):  # the others may be what failed

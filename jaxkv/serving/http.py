@@ -319,7 +319,9 @@ class Answering(Response):
     def _failed(self) -> Wrong | None:
         errors = [reader.answer.error for reader in self._readers if reader.answer.error is not None]
         if errors:
-            return Wrong(500, f"the engine failed ({type(errors[0]).__name__}): it has to be started again")
+            error = errors[0]
+            gone = f"the engine failed ({type(error.__cause__).__name__}): it has to be started again"
+            return Wrong(500, str(error) if isinstance(error, BadValue) else gone)
         if any(reader.answer.finish == "cancelled" for reader in self._readers):
             return Wrong(503, "the server stops, and has ended this answer", code="stopping")
         return None

@@ -492,6 +492,21 @@ def test_an_engine_that_fails_says_so_to_everybody(params, monkeypatch):
     engine.stop()
 
 
+def test_a_prompt_beyond_float16_fails_alone(tiny):
+    """One token has numbers that grow beyond 65504: its prompt is told, and the engine goes on."""
+    params = tiny("mistral")
+    assert not params.config.tie_embeddings
+    weights = jax.tree.map(lambda x: x.astype("float16"), params.weights)
+    weights["embed"][...] = weights["embed"][...].at[7].set(np.inf)
+    engine = Engine(type(params)(weights, params.config, Letters()), sized("h2o"), rows=2, longest=140)
+    bad, good = engine.submit([9, 7, 8]), engine.submit([9, 6, 8], max_new_tokens=3, stop_tokens=())
+    finish(engine)
+    with pytest.raises(BadValue, match="beyond 65504, where float16 ends; load it with dtype='bfloat16'"):
+        bad.wait()
+    assert (bad.finish, bad.tokens, good.finish, len(good.tokens)) == ("failed", [], "length", 3)
+    assert engine.load.ended == {"failed": 1, "length": 1} and engine.failure is None
+
+
 TAKEN = [name for name, policy in catalogue().items() if not policy.allocate.divides]
 
 
