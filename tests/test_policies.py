@@ -337,6 +337,7 @@ CHUNKS = [{"kind": "non-causal", "mutual": size} for size in (4, 256)]
         ("snapkv", {"allocate": {"kind": "adaptive", "of": {"kind": "crush"}}}, "sums over the heads"),
         ("dapq", {"aggregate": {"decay": 0.9}}, "'pseudo-queries' stand behind them"),
         ("kvzip", {"aggregate": {"probes": 0.1}}, "'replay' stand behind them"),
+        ("snapkv", {"observe": {"kind": "all-queries"}}, "recent='window' under observe kind 'all-queries'"),
     ],
 )
 def test_parts_that_do_not_go_together(name, options, words):

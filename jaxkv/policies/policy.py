@@ -51,6 +51,11 @@ class Phase(Checked):
     def __post_init__(self):
         if MASS in self.score.needs and not self.observe.looks:
             raise BadValue(f"score {self.score.kind!r} needs attention: give the phase queries that look (observe=)")
+        if self.select.recent == "window" and not self.observe.window:
+            raise BadValue(
+                f"recent='window' under observe kind {self.observe.kind!r}, which has no window: expected a number of "
+                "tokens, or a fraction of the budget"
+            )
         aggregate, behind = self.aggregate, self.observe.extra or self.observe.replays
         if behind and (aggregate.decay < 1 or aggregate.probes):
             raise BadValue(
