@@ -17,7 +17,7 @@ from small import SMALL
 
 import jaxkv
 from benchmarks.family_cost import first_layers
-from jaxkv import cli
+from jaxkv import cli, run
 from jaxkv.errors import BadValue, UnknownName
 from jaxkv.lowering import held_by_one, lower
 from jaxkv.policies import catalogue
@@ -25,6 +25,7 @@ from jaxkv.sharding import Layout, on_host
 from jaxkv.sharding.attention import prefill_attend_mass
 from jaxkv.sharding.mesh import parsed
 from jaxkv.sharding.traffic import collectives
+from jaxkv.store.described import arrays_in, described
 
 NAMES = sorted(catalogue())
 MESHES = {"8,1,1": (8, 1, 1), "1,8,1": (1, 8, 1), "1,1,8": (1, 1, 8), "2,2,2": (2, 2, 2)}
@@ -329,6 +330,7 @@ FITTED = {**BY_TOKEN, "keys": {"kind": "channels", "window": 4}}
         ("minicache", {}, (2, 2, 2)),
         ("kv-heads", {}, (2, 2, 2)),
         ("aquakv", {}, (2, 2, 2)),
+        ("gear", {}, (1, 2, 4)),
     ],
 )
 def test_codes_on_a_mesh(goldens, tmp_path, name, store, axes):
@@ -422,6 +424,17 @@ def test_bytes_hold_where_devices_share_the_slots(goldens):
     assert 40_000 < cache.kv_bytes <= 60_000
 
 
+@pytest.mark.parametrize("name", sorted(catalogue()))
+def test_every_array_of_a_policy_can_be_divided(goldens, name):
+    """Also those of more dimensions than entries have. A saved cache's arrays are laid by the same names."""
+    params = jaxkv.load(goldens / "tiny" / "llama3", mesh=on((2, 2, 2)))
+    layers = run.empty_layers(params.config, policy(name), 2, params.dtype)
+    placed = params.layout.layers(layers)
+    assert [leaf.shape for leaf in jax.tree.leaves(placed)] == [leaf.shape for leaf in jax.tree.leaves(layers)]
+    for layer in layers:
+        assert all(len(fact["dims"]) == len(fact["shape"]) for fact in arrays_in(described(layer)))
+
+
 def test_what_divides_the_heads(goldens):
     config = jaxkv.load(goldens / "tiny" / "llama3").config
     shapes = {
@@ -480,6 +493,21 @@ def test_the_command_line_on_a_mesh(goldens, monkeypatch, capsys):
     assert "needs 3 devices, but there are 8" in capsys.readouterr().err
     assert cli.main([*command, "--coordinator", "a:1"]) == 2
     assert "--coordinator without --mesh" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["generate", "hi", "--mesh", "data=8", "--speculative", "lookup"], "speculative= on a mesh"),
+        (["chat", "--mesh", "model=8", "--speculative", "lookup"], "speculative= on a mesh"),
+        (["serve", "--port", "0", "--mesh", "data=8", "--policy", "h2o"], "divides rows by 8"),
+        (["generate", "hi", "--mesh", "rows=8"], "mesh 'rows=8': expected a name, or axes"),
+    ],
+)
+def test_a_mesh_is_refused_before_weights_are_read(monkeypatch, capsys, words, says):
+    monkeypatch.setattr(jaxkv, "load", None)
+    assert cli.main(words) == 2
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.long

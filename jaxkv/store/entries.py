@@ -57,6 +57,11 @@ class Entries:
         return dataclasses.replace(self, stats={name: self.stats[name] for name in names})
 
 
+def put_all(place: Any, tree: Any, *dims: str | None) -> Any:
+    """Every array of the tree given to `place(array, *dims)`; dimensions behind the last named one count nothing."""
+    return jax.tree.map(lambda x: place(x, *(*dims, *(None,) * x.ndim)[: x.ndim]), tree)
+
+
 def in_pieces(slots: int, parts: int = 1) -> int:
     """So many slots, rounded up to whole pieces of memory for each of `parts` devices.
 

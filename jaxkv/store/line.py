@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxkv.sharding.attention import RotateAtRead
 from jaxkv.sharding.layout import Layout, on_host
-from jaxkv.store.entries import Change, Entries
+from jaxkv.store.entries import Change, Entries, put_all
 from jaxkv.store.pool import Pool, on_average
 from jaxkv.store.store import taken_up
 from pallas_kernels.arguments import Judge, Segments, Token
@@ -103,7 +103,7 @@ class Place:
     def each(self, place: Any) -> "Place":
         """As a store's; layers read the line at places that are data, so it is divided by rows only."""
         line = None if self.line is None else self.line._each(place, "line")
-        beside = jax.tree.map(lambda x: place(x, *("rows", None, None, None)[: x.ndim]), self.beside)
+        beside = put_all(place, self.beside, "rows")
         return dataclasses.replace(self, line=line, beside=beside)
 
     def keeping(self, names: tuple[str, ...]) -> "Place":

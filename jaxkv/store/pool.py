@@ -17,7 +17,7 @@ from jaxkv.sharding.attention import RotateAtRead, ragged_decode
 from jaxkv.sharding.layout import Layout, on_host
 from jaxkv.store.beside import joined
 from jaxkv.store.codecs import PLAIN_BOTH, Codecs
-from jaxkv.store.entries import EMPTY, WORTH, Entries, blank, flattened, owners, taken
+from jaxkv.store.entries import EMPTY, WORTH, Entries, blank, flattened, owners, put_all, taken
 from jaxkv.store.slots import GROW
 from jaxkv.store.store import Absorb, Choose, Store, Worth
 from pallas_kernels.arguments import Judge, Line, Segments, Token
@@ -83,10 +83,8 @@ class Pool(Store):
         return self._each(place, "pool")
 
     def _each(self, place: Any, slots: str) -> "Pool":
-        entries = jax.tree.map(lambda x: place(x, *("rows", slots, None)[: x.ndim]), self.entries)
-        few = jax.tree.map(
-            lambda x: place(x, *("rows", None, None, None)[: x.ndim]), (self.offsets, self.next_slot, self.beside)
-        )
+        entries = put_all(place, self.entries, "rows", slots)
+        few = put_all(place, (self.offsets, self.next_slot, self.beside), "rows")
         return dataclasses.replace(self, entries=entries, offsets=few[0], next_slot=few[1], beside=few[2])
 
     # ---- a block of the prompt

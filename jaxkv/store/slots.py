@@ -27,6 +27,7 @@ from jaxkv.store.entries import (
     in_time_order,
     owners,
     packed,
+    put_all,
     taken,
 )
 from jaxkv.store.store import Absorb, Choose, Store, Worth
@@ -71,8 +72,8 @@ class Slots(Store):
 
     def each(self, place: Any) -> "Slots":
         """The store with every array given to `place(array, *dims)`, with a name for what each dimension counts."""
-        entries = jax.tree.map(lambda x: place(x, *("rows", "heads", "slots", None)[: x.ndim]), self.entries)
-        few = jax.tree.map(lambda x: place(x, *("rows", "heads", None, None)[: x.ndim]), (self.next_slot, self.beside))
+        entries = put_all(place, self.entries, "rows", "heads", "slots")
+        few = put_all(place, (self.next_slot, self.beside), "rows", "heads")
         return dataclasses.replace(self, entries=entries, next_slot=few[0], beside=few[1])
 
     # ---- a block of the prompt
