@@ -188,7 +188,7 @@ def _statistics(sums: tuple[dict[str, jax.Array], ...]) -> dict[str, jax.Array]:
     }
 
 
-def _triangle(outer: Float[Array, "N N"]) -> Float[Array, "_"]:
+def _triangle(outer: Float[Array, "N N"]) -> Float[Array, "M"]:
     """The rows of the upper triangle, one behind the other."""
     return outer[np.triu_indices(len(outer))]
 

@@ -50,10 +50,10 @@ class Told:
 
 def told(
     logits: Float[Array, "B *N V"],
-    token: Int[Array, "B *n"],
+    token: Int[Array, "B *M"],
     wanted: Bool[Array, "B"],
     count: int,
-    nodes: Int[Array, "B n"] | None = None,
+    nodes: Int[Array, "B M"] | None = None,
 ) -> Told:
     """The log-probabilities of the tokens and of the `count` likeliest; zeros where no row wants them.
 

@@ -19,7 +19,7 @@ class Gate:
     """`gain [classes]`: accepted drafts per round and row so far, by kind of draft; `cost`: one tree in plain steps;
     `rate`: the newest round's weight in the gain."""
 
-    gain: Float[Array, "classes"]
+    gain: Float[Array, "K"]
     cost: Float[Array, ""]
     rate: float = dataclasses.field(default=RATE, metadata={"static": True})
 
