@@ -12,7 +12,7 @@ from jaxkv.errors import BadValue
 from jaxkv.generate import Generation, generate, prefill
 from jaxkv.models.linear import lookup
 from jaxkv.policies.policy import Policy
-from jaxkv.prompts import Prompt, are_messages, check_messages, right_padded, rows_of
+from jaxkv.prompts import Prompt, are_messages, plain_messages, right_padded, rows_of
 from jaxkv.request import check_model
 from jaxkv.store import KVCache
 from jaxkv.store.cache import one_row
@@ -48,7 +48,7 @@ class Episodes:
         """The topic whose direction is nearest to the question's, by cosine; of messages what follows the last answer
         is the question. Raises `BadValue` for several questions."""
         if are_messages(question):
-            check_messages(question)
+            question = plain_messages(question)
             last = max((n for n, message in enumerate(question) if message["role"] == "assistant"), default=-1)
             question = "\n".join(_said(question[last + 1 :])) or _said(question)[-1]
         pending = np.full(1, -1) if isinstance(question, str) else None
@@ -125,7 +125,7 @@ def _segments(params: Params, history: Prompt, ids: np.ndarray, size: int, utter
     if isinstance(history, str):
         said = [line for line in history.splitlines() if line.strip()]
     elif are_messages(history):
-        said = _said(history)
+        said = _said(plain_messages(history))
     else:
         return [ids[at : at + size] for at in range(0, len(ids) - size + 1, size)]
     together = ["\n".join(said[at : at + utterances]) + "\n\n" for at in range(0, len(said), utterances)]

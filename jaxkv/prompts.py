@@ -133,30 +133,43 @@ def _check_text(text: str) -> None:
         )
 
 
-def check_messages(messages: Any) -> None:
-    """Raises `BadValue` for a message without a role or content."""
+def plain_messages(messages: Any) -> list[dict[str, Any]]:
+    """The messages as chat templates take them, parts of a content `{"type": "text", "text": ...}` in a row. Raises
+    `BadValue` for one without a role or content, and for parts that are no text."""
+    plain = []
     for number, message in enumerate(messages):
         good = isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
         if not good:
             raise BadValue(
                 f"message {number} is {shown(message)}: expected each as {{'role': 'user', 'content': 'text'}}"
             )
-        if isinstance(message["content"], str):
-            _check_text(message["content"])
+        for part in message["content"] if isinstance(message["content"], list | tuple) else ():
+            if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+                raise BadValue(
+                    f"message {number} holds the part {shown(part)}: expected parts as "
+                    "{'type': 'text', 'text': '...'}, for jaxkv's models read text alone"
+                )
+        content = message["content"]
+        if isinstance(content, list | tuple):
+            content = "".join(part["text"] for part in content)
+        if isinstance(content, str):
+            _check_text(content)
+        plain.append({**message, "content": content})
+    return plain
 
 
 def _chat(messages: Any, tokenizer: Any, vocab_size: int, pending: int | None) -> np.ndarray:
     template = getattr(_needed(tokenizer), "chat_template", None)
     if not template:
         raise BadValue("chat messages, but the model's tokenizer has no chat template: give the prompt as text")
-    check_messages(messages)
+    messages = plain_messages(messages)
     if pending is not None and all(message["role"] != "assistant" for message in messages):
         raise BadValue(
             "chat messages without an answer of the model, on a cache: expected the whole conversation, of which what "
             "follows the last answer is run; or what is new as text"
         )
     try:
-        ids = next_turn(tokenizer, list(messages), pending)
+        ids = next_turn(tokenizer, messages, pending)
     except Exception as error:  # what a template, a program of the model's maker, raises for messages it can't take
         raise BadValue(
             f"the model's chat template can't take these messages ({type(error).__name__}: {first_line(error)}): "

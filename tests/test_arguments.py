@@ -75,6 +75,8 @@ def test_arguments_of_generate(lettered, options, words):
         ([{"role": "user"}], "message 0"),
         ([{"role": 5, "content": "a"}], "message 0"),
         ([{"role": "user", "content": "a\udc00"}], "surrogate"),
+        ([{"role": "user", "content": [{"type": "text", "text": "a\udc00"}]}], "surrogate"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "a"}]}], "message 0 holds the part"),
         ("ab\ud800c", "surrogate pair, '.ud800', at character 2"),
         (["a", 4], "list of text"),
         ([4, "a"], "flat row of integers"),

@@ -61,6 +61,8 @@ def test_every_form_of_prompt(lettered):
     found, single = rows_of(chat, lettered.tokenizer, 256)
     assert single and lettered.tokenizer.decode(found[0]) == "<u>hi<a>"
     assert len(rows_of([chat, chat], lettered.tokenizer, 256)[0]) == 2
+    parts = [{"role": "u", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]
+    assert rows_of(parts, lettered.tokenizer, 256)[0][0].tolist() == found[0].tolist()
 
 
 class Beginning(Letters):

@@ -77,9 +77,9 @@ class Message(Strict):
             raise PydanticCustomError("no_text", "expected text, for this server has no tools: leave the message out")
         return content
 
-    def plain(self) -> dict[str, str]:
-        """As chat templates take it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+    def plain(self) -> dict[str, Any]:
+        """As `jaxkv.generate` takes it."""
+        content = self.content if isinstance(self.content, str) else [part.model_dump() for part in self.content]
         return {"role": self.role, "content": content}
 
 

@@ -100,7 +100,7 @@ def test_null_leaves_a_field_out_wherever_it_is():
     given = {**fields, "stream": True, "stream_options": options}
     wanted = parsed(Chat, body(messages=[{"role": "user", "content": content, "name": None}], **given))
     assert wanted.ignore_eos is False and wanted.stream_options.include_usage is False
-    assert wanted.prompts() == [[{"role": "user", "content": "a"}]]
+    assert wanted.prompts() == [[{"role": "user", "content": [{"type": "text", "text": "a"}]}]]
     assert refused(Completion, body(prompt=None)) == ("Field required", "prompt")
     assert refused(Chat, body(messages=[{"role": None, "content": "a"}])) == ("Field required", "messages.0.role")
 
