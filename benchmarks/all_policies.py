@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.real_work import interval, percents
-from benchmarks.report import into_page, write, written
+from benchmarks.report import check_same, into_page, write, written
 from jaxkv.evaluation import summary
 from jaxkv.evaluation.results import Record, Store
 from jaxkv.policies.catalogue import catalogue
@@ -78,14 +78,16 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="what jaxkv eval catalogue --out wrote")
     options = parser.parse_args()
     store = Store(options.folder)
-    about, found = store.about(), {row["policy"]: row for row in measured(list(store.records()))}
+    about = store.about()
+    run = {name: about["settings"][name] for name in ("name", "model", "budgets", "tasks", "fidelity")}
+    check_same(written(NAME).get("run", {}), run, f"a run of jaxkv eval catalogue as it stands, or no {NAME}.json")
+    found = {row["policy"]: row for row in measured(list(store.records()))}
     known = {row["policy"]: row for row in written(NAME).get("policies", ())} | found
     for name, policy in catalogue().items():  # how faithful a policy is may be said otherwise since
         if name in known:
             known[name]["fidelity"] = policy.fidelity
     rows = best_first(known.values())
     into_page(PAGE, NAME, HEADER, [line(row) for row in rows])
-    run = {name: about["settings"][name] for name in ("name", "model", "budgets", "tasks", "fidelity")}
     print("written to", PAGE, "and", write(NAME, {"run": run, "measured_on": about["machine"], "policies": rows}))
 
 

@@ -1,5 +1,6 @@
 """The read bandwidth of this machine: what a decode step, which must read all weights once, cannot beat."""
 
+import argparse
 import statistics
 import threading
 import time
@@ -64,6 +65,7 @@ def _median(function: Callable[[], object], repeats: int) -> float:
 
 def main() -> None:
     """Print the table."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     ways = ReadBandwidth().each()
     rows = [(name, value / 1e9) for name, value in ways.items()]
     print(table(f"read bandwidth, {cores()} cores", ("way", "GB/s"), [*rows, ("fastest", max(ways.values()) / 1e9)]))

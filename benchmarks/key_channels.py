@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from benchmarks.report import prose_rows, table, write
+from benchmarks.report import named, prose_rows, table, write
 from jaxkv.store.balance import largest, middle
 
 
@@ -43,7 +43,7 @@ def main() -> None:
     found = measured(jaxkv.load(options.model, dtype=jnp.float32, weights=options.weights), options.tokens)
     header = ("layer", "largest |k|", "median channel's", "middle of the largest")
     print(table(f"{options.model}, {options.tokens} tokens of prose", header, [tuple(row.values()) for row in found]))
-    print("written to", write(f"key_channels-{options.model}", {**vars(options), "results": found}))
+    print("written to", write(named("key_channels", options.model), {**vars(options), "results": found}))
 
 
 if __name__ == "__main__":

@@ -20,13 +20,14 @@ from benchmarks.all_policies import PAGE, ends, rounded
 from benchmarks.family_cost import decoded, first_layers, prefilled
 from benchmarks.flat_cost import TURNS, in_turns, ratios
 from benchmarks.real_work import interval, percents
-from benchmarks.report import RESULTS, into_page, prose_rows, table, write, written
+from benchmarks.report import RESULTS, check_same, into_page, prose_rows, table, write, written
 from jaxkv import evaluation
 from jaxkv.evaluation import published, summary
 from jaxkv.evaluation.settings import Settings
 
 DROPPED, UNDER = ": dropped", " + "
 WAYS = ("merging", "dropping")
+MEASURED = ("layers", "tokens", "new_tokens", "rounds")  # what each cost is of
 COLUMNS = {"needles": ("passkey", "niah-single"), "code": ("longbench/lcc",), "long output": ("recite",)}
 
 
@@ -40,6 +41,9 @@ def pairs(settings: Settings) -> dict[str, str]:
 def only(settings: Settings, names: list[str]) -> Settings:
     """The run with these policies alone, what they stand beside, and the full cache."""
     found = pairs(settings)
+    strange = [name for name in names if name not in found]
+    if strange:
+        raise SystemExit(f"--policies {' '.join(strange)}: expected some of {', '.join(sorted(found))}")
     wanted = {"full", *names, *(found[name] for name in names)}
     label = lambda entry: entry if isinstance(entry, str) else entry.get("label", entry.get("name"))  # noqa: E731
     return evaluation.changed(settings, {"policies": tuple(p for p in settings.policies if label(p) in wanted)})
@@ -52,7 +56,7 @@ def costs(params: Any, settings: Settings, options: argparse.Namespace) -> Itera
     policies = {cell.label: cell.policy for cell in settings.cells() if cell.policy is not None}
     for name, base in pairs(settings).items():
         both = {"merge": policies[name], "drop": policies[base]}
-        row: dict[str, Any] = {"policy": name}
+        row: dict[str, Any] = {"policy": name, **{each: getattr(options, each) for each in MEASURED}}
         for what, run in (("prefill", prefilled), ("step", decoded)):
             if what == "step" and policies[name].decode is None:
                 continue
@@ -129,11 +133,11 @@ def main() -> None:
     title = options.name or ("merging-cost" if options.cost else "merging-pairs")
     path = RESULTS / f"{title}.json"
     if options.cost:
-        before = written(title).get("results", [])
-        rows = {row["policy"]: row for row in before}
+        check_same(written(title), {"model": settings.model})
+        rows = {row["policy"]: row for row in written(title).get("results", [])}
         for row in costs(params, settings, options):
             rows[row["policy"]] = row
-            write(title, {**vars(options), "results": list(rows.values())})
+            write(title, {"model": settings.model, "results": list(rows.values())})
         shown = [(row["policy"], row["prefill"], row.get("step", "-")) for row in rows.values()]
         print(table("merging over dropping (median of the rounds)", ("policy", "prefill", "step"), shown))
     else:

@@ -23,7 +23,7 @@ import numpy as np
 import jaxkv
 from benchmarks.family_cost import decoded, first_layers
 from benchmarks.flat_cost import TURNS, in_turns, ratios
-from benchmarks.report import RESULTS, prose_rows, table, write, written
+from benchmarks.report import RESULTS, check_same, prose_rows, table, write, written
 from jaxkv.evaluation.fidelity import Reference, fidelity, reference
 from jaxkv.models import ModelConfig
 from jaxkv.policies import Codecs, Fp8, Int, IntBalanced, IntByChannel, Paired, Sparse, catalogue
@@ -142,15 +142,9 @@ def main() -> None:
         parser.error("--layers: fewer layers say nothing about KL; expected it with --time")
     params = jaxkv.load(options.model, dtype=jnp.float32)
     name = f"{options.name}-time" if options.time else options.name
-    path = RESULTS / f"{name}.json"
     stored_as = written(name)
     before = stored_as.get("results", [])
-    for setting in SAME if before else ():
-        if stored_as.get(setting) != getattr(options, setting):
-            parser.error(
-                f"{path} holds rows with {setting}={stored_as.get(setting)}, not {getattr(options, setting)}: rows of "
-                "both would stand in one table; expected another --name"
-            )
+    check_same(stored_as, {setting: getattr(options, setting) for setting in SAME})
     known = {row["case"]: row for row in before}
     for label, policy in everything().items():
         if label not in known:
@@ -178,7 +172,7 @@ def main() -> None:
     header = ("case", "entries a head", "bytes of bfloat16's", "KL", "same top token")
     shown = [(row["case"], row["budget"] or "all", row["bytes"], row["kl"], row["top1"]) for row in results]
     print(table(f"{options.policy}, {options.tokens} tokens of prose and {options.new_tokens} more", header, shown))
-    print("written to", path)
+    print("written to", RESULTS / f"{name}.json")
 
 
 if __name__ == "__main__":

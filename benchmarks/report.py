@@ -58,6 +58,22 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
+def named(name: str, model: str) -> str:
+    """The name of a file for one model, be that a path or a hub name."""
+    return f"{name}-{Path(model).name}"
+
+
+def check_same(stored: dict[str, Any], given: dict[str, Any], remedy: str = "another --name") -> None:
+    """Ends the program where what is stored was measured under other settings, for rows of both would stand in one
+    table."""
+    for setting, value in given.items():
+        if stored and stored.get(setting) != json.loads(json.dumps(value)):
+            raise SystemExit(
+                f"{setting}={value}, and the rows that are stored have {setting}={stored.get(setting)}: both would "
+                f"stand in one table; expected the same, or {remedy}"
+            )
+
+
 def write(name: str, result: dict[str, Any]) -> Path:
     """Store the result as benchmarks/results/<name>.json, whole or not at all."""
     RESULTS.mkdir(exist_ok=True)

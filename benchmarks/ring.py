@@ -6,6 +6,7 @@ One layer of Llama 3 8B: a block of prompt tokens over a cache of 4096 entries a
 divided evenly over the devices, as `jaxkv.prefill` divides them. The ring merges its parts by their log-sum-exps.
 """
 
+import argparse
 import functools
 import os
 import statistics
@@ -125,6 +126,7 @@ def compiled(way: str, topology: str, block: int) -> dict[str, Any]:
 
 def main() -> None:
     """Compile and time; a table, and results/ring.json."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rows, results = [], []
     for block in (2048, 512):
         seconds = timed(block)

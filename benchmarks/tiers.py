@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import jaxkv
 from benchmarks.all_policies import ends, rounded
 from benchmarks.real_work import interval
-from benchmarks.report import table, write, written
+from benchmarks.report import check_same, table, write, written
 from jaxkv import sizes
 from jaxkv.evaluation import runner, summary
 from jaxkv.evaluation.results import Record
@@ -79,13 +79,16 @@ def main() -> None:
     parser.add_argument("--shares", type=int, nargs="+", default=[4, 8, 16], help="1/4 of the bytes, 1/8, ...")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--texts", type=int, default=8)
+    parser.add_argument("--name", default="tiers", help="of the JSON file in benchmarks/results")
     options = parser.parse_args()
+    about = {"model": options.model, "texts": options.texts}
+    check_same(written(options.name), about)
     params = jaxkv.load(options.model)
     tasks = tuple(
         Tasks(name, lengths=(TOKENS,), depths=(0.1, 0.35, 0.6, 0.9), max_new_tokens=16)
         for name in ("passkey", "niah-single", "niah-multikey")
     )
-    known = written("tiers").get("results", [])
+    known = written(options.name).get("results", [])
     found = {(row["share"], row["case"]): row for row in known}
     for share in options.shares:
         sized = list(policies(params, share, options.cases))
@@ -98,7 +101,7 @@ def main() -> None:
         )
         found |= {(share, row["case"]): row for row in rows(share, sized, params, list(store.records()))}
         results = sorted(found.values(), key=lambda row: (row["share"], list(CASES).index(row["case"])))
-        print("written to", write("tiers", {"model": options.model, "texts": options.texts, "results": results}))
+        print("written to", write(options.name, {**about, "results": results}))
     header = ("share and case", "budget", "MB", "right", "KL")
     shown = [
         (f"1/{row['share']} {row['case']}", row["budget"], row["bytes"] / 1e6, row["right"][0], row["kl"][0])

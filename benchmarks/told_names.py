@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import jaxkv
 from benchmarks.all_policies import ends
 from benchmarks.real_work import percents
-from benchmarks.report import table, write
+from benchmarks.report import named, table, write
 from jaxkv.evaluation.summary import wilson
 
 NAMES = (
@@ -77,7 +77,7 @@ def main() -> None:
     rows = [(name, percents(ends(wilson(some)))) for name, some in given.items()]
     print(table(f"{options.model}: names given, per cent of {many}", ("entries", "right"), rows))
     found = {"questions": many, "right": {name: sum(some) for name, some in given.items()}}
-    print("written to", write(f"told-names-{options.model}", {**vars(options), **found}))
+    print("written to", write(named("told-names", options.model), {**vars(options), **found}))
 
 
 if __name__ == "__main__":
