@@ -19,7 +19,7 @@ from jaxkv.sharding.hosts import together
 from jaxkv.sharding.layout import ONE_DEVICE, Layout, on_host
 from jaxkv.store import KVCache
 from jaxkv.store.described import arrays_in, arrays_of, described, rebuilt
-from jaxkv.weights.orbax_folder import written
+from jaxkv.weights.orbax_folder import check_shared, written
 
 FORMAT = 6
 
@@ -31,6 +31,7 @@ def save(cache: KVCache, path: str | os.PathLike) -> Path:
     """
     if not isinstance(cache, KVCache):
         raise BadValue(f"cache={shown(cache)}: expected a KVCache, such as the .cache that jaxkv.generate gives")
+    check_shared("a cache", cache.layers)
     path = Path(path).absolute()
     if path.exists():
         raise BadCheckpoint(f"{path} exists already: expected a new path; remove it or save elsewhere")

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxkv.errors import BadValue
+from jaxkv.errors import BadValue, HostFailure
 
 TRIES = 16  # to put a folder in another's place, or to remove one, while others write there
 FORGOTTEN = 24 * 3600.0  # seconds after which nobody writes a draft any more: its process was killed
@@ -56,24 +56,22 @@ def check_place(target: Path) -> None:
 
 @contextlib.contextmanager
 def appearing_folder(target: Path, size: int) -> Iterator[Path]:
-    """As `appearing`, with a folder, which the block makes, of `size` bytes. Of many hosts all get the same draft.
+    """As `appearing`, with a folder, which the block makes, of `size` bytes. Of many hosts all get the same draft;
+    where one of them cannot write, the others get `HostFailure`.
 
     What libraries write beside their folder while they make it lies in a folder of the draft's own, and goes with it.
     """
     import jax
 
-    from jaxkv.sharding.hosts import agreed, together
+    from jaxkv.sharding.hosts import agreed, somewhere, together
 
     own, first = _draft(target, agreed(uuid.uuid4().hex[:12])), jax.process_index() == 0
     draft = own / target.name
     try:
         with writing(target):
-            own.mkdir(parents=True, exist_ok=True)
-            if first:
-                _forget(target)
-            free = shutil.disk_usage(own).free
-            if free < size + SPARE:
-                raise OSError(errno.ENOSPC, f"it takes {size / 2**20:.1f} MiB, and {free / 2**20:.1f} MiB are free")
+            wrong = _unready(target, own, size, first)
+            if somewhere(wrong is not None):
+                raise wrong or HostFailure(f"{target} cannot be written: another host says why")
             yield draft
             together(f"{target}: written")
             if first:
@@ -82,6 +80,20 @@ def appearing_folder(target: Path, size: int) -> Iterator[Path]:
     finally:
         if first:
             _remove(own)
+
+
+def _unready(target: Path, own: Path, size: int, first: bool) -> OSError | None:
+    """Makes the folder of the draft; why this host cannot write so many bytes there."""
+    try:
+        own.mkdir(parents=True, exist_ok=True)
+        if first:
+            _forget(target)
+        free = shutil.disk_usage(own).free
+    except OSError as error:
+        return error
+    if free < size + SPARE:
+        return OSError(errno.ENOSPC, f"it takes {size / 2**20:.1f} MiB, and {free / 2**20:.1f} MiB are free")
+    return None
 
 
 @contextlib.contextmanager

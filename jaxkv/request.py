@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxkv.checks import check_arguments, fits, shown
 from jaxkv.errors import BadCheckpoint, BadValue
@@ -103,7 +104,7 @@ def checked_request(
     stop_tokens = (*stop_tokens, *(token for token in special.values() if token not in stop_tokens))
     stop = tuple(text for text in stop if text not in special)
     chosen = checked_policy(params, policy, cache)
-    check_speculative(params, speculative)
+    check_speculative(params.layout.mesh, speculative)
     if prompt is None and cache is None:
         raise BadValue("neither prompt nor cache: expected a prompt, or a cache to go on from")
     if prompt is None and cache is not None and int(np.asarray(cache.pending).min()) < 0:
@@ -129,7 +130,7 @@ def _special(tokenizer: Any, text: str) -> int | None:
     return None
 
 
-def check_speculative(params: Params, speculative: Any) -> None:
+def check_speculative(mesh: Mesh | None, speculative: Any) -> None:
     """Raises `BadValue` for what is no method of speculation (or None), and for one on a mesh."""
     if speculative is None:
         return
@@ -137,7 +138,7 @@ def check_speculative(params: Params, speculative: Any) -> None:
         raise BadValue(
             f"speculative={shown(speculative)}: expected a method such as jaxkv.speculative.AASD() or PromptLookup()"
         )
-    if params.layout.mesh is not None:
+    if mesh is not None:
         raise BadValue("speculative= on a mesh: drafts are verified on one device so far; leave one of the two out")
 
 

@@ -31,6 +31,10 @@ class Sampler:
     repetition_penalty: float | None = None
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.generic):  # Python's numbers can be written down, as what is said to other hosts
+                object.__setattr__(self, field.name, value.item())
         check_arguments(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
         if self.temperature < COLDEST:
             object.__setattr__(self, "temperature", 0.0)

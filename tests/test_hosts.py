@@ -180,8 +180,65 @@ def test_a_host_that_never_comes_ends_the_wait(tmp_path):
         ({"coordinator": "a", "num_processes": 2, "process_id": 0}, "host:port"),
         ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, "from 0 to"),
         ({"timeout": 0}, "timeout=0"),
+        ({"timeout": "9"}, "timeout='9'"),
+        ({"coordinator": "a:1", "num_processes": "2", "process_id": 0}, "num_processes='2'"),
     ],
 )
-def test_hosts_that_cannot_be_joined(options, words):
+def test_hosts_that_cannot_be_joined(unchecked, options, words):
     with pytest.raises(BadValue, match=words):
         start(**options)
+
+
+SLURM = {"SLURM_JOB_ID": "7777", "SLURM_STEP_NODELIST": "localhost", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+RUN = "import jax; jax.numpy.zeros(1); from jaxkv.sharding import start; start(timeout=5)"
+TWICE = "from jaxkv.sharding import start; start('{0}', 1, 0); start(); start('{0}', 1, 0)"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "around, program, says",
+    [
+        ({}, RUN, ""),
+        (SLURM | {"SLURM_NTASKS": "1"}, RUN, ""),
+        (SLURM | {"SLURM_NTASKS": "2"}, RUN, "BadValue: hosts must be joined before anything else of jax runs"),
+        (MPI, "from jaxkv.sharding import start; start(timeout=5)", "BadValue: Open MPI 5 or newer requires mpi4py"),
+        ({}, TWICE, "BadValue: the hosts have been joined already"),
+    ],
+)
+def test_what_is_found_around(around, program, says):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **around}
+    program = program.format(f"127.0.0.1:{free_port()}")
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert says in done.stderr and (done.returncode == 0) == (not says), done.stderr
+
+
+@pytest.mark.long
+def test_files_of_parts_may_run_jax(tmp_path):
+    """The command joins the hosts before it runs them."""
+    (tmp_path / "parts.py").write_text("import jax.numpy as jnp\nDECAY = jnp.float32(0.9)\n")
+    hosts = [
+        "--mesh",
+        "data=1",
+        "--coordinator",
+        f"127.0.0.1:{free_port()}",
+        "--num-processes",
+        "1",
+        "--process-id",
+        "0",
+    ]
+    command = [sys.executable, "-m", "jaxkv.cli", "generate", "--parts", str(tmp_path / "parts.py"), *hosts]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [*command, "--model", str(FOLDER), "hi"], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert "these params have no tokenizer" in done.stderr, done.stderr  # so far it comes
+
+
+def test_what_lies_on_one_host_is_not_saved_on_many(tiny, tmp_path, monkeypatch):
+    params = tiny("llama3")
+    cache = jaxkv.prefill(params, np.arange(3, 9), policy=jaxkv.policy("h2o", budget=8))
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    for save, what in ((jaxkv.save, cache), (jaxkv.save_weights, params)):
+        with pytest.raises(BadValue, match="of this host's devices, where 2 processes run"):
+            save(what, tmp_path / "folder")

@@ -13,9 +13,9 @@ from damage import flips
 
 import jaxkv
 from jaxkv import checkpoint, digests
-from jaxkv.errors import BadCheckpoint, BadValue, JaxkvError
+from jaxkv.errors import BadCheckpoint, BadValue, HostFailure, JaxkvError
 from jaxkv.evaluation import results
-from jaxkv.folders import appearing
+from jaxkv.folders import appearing, appearing_folder
 from jaxkv.weights import learned
 
 FAMILY = "llama3"
@@ -144,3 +144,12 @@ def test_a_place_that_cannot_be(caches, tmp_path):
 def test_only_caches_are_saved(tmp_path):
     with pytest.raises(BadValue, match="expected a KVCache"):
         jaxkv.save({}, tmp_path / "cache")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_host_that_cannot_write_is_heard_by_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxkv.sharding.hosts.somewhere", lambda mine: True)
+    with pytest.raises(HostFailure, match="another host says why"), appearing_folder(tmp_path / "folder", 1):
+        raise AssertionError("it is not written")
+    with pytest.raises(BadValue, match="MiB are free"), appearing_folder(tmp_path / "folder", 2**60):
+        raise AssertionError("it is not written")
+    assert list(tmp_path.iterdir()) == []

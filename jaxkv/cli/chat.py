@@ -30,11 +30,16 @@ class Chat:
         import jax
 
         import jaxkv
+        from jaxkv.request import check_speculative
 
+        spread = Spread(mesh=self.mesh)
+        spread.join()
         chosen, method = self.cut.build(), self.drafting.build()
-        params = self.load.build(Spread(mesh=self.mesh).build())
+        mesh = spread.build()
         if jax.process_count() > 1:
             raise BadValue("chat on many hosts, of which only one hears the person: use jaxkv generate there")
+        check_speculative(mesh, method)
+        params = self.load.build(mesh)
         if not getattr(params.tokenizer, "chat_template", None):
             raise BadValue(f"model {self.load.model!r} has no chat template: use jaxkv generate")
         messages = [{"role": "system", "content": self.system}] if self.system else []

@@ -30,11 +30,15 @@ class Generate:
 
     def __call__(self) -> int:
         import jaxkv
+        from jaxkv.request import check_speculative
         from jaxkv.sharding.hosts import speaks
 
+        self.spread.join()
         chosen, method = self.cut.build(), self.drafting.build()
         text = _piped() if self.prompt == "-" else self.prompt
-        params = self.load.build(self.spread.build())
+        mesh = self.spread.build()
+        check_speculative(mesh, method)
+        params = self.load.build(mesh)
         prompt = [{"role": "user", "content": text}] if self.chat else text
         with Meter(self.json or not speaks()) as meter:
             out = jaxkv.generate(

@@ -127,8 +127,8 @@ class Spread:
     host_timeout: int | None = None
     """Seconds after which a missing or silent host ends all of them (60)."""
 
-    def build(self) -> Any:
-        """The mesh, or None for one device; joins the hosts first."""
+    def join(self) -> None:
+        """Joins the hosts, before anything else of jax runs. Raises `BadValue` for what says nothing without a mesh."""
         if self.mesh is None:
             hosts = {
                 "coordinator": self.coordinator, "num-processes": self.num_processes, "process-id": self.process_id,
@@ -137,13 +137,22 @@ class Spread:
             for name, value in hosts.items():
                 if value is not None:
                     raise BadValue(f"--{name} without --mesh: say how the hosts' devices share the work, as data=2")
-            return None
-        import jaxkv
+            return
         from jaxkv.sharding import start
         from jaxkv.sharding.mesh import parsed
 
+        parsed(self.mesh)
         patience = {} if self.host_timeout is None else {"timeout": self.host_timeout}
         start(self.coordinator, self.num_processes, self.process_id, **patience)
+
+    def build(self) -> Any:
+        """The mesh, or None for one device. `join` comes first, and between them the files of --parts, which may run
+        jax."""
+        if self.mesh is None:
+            return None
+        import jaxkv
+        from jaxkv.sharding.mesh import parsed
+
         return jaxkv.mesh(**parsed(self.mesh))
 
 

@@ -58,7 +58,9 @@ class Serve:
         if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("starlette") is None:
             raise BadValue("jaxkv serve needs the libraries of an extra: pip install 'jaxkv[serve]'")
         import jaxkv
+        from jaxkv.request import check_speculative
         from jaxkv.serving import Engine
+        from jaxkv.serving.asked import check_mesh
         from jaxkv.serving.http import Limits
         from jaxkv.serving.serve import check, check_free, serve
 
@@ -67,6 +69,7 @@ class Serve:
         if not self.spread.process_id:
             check_free(self.host, self.port)
         limits = Limits(body=self.body, seconds=self.seconds)
+        self.spread.join()
         chosen, method = self.cut.build(), self.drafting.build()
         own = self.block is not None
         chosen = dataclasses.replace(chosen, block=self.block) if own else chosen.in_blocks(SERVED_BLOCK)
@@ -74,7 +77,10 @@ class Serve:
         for each, (name, file) in zip(self.prefix, prefixes, strict=True):
             if not name or not file.is_file():
                 raise BadValue(f"prefix {each!r}: expected name=file, of a text file that is there")
-        params = self.load.build(self.spread.build())
+        mesh = self.spread.build()
+        check_mesh(mesh)
+        check_speculative(mesh, method)
+        params = self.load.build(mesh)
         engine = Engine(
             params, chosen, rows=self.rows, longest=self.longest, max_new_tokens=self.max_new_tokens,
             queue=self.queue, speculative=method, scan_layers=True,

@@ -1,11 +1,13 @@
 """A request, made ready on the host by whoever asks: everything that the engine's thread will only hand to programs."""
 
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxkv.checks import shown
 from jaxkv.errors import BadValue
@@ -123,15 +125,20 @@ def _left(params: Params, policy: Policy, room: int) -> int:
     return params.config.max_position - room if policy.bound_to_text else sys.maxsize
 
 
+def check_mesh(mesh: Mesh | None) -> None:
+    """Raises `BadValue` for a mesh that divides the rows."""
+    parts = 1 if mesh is None else math.prod(mesh.shape.get(axis, 1) for axis in ROWS)
+    if parts > 1:
+        raise BadValue(
+            f"an engine on a mesh that divides rows by {parts}: its rows come and go one at a time, so expected a mesh "
+            "of the axes model and context alone"
+        )
+
+
 def shapes_of(params: Params, policy: Policy, learned: Learned, longest: int, room: int, sizes: int) -> Shapes:
     """The shapes for prompts of up to `longest` tokens with up to `room` new ones. Raises `BadValue` for a policy whose
     rows cannot come and go, and for a mesh."""
-    layout = params.layout
-    if layout.size(ROWS) > 1:
-        raise BadValue(
-            f"an engine on a mesh that divides rows by {layout.size(ROWS)}: its rows come and go one at a time, so "
-            "expected a mesh of the axes model and context alone"
-        )
+    check_mesh(params.layout.mesh)
     if policy.allocate.divides:
         raise BadValue(
             f"policy {policy.name!r} divides one budget over all layers, by a border of each row's own that programs "
@@ -147,7 +154,7 @@ def shapes_of(params: Params, policy: Policy, learned: Learned, longest: int, ro
 
     def at(tokens: int) -> tuple[Plan, PromptBlocks, np.ndarray]:
         shape = np.zeros(1, int), np.zeros(params.config.num_layers, np.int64), np.array([tokens])
-        return planned(policy, params.config, *shape, room, parts=layout.parts, learned=learned)
+        return planned(policy, params.config, *shape, room, parts=params.layout.parts, learned=learned)
 
     # some budgets depend on the text's length, and slots are rounded up behind multiples of 16
     step = max(ROUND, longest // 256)

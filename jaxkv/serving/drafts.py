@@ -39,7 +39,7 @@ class Drafts:
     ) -> "Drafts | None":
         """What `speculative=` means for so many rows. Raises `BadValue` as `jaxkv.generate` does, and for drafts of a
         model, whose own cache each request would have to fill."""
-        check_speculative(params, method)
+        check_speculative(params.layout.mesh, method)
         if method is None:
             return None
         check(policy)

@@ -626,6 +626,7 @@ class Engine:
                 raise BadValue(f"{name}={shown(given)}: expected True or False")
         if budget is not None:
             check_arguments(budget=budget)
+            budget = int(budget)
         stored, first = None, 0
         if prefix is not None:
             stored = self._prefixes.get(prefix) if fits(prefix, str) else None

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather, sync_global_devices
 
+from jaxkv.checks import fits, shown
 from jaxkv.errors import BadValue, HostFailure, first_line
 
 
@@ -26,13 +27,17 @@ def start(
     lacking = [name for name, value in given.items() if value is None]
     if 0 < len(lacking) < len(given):
         raise BadValue(f"{' and '.join(lacking)} not given: give coordinator, num_processes and process_id, or none")
-    if timeout < 1:
-        raise BadValue(f"timeout={timeout}: expected at least 1 second")
-    if not lacking and not (":" in str(coordinator) and 0 <= (process_id or 0) < (num_processes or 0)):
+    if not fits(timeout, int) or timeout < 1:
+        raise BadValue(f"timeout={shown(timeout)}: expected whole seconds, at least 1")
+    if not lacking and not _may_be(coordinator, num_processes, process_id):
         raise BadValue(
-            f"coordinator={coordinator!r}, num_processes={num_processes}, process_id={process_id}: expected host:port, "
-            "and a process_id from 0 to num_processes - 1"
+            f"coordinator={shown(coordinator)}, num_processes={shown(num_processes)}, process_id={shown(process_id)}: "
+            "expected host:port, and a process_id from 0 to num_processes - 1"
         )
+    if jax.distributed.is_initialized():
+        if coordinator is None:
+            return
+        raise BadValue("the hosts have been joined already: start() is called once, before anything else of jax runs")
     try:
         jax.distributed.initialize(
             coordinator,
@@ -48,14 +53,34 @@ def start(
             raise
         return  # no cluster around: one host
     except RuntimeError as error:
-        if "must be called before" in str(error):
-            if coordinator is None:
+        said = first_line(error).rstrip(".")
+        if "must be called before" in said:
+            if coordinator is None and (jax.process_count() > 1 or _processes_around() == 1):
                 return  # jax runs already, on the hosts that it has found
             raise BadValue("hosts must be joined before anything else of jax runs: call start() first") from error
+        if "mpi4py" in said:
+            raise BadValue(f"{said}: pip install mpi4py, or give coordinator, num_processes and process_id") from error
+        those = (
+            "hosts that were found around here" if lacking else f"{num_processes} hosts of coordinator {coordinator}"
+        )
+        me = "" if lacking else f" (process {process_id})"
         raise HostFailure(
-            f"the {num_processes} hosts of coordinator {coordinator} did not come together within {timeout} s (process "
-            f"{process_id}): {first_line(error)}. Start all of them, or raise the timeout"
+            f"the {those} did not come together within {timeout} s{me}: {said}. Start all of them, or raise the timeout"
         ) from error
+
+
+def _may_be(coordinator: Any, num_processes: Any, process_id: Any) -> bool:
+    """Whether these can name a run and a process of it."""
+    counts = fits(num_processes, int) and fits(process_id, int) and 0 <= process_id < num_processes
+    return counts and isinstance(coordinator, str) and ":" in coordinator
+
+
+def _processes_around() -> int:
+    """How many processes a TPU pod, Slurm or Open MPI says that there are; jax has no public name for who is asked."""
+    from jax._src.clusters import ClusterEnv
+
+    kinds = [kind for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method and kind.is_env_present()]
+    return kinds[0].get_process_count() if kinds else 1
 
 
 def together(name: str) -> None:

@@ -33,6 +33,7 @@ def save_weights(params: Params, path: str | os.PathLike) -> Path:
     On many hosts each calls this, with a path that all of them see. Raises `BadCheckpoint` where something stands
     already, and `BadValue` for weights in blocks.
     """
+    check_shared("weights", params.weights)
     path = Path(path).absolute()
     if any(isinstance(leaf.get_value(), Blocks) for _, leaf in nnx.to_flat_state(params.weights)):
         raise BadValue("weights in blocks are not saved: save them as floats, and load that with weights=")
@@ -53,6 +54,17 @@ def save_weights(params: Params, path: str | os.PathLike) -> Path:
     return path
 
 
+def check_shared(what: str, arrays: Any) -> None:
+    """Raises `BadValue` where many hosts run and an array lies on one host's devices, which orbax cannot write."""
+    count = jax.process_count()
+    for leaf in jax.tree.leaves(arrays):
+        if isinstance(leaf, jax.Array) and len({each.process_index for each in leaf.sharding.device_set}) < count:
+            raise BadValue(
+                f"{what} of this host's devices, where {count} processes run: expected a mesh of all of them, as "
+                "jaxkv.load(model, mesh=jaxkv.mesh(...)) puts it there; or save where the hosts are not joined"
+            )
+
+
 def written(path: Path, **what: Any) -> None:
     """A checkpoint of orbax with these items. Raises `BadCheckpoint` where it cannot be written."""
     log = logging.getLogger("absl")
@@ -64,9 +76,10 @@ def written(path: Path, **what: Any) -> None:
     except jax.errors.JaxRuntimeError:  # another host is gone
         raise
     except Exception as error:
+        others = ", unless another host has failed, which says why" if jax.process_count() > 1 else ""
         raise BadCheckpoint(
             f"a checkpoint cannot be written ({type(error).__name__}: {first_line(error)}): make room there, or give "
-            "another path"
+            f"another path{others}"
         ) from error
     finally:
         log.setLevel(before)

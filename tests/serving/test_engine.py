@@ -1,6 +1,7 @@
 """The engine: requests that come and go in the rows of one batch get the tokens that each gets alone."""
 
 import dataclasses
+import json
 import math
 import threading
 from pathlib import Path
@@ -155,6 +156,9 @@ def test_equal_prompts_draw_differently_on_every_host(engine):
     works = list(engine._asked_for)
     assert [work.draw for work in works] == [0, 0, 2] and answers == tuple(a for work in works for a in work.answers)
     assert [engine._asked(**turns.settings(turns.words(work))).draw for work in works] == [0, 0, 2]
+    numpys = {"temperature": np.float32(0.5), "top_k": np.int64(5), "top_p": np.float32(0.5), "budget": np.int64(12)}
+    said = json.loads(json.dumps(turns.words(engine._asked(ids(5), **numpys))))
+    assert {name: said[name] for name in numpys} == {"temperature": 0.5, "top_k": 5, "top_p": 0.5, "budget": 12}
     with pytest.raises(Busy, match="3 requests wait, and this engine's queue holds 12: no room for 10 more"):
         engine.submit_each([ids(9)] * 10)
     with pytest.raises(BadValue, match="13 prompts in one request: expected at most 12"):  # no waiting would help
