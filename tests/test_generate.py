@@ -776,17 +776,19 @@ def test_places_in_the_cache_end_with_the_context(lettered):
     policy = jaxkv.policy("streaming-llm", budget=32)
     cache = jaxkv.generate(params, ids(100), policy=policy, max_new_tokens=1, stop_tokens=()).cache
     full = jaxkv.policy("full")
-    for prompt, room in ((None, 33), (ids(3), 29)):
-        with pytest.raises(BadValue, match=f"tokens in the cache and {room} new ones exceed the model's context of 64"):
-            jaxkv.generate(params, prompt, cache=cache, policy=full, max_new_tokens=room)
+    for prompt, new, room in ((None, 33, 33), (ids(3), 30, 29)):  # of those behind a prompt the last is not run
+        with pytest.raises(
+            BadValue, match=f"tokens in the cache and {room} run behind them exceed the model's context"
+        ):
+            jaxkv.generate(params, prompt, cache=cache, policy=full, max_new_tokens=new)
     out = jaxkv.generate(params, cache=cache, policy=full, max_new_tokens=32, stop_tokens=())
     assert out.lengths.tolist() == [32] and int(out.cache.held().max()) == 64
     nothing, count = np.zeros(params.config.num_layers, int), np.array([40])
     finch = jaxkv.policy("finch", budget=32, **SMALL["finch"])
     planned(finch, params.config, np.zeros(1, int), nothing, count, 32)
-    with pytest.raises(BadValue, match="32 tokens in the cache and 33 new ones"):
+    with pytest.raises(BadValue, match="32 tokens in the cache and 33 run behind"):
         planned(finch, params.config, np.zeros(1, int), nothing, count, 33)
-    with pytest.raises(BadValue, match="70 tokens in the cache and 0 new ones"):
+    with pytest.raises(BadValue, match="70 tokens in the cache and 0 run behind"):
         planned(finch, params.config, np.zeros(1, int), nothing + 60, np.array([10]), 0)
 
 
