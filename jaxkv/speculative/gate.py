@@ -16,7 +16,7 @@ RANGE = (1.02, 8.0)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Gate:
-    """`gain [classes]`: accepted drafts per round and row so far, by kind of draft; `cost`: one tree in plain steps;
+    """`gain [K]`: accepted drafts per round and row so far, by kind of draft; `cost`: one tree in plain steps;
     `rate`: the newest round's weight in the gain."""
 
     gain: Float[Array, "K"]
