@@ -2,10 +2,12 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxkv.errors import BadValue
 from jaxkv.models import AttentionSpec, ModelConfig
@@ -17,6 +19,7 @@ from jaxkv.store.together import begun
 from jaxkv.weights.params import Params
 
 BORDER = 4  # bytes of where a segment of a pool ends, int32
+LENGTHS = 33  # of texts that are tried for the one that takes most
 LEAST = 4096  # a part whose smallest budget is larger than that, and twice what is protected, is wrong
 
 
@@ -69,10 +72,26 @@ def slots_at(policy: Policy, config: ModelConfig, budget: int, learned: Learned 
     return [in_pieces(count) for count in _used_at(policy, config, budget, learned)]
 
 
-def _used_at(policy: Policy, config: ModelConfig, budget: int, learned: Learned) -> list[int]:
-    """Of the slots of `slots_at` those that are ever filled."""
+def _used_at(
+    policy: Policy, config: ModelConfig, budget: int, learned: Learned, tokens: int | None = None
+) -> list[int]:
+    """The slots that layers ever fill with a text of so many tokens, or one as long as the model's context."""
     each = dataclasses.replace(policy, budget=budget, ratio=None, bytes=None)
-    return _used(policy, config, each.budgets(config.max_position, config.num_layers, learned))
+    return _used(policy, config, each.budgets(tokens or config.max_position, config.num_layers, learned))
+
+
+def _most_used(policy: Policy, config: ModelConfig, budget: int, learned: Learned) -> list[int]:
+    """The slots that layers fill with the text that takes most of them, be it shorter than the model's context.
+
+    A layer with a sliding window takes no more than that. What layers that differ leave to it is lost, and a text that
+    is too short for a layer's share gives the rest to others: so a text of some length between may take more than a
+    longer one. Between two lengths a layer has at most what it has at one of them.
+    """
+    last = config.max_position
+    ends = np.geomspace(min(budget, last), min(budget * config.num_layers, last), LENGTHS).astype(int).tolist()
+    used = [_used_at(policy, config, budget, learned, tokens) for tokens in dict.fromkeys([*ends, last])]
+    between = [list(map(max, one, other)) for one, other in itertools.pairwise([used[0], *used])]
+    return max(between, key=sum)
 
 
 def _used(policy: Policy, config: ModelConfig, limits: Sequence[int]) -> list[int]:
@@ -111,10 +130,13 @@ def fitted(policy: Policy, config: ModelConfig, dtype: Any, learned: Learned = N
         # layers that differ may do so in another way for another length of text, and be rounded up by more; a short
         # text may give all the same, which windows cut elsewhere
         more, sized = PIECE * parts - 1, dataclasses.replace(free, budget=budget)
-        differing, alike = _used_at(free, config, budget, learned), _used(free, config, (budget,) * config.num_layers)
+        kinds = [_used_at(free, config, budget, learned)]
+        if not free.allocate.equal:
+            kinds.append(_used(free, config, (budget,) * config.num_layers))
+            if any(spec.window for spec in config.specs):
+                kinds.append(_most_used(free, config, budget, learned))
         each = [
-            [in_pieces(count, parts) if len(set(slots)) == 1 else count + more for count in slots]
-            for slots in ([differing] if free.allocate.equal else [differing, alike])
+            [in_pieces(count, parts) if len(set(slots)) == 1 else count + more for count in slots] for slots in kinds
         ]
         return max(size_of(sized, config, dtype, slots).keys_values for slots in each)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from measured import measured
+from measured import calibrated, measured
 from small import SMALL
 from watched import watched
 
@@ -20,9 +20,11 @@ from jaxkv.calibrate import SKIP, _random, _windows
 from jaxkv.errors import BadValue, BadWeights
 from jaxkv.evaluation.texts import calibration, prose, sentences
 from jaxkv.models.rope import rotate
+from jaxkv.plan import planned
 from jaxkv.policies import Erring, catalogue
 from jaxkv.policies.curves import best_split
 from jaxkv.run import model_of
+from jaxkv.sizes import on_model, size_of
 from jaxkv.speculative import PromptLookup
 from jaxkv.store.entries import in_pieces
 from jaxkv.weights import learned
@@ -285,6 +287,29 @@ def test_layers_keep_by_their_errors(params, found):
         alone = jaxkv.prefill(params, ids, policy=jaxkv.policy("compresskv", budget=size, window=window))
         mine, theirs = (np.sort(np.asarray(each.layers[layer].positions)) for each in (cache, alone))
         np.testing.assert_array_equal(mine, theirs)
+
+
+def test_layers_of_which_none_errs_get_the_same():
+    assert Erring(least=6).budgets(40, 3, 100, 4, {"eviction_error": np.zeros(3)}) == (40, 40, 40)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["epicache", "layer-compresskv"])
+def test_bytes_hold_for_every_length_where_layers_differ_and_some_slide(tiny, name):
+    """What a sliding layer cannot use is lost; a text too short for a layer's share gives the rest to others."""
+    params = tiny("gemma3_text")
+    config = params.config
+    nothing = np.zeros(1, int), np.zeros(config.num_layers, int)
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        found = {each: rng.random(config.num_layers) for each in ("key_similarity", "eviction_error")}
+        found = {**calibrated(params).learned, **found}
+        asked = jaxkv.policy(name, bytes=60_000, block=64, **SMALL[name])
+        policy = on_model(dataclasses.replace(params, learned=found), asked)
+        for tokens in range(policy.budget, 5 * policy.budget, 3):
+            shapes, *_ = planned(policy, config, *nothing, np.array([tokens]), 0, learned=found)
+            size = size_of(policy, config, params.dtype, shapes.slots).keys_values
+            assert size <= 60_000, (seed, tokens)
 
 
 @given(st.integers(0, 2**16), st.sampled_from([1, 2, 30]), st.integers(1, 400), st.integers(1, 1000))

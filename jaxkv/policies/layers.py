@@ -82,8 +82,8 @@ class Erring(Allocate):
 
     The errors are `eviction_error [L]`, as `jaxkv calibrate` found them. A layer gets `most` times the mean budget at
     most, and no more than the text has; single tokens that rounding and these bounds leave over or lack go to the
-    layers by their error. A budget of `least` or below, or above the text, is every layer's. Source: CompressKV (arXiv
-    2508.02401), in its release's form.
+    layers by their error. A budget of `least` or below, or above the text, is every layer's; so is any where none errs.
+    Source: CompressKV (arXiv 2508.02401), in its release's form.
     """
 
     least: int = 32
@@ -98,9 +98,9 @@ class Erring(Allocate):
     def budgets(self, budget: int, layers: int, tokens: int, window: int, learned: Learned) -> tuple[int, ...]:
         """One budget per layer, bottom first; their mean is `budget`."""
         least, most = max(self.least, window + 1), min(int(self.most * budget), tokens)
-        if not least < budget <= most:
-            return (budget,) * layers
         error = np.asarray(learned["eviction_error"], np.float64)
+        if not (least < budget <= most and error.sum() > 0):
+            return (budget,) * layers
         shares = error / error.sum()
         each = np.clip(least + np.round(shares * (layers * (budget - least))), least, most).astype(int)
         left = layers * budget - int(each.sum())
