@@ -777,9 +777,8 @@ def test_places_in_the_cache_end_with_the_context(lettered):
     cache = jaxkv.generate(params, ids(100), policy=policy, max_new_tokens=1, stop_tokens=()).cache
     full = jaxkv.policy("full")
     for prompt, new, room in ((None, 33, 33), (ids(3), 30, 29)):  # of those behind a prompt the last is not run
-        with pytest.raises(
-            BadValue, match=f"tokens in the cache and {room} run behind them exceed the model's context"
-        ):
+        words = f"tokens in the cache and {room} run behind them exceed the model's context of 64"
+        with pytest.raises(BadValue, match=words):
             jaxkv.generate(params, prompt, cache=cache, policy=full, max_new_tokens=new)
     out = jaxkv.generate(params, cache=cache, policy=full, max_new_tokens=32, stop_tokens=())
     assert out.lengths.tolist() == [32] and int(out.cache.held().max()) == 64
