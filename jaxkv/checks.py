@@ -94,6 +94,15 @@ def foreign(part: Any) -> bool:
     return not type(part).__module__.startswith("jaxkv.")
 
 
+def plain_field(part: Any, name: str) -> Any:
+    """The value of a frozen dataclass' field; a number of NumPy becomes Python's there, to be written down."""
+    value = getattr(part, name)
+    if isinstance(value, np.generic):
+        value = value.item()
+        object.__setattr__(part, name, value)
+    return value
+
+
 def check_fields(part: Any) -> None:
     """Raises `BadValue` for a field whose value is not of its declared type, a whole number beyond 31 bits (a seed or
     bytes: 63), and in jaxkv's own classes for infinity. Numbers of NumPy become Python's, so that they can be written
@@ -101,10 +110,7 @@ def check_fields(part: Any) -> None:
     """
     own = not foreign(part)
     for name, hint in hints(type(part)).items():
-        value = getattr(part, name)
-        if isinstance(value, np.generic):
-            value = value.item()
-            object.__setattr__(part, name, value)
+        value = plain_field(part, name)
         where = getattr(part, "kind", None) or type(part).__name__.lower()
         if not fits(value, hint):
             raise BadValue(f"{name}={shown(value)} of {where}: expected {words(hint)}")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
-from jaxkv.checks import check_arguments
+from jaxkv.checks import check_arguments, plain_field
 
 HEAD = 1024  # of the best tokens are looked at first: sorting a whole vocabulary takes a CPU twenty times as long
 COLDEST = 1e-30  # below this temperature float32 cannot divide logits by it, and the best token has all the chance
@@ -31,11 +31,7 @@ class Sampler:
     repetition_penalty: float | None = None
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, np.generic):  # Python's numbers can be written down, as what is said to other hosts
-                object.__setattr__(self, field.name, value.item())
-        check_arguments(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        check_arguments(**{field.name: plain_field(self, field.name) for field in dataclasses.fields(self)})
         if self.temperature < COLDEST:
             object.__setattr__(self, "temperature", 0.0)
         if self.top_p is not None and self.top_p >= 1:  # which leaves out nothing, and would sort the vocabulary
