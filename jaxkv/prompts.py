@@ -143,19 +143,22 @@ def plain_messages(messages: Any) -> list[dict[str, Any]]:
             raise BadValue(
                 f"message {number} is {shown(message)}: expected each as {{'role': 'user', 'content': 'text'}}"
             )
-        for part in message["content"] if isinstance(message["content"], list | tuple) else ():
-            if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-                raise BadValue(
-                    f"message {number} holds the part {shown(part)}: expected parts as "
-                    "{'type': 'text', 'text': '...'}, for jaxkv's models read text alone"
-                )
         content = message["content"]
         if isinstance(content, list | tuple):
-            content = "".join(part["text"] for part in content)
+            content = "".join(_text_of(part, number) for part in content)
         if isinstance(content, str):
             _check_text(content)
         plain.append({**message, "content": content})
     return plain
+
+
+def _text_of(part: Any, number: int) -> str:
+    if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+        raise BadValue(
+            f"message {number} holds the part {shown(part)}: expected parts as {{'type': 'text', 'text': '...'}}, for "
+            "jaxkv's models read text alone"
+        )
+    return part["text"]
 
 
 def _chat(messages: Any, tokenizer: Any, vocab_size: int, pending: int | None) -> np.ndarray:
