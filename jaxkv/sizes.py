@@ -69,15 +69,13 @@ def _layers(
 def slots_at(policy: Policy, config: ModelConfig, budget: int, learned: Learned = NOTHING) -> list[int]:
     """Slots per KV head of each layer under a budget, for a text as long as the model's context; where tokens are only
     added while decoding, those of the prompt."""
-    return [in_pieces(count) for count in _used_at(policy, config, budget, learned)]
+    sized = dataclasses.replace(policy, budget=budget, ratio=None, bytes=None)
+    return [in_pieces(count) for count in _used_at(sized, config, learned, config.max_position)]
 
 
-def _used_at(
-    policy: Policy, config: ModelConfig, budget: int, learned: Learned, tokens: int | None = None
-) -> list[int]:
-    """The slots that layers ever fill with a text of so many tokens, or one as long as the model's context."""
-    each = dataclasses.replace(policy, budget=budget, ratio=None, bytes=None)
-    return _used(policy, config, each.budgets(tokens or config.max_position, config.num_layers, learned))
+def _used_at(policy: Policy, config: ModelConfig, learned: Learned, tokens: int) -> list[int]:
+    """The slots that layers ever fill with a text of so many tokens, under the policy's budget."""
+    return _used(policy, config, policy.budgets(tokens, config.num_layers, learned))
 
 
 def _most_used(policy: Policy, config: ModelConfig, budget: int, learned: Learned) -> list[int]:
@@ -89,7 +87,7 @@ def _most_used(policy: Policy, config: ModelConfig, budget: int, learned: Learne
     """
     last = config.max_position
     ends = np.geomspace(min(budget, last), min(budget * config.num_layers, last), LENGTHS).astype(int).tolist()
-    used = [_used_at(policy, config, budget, learned, tokens) for tokens in dict.fromkeys([*ends, last])]
+    used = [_used_at(policy, config, learned, tokens) for tokens in dict.fromkeys([*ends, last])]
     between = [list(map(max, one, other)) for one, other in itertools.pairwise([used[0], *used])]
     return max(between, key=sum)
 
@@ -130,11 +128,11 @@ def fitted(policy: Policy, config: ModelConfig, dtype: Any, learned: Learned = N
         # layers that differ may do so in another way for another length of text, and be rounded up by more; a short
         # text may give all the same, which windows cut elsewhere
         more, sized = PIECE * parts - 1, dataclasses.replace(free, budget=budget)
-        kinds = [_used_at(free, config, budget, learned)]
+        kinds = [_used_at(sized, config, learned, config.max_position)]
         if not free.allocate.equal:
             kinds.append(_used(free, config, (budget,) * config.num_layers))
             if any(spec.window for spec in config.specs):
-                kinds.append(_most_used(free, config, budget, learned))
+                kinds.append(_most_used(sized, config, budget, learned))
         each = [
             [in_pieces(count, parts) if len(set(slots)) == 1 else count + more for count in slots] for slots in kinds
         ]
