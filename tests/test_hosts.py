@@ -20,6 +20,7 @@ from jaxkv.sharding import start
 WORKER = Path(__file__).parent / "sharding" / "worker.py"
 SERVING = Path(__file__).parent / "sharding" / "serving_worker.py"
 FOLDER = Path(__file__).parent / "goldens" / "tiny" / "smollm2"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 POLICIES = {"dapq-longflow": {"budget": 16, "block": 16, "count": 6}, "h2o": {"budget": 16, "block": 16}}
 PROMPTS = [np.random.default_rng(i).integers(3, 100, n).tolist() for i, n in enumerate((45, 9, 30, 17))]
 
@@ -44,13 +45,12 @@ def run(tmp_path, processes, worker=WORKER, **job):
     }
     (tmp_path / "job.json").write_text(json.dumps(job))
     command = [sys.executable, str(worker), str(tmp_path / "job.json")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     files = [(tmp_path / f"out{index}", tmp_path / f"err{index}") for index in range(processes)]
     began, running = time.monotonic(), []
     try:
         for index, (out, err) in enumerate(files[: job.get("started", processes)]):
             with out.open("w") as stdout, err.open("w") as stderr:
-                running.append(subprocess.Popen([*command, str(index)], stdout=stdout, stderr=stderr, env=environment))
+                running.append(subprocess.Popen([*command, str(index)], stdout=stdout, stderr=stderr, env=ENVIRONMENT))
         codes = [each.wait(timeout=240) for each in running]
     finally:
         for each in running:
@@ -207,7 +207,7 @@ TWICE = "from jaxkv.sharding import start; start('{0}', 1, 0); start(); start('{
     ],
 )
 def test_what_is_found_around(around, program, says):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **around}
+    environment = {**ENVIRONMENT, **around}
     program = program.format(f"127.0.0.1:{free_port()}")
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
     assert says in done.stderr and (done.returncode == 0) == (not says), done.stderr
@@ -217,20 +217,10 @@ def test_what_is_found_around(around, program, says):
 def test_files_of_parts_may_run_jax(tmp_path):
     """The command joins the hosts before it runs them."""
     (tmp_path / "parts.py").write_text("import jax.numpy as jnp\nDECAY = jnp.float32(0.9)\n")
-    hosts = [
-        "--mesh",
-        "data=1",
-        "--coordinator",
-        f"127.0.0.1:{free_port()}",
-        "--num-processes",
-        "1",
-        "--process-id",
-        "0",
-    ]
+    hosts = f"--mesh data=1 --coordinator 127.0.0.1:{free_port()} --num-processes 1 --process-id 0".split()
     command = [sys.executable, "-m", "jaxkv.cli", "generate", "--parts", str(tmp_path / "parts.py"), *hosts]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [*command, "--model", str(FOLDER), "hi"], env=environment, capture_output=True, text=True, timeout=240
+        [*command, "--model", str(FOLDER), "hi"], env=ENVIRONMENT, capture_output=True, text=True, timeout=240
     )
     assert "these params have no tokenizer" in done.stderr, done.stderr  # so far it comes
 
