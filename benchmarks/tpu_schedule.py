@@ -262,9 +262,10 @@ def beside(text: str, call: str, slots: int) -> dict[str, int]:
 
 @dataclasses.dataclass
 class Part:
-    """Bundles that run one after the other, and how many of each vector operation they hold."""
+    """Bundles that run one after the other, in so many loops, and how many of each vector operation they hold."""
 
     label: str
+    loops: int = 0
     bundles: int = 0
     operations: Counter[str] = dataclasses.field(default_factory=Counter)
 
@@ -277,12 +278,13 @@ def parts_of(lines: Iterable[str]) -> list[Part]:
     """A schedule's parts: from each label or branch to the next."""
     parts, ended = [Part("")], False
     for line in lines:
-        found = re.match(r"\s*(?:0x[0-9a-f]+|0)\s+([A-Z]+)?\s*:", line)
+        found = re.match(r"\s*(?:0x[0-9a-f]+|0)\s+([A-Z]+)?\s*: (>*)", line)
         if found is None:
             continue
         if found[1] or ended:
             parts.append(Part(found[1] or ""))
         parts[-1].bundles += 1
+        parts[-1].loops = max(parts[-1].loops, len(found[2]))  # an empty bundle does not say
         parts[-1].operations.update(re.findall(r"(?:= |;;  |\{ )(v[a-z]+[0-9]?|dma)\b", line))
         ended = "sbr.rel" in line
     return parts
@@ -293,12 +295,10 @@ def regions(schedule: str) -> dict[str, int]:
 
     "attends" has the matrix products, "prepares" what else runs for them; "clears" is the work before them on values of
     blocks with empty slots; "weighs", "chooses" and "looks back" are what comes behind them (mass; scores and choice;
-    the rest; in a decode kernel of the row before); "ends" what only the last block of a row runs; "writes" what only a
-    new token's block runs; "steps" the loop itself and its copies.
+    the rest; in a decode kernel of the row before), "around" the loop that they are in; "ends" what only the last block
+    of a row runs; "writes" what only a new token's block runs; "steps" the loop over the blocks itself and its copies.
     """
-    parts = parts_of(schedule.splitlines())
-    first = next(number for number, part in enumerate(parts) if part.label == "LB")
-    body = parts[first:]
+    body = [part for part in parts_of(schedule.splitlines()) if part.loops]
     products = [number for number, part in enumerate(body) if part.has("vmatmul", "vmatprep", "vmatpush", "vmatres")]
     kinds: list[str] = []
     for number, part in enumerate(body):
@@ -322,6 +322,8 @@ def regions(schedule: str) -> dict[str, int]:
         kinds[first:last] = ["writes"] * (last - first)
         for number in range(last, products[-1]):
             kinds[number] = "prepares" if kinds[number] == "steps" else kinds[number]
+    for number in range(products[-1], len(body)):
+        kinds[number] = "around" if kinds[number] == "steps" and body[number].loops > 1 else kinds[number]
     found: Counter[str] = Counter()
     for kind, part in zip(kinds, body, strict=True):
         found[kind] += part.bundles
@@ -383,7 +385,9 @@ def bound(case: Case, steps: int, found: dict[str, int], again: int) -> dict[str
     from pallas_kernels.tpu_decode import bands
 
     batch, kv_heads, group, slots, _ = SIZES[case.dim]
-    blocks = steps // (batch // chip.cores + 1)  # a core goes one row further, to look back
+    rows = batch // chip.cores
+    blocks, rest = divmod(steps - 1, rows)  # a core goes one step further, to look back at its last row
+    assert rest == 0, f"{case.name}: {steps} steps for {rows} rows"
     scores, chooses = case.work != "attends", case.work == "chooses"
     entries = kv_heads * slots / blocks  # of a block
     cache = [held(case, name, (1, kv_heads, slots)) for name in BOTH]
@@ -398,14 +402,13 @@ def bound(case: Case, steps: int, found: dict[str, int], again: int) -> dict[str
     back += met * (found.get("weighs", 0) + found.get("chooses", 0))
     if case.codes and case.kernel == "ragged":
         attends += found.get("clears", 0)  # numbers of the codes, made once for all heads that meet a block
+    back += found.get("around", 0)
     run = attends + back + found["steps"]
-    rows = batch / chip.cores
     new = found.get("ends", 0) + found["writes"]  # a row's block with the new token, say the last
     if case.kernel == "ragged":  # each head's own is in a segment of its own
         run, new = run + found["writes"] / blocks, found.get("ends", 0)
-    last = max(cycles, run + new)
-    tail = blocks * (back + found["steps"]) + found.get("ends", 0)  # of the row behind which there is none
-    whole = rows * ((blocks - 1) * max(cycles, run) + last) + tail
+    whole = cycles + rows * (blocks - 1) * max(cycles, run) + (rows - 1) * max(cycles, run + new)
+    whole += run + new + blocks * back + found["steps"] + found.get("ends", 0)  # no copy hides these
     return {
         "block": round(run),
         "attends": round(attends),
@@ -443,7 +446,7 @@ def worse(found: dict[str, Any], before: dict[str, Any]) -> list[str]:
     """In what a case is worse than it was."""
     said = [
         f"{found['name']}, {name}: {found['regions'].get(name, 0)} bundles, not {before['regions'].get(name, 0)}"
-        for name in ("attends", "weighs", "chooses", "looks back", "clears", "steps")
+        for name in ("attends", "weighs", "chooses", "looks back", "clears", "steps", "around")
         if found["regions"].get(name, 0) > SLACK * before["regions"].get(name, 0) + 8
     ]
     if found["expected"] > SLACK * before["expected"] + 8:

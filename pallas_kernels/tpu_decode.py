@@ -4,8 +4,9 @@ The blocks of slots are innermost in the grid (`tpu_walk`), so the compiler stre
 on-chip memory exactly once; blocks in which the row holds nothing are not fetched, nor any of a row that has finished.
 Logits and positions alone stay on the chip, and what is known when a row's last block has been seen (mass, scores,
 victim) is computed under the blocks of the row after it, so that memory does not wait: step (row, block) attends to
-that block and looks back at the same block of the row before. Under a sliding window, and where the chip has no room
-for them, positions are fetched again.
+that block and looks back at the same block of the row before. Behind the last row memory has nothing to do: all of it
+is looked back at in one step. Masses and weights come and go a row at a time for that, where the chip has room for
+them. Under a sliding window, and where the chip has no room for them, positions are fetched again.
 
 The new key and value go into their slot inside the block that holds it, and from there the one tile around it goes back
 to the cache, which is aliased from input to output and otherwise untouched. Heads of a pool whose new tokens meet in
@@ -128,6 +129,17 @@ class _Plan(Walk):
         return (self.blocks * self.of_slots[0], blocks_of.LANES) if self.pooled else (self.sets, self.width)
 
     @property
+    def of_line(self) -> tuple[int, int]:
+        """As `of_slots`, of what is there at a time of the row before."""
+        return self.of_row if self.at_once else self.of_slots
+
+    @property
+    def padded(self) -> int:
+        """Rows that the chip holds for the query heads of a pack."""
+        few = self.each < blocks_of.SUBLANES
+        return 2 ** (self.each - 1).bit_length() if few else blocks_of.round_up(self.each, blocks_of.SUBLANES)
+
+    @property
     def buffers(self) -> int:
         """Rows whose logits are on the chip at a time: the one that is read, and the one before."""
         return min(2, self.rows)
@@ -223,34 +235,40 @@ def step(
     vmem += sum(8 * block * plan.held_rows(form.groups) for form in forms if form.scaled)  # scales, and lows
     places = 4 * plan.buffers * plan.width * plan.held_rows(1)
     if window is None and vmem + places <= blocks_of.VMEM_BYTES:  # else a block that nobody sees may have entries
-        plan = dataclasses.replace(plan, keeps_places=True)
+        plan, vmem = dataclasses.replace(plan, keeps_places=True), vmem + places
+    at_once = dataclasses.replace(plan, at_once=True)
+    more_bytes = _line_bytes(at_once, len(factors)) - _line_bytes(plan, len(factors))
+    if vmem + more_bytes <= blocks_of.VMEM_BYTES:
+        plan = at_once
     if vmem > blocks_of.VMEM_BYTES:
         raise NotImplementedError(f"{slots} slots of {heads} query heads need {vmem} bytes of on-chip memory")
-    if math.prod(plan.steps[:2]) * blocks_of.round_up(blocks, blocks_of.LANES) > MOST_STEPS:
+    if plan.parts * (plan.rows + 1) * blocks_of.round_up(blocks, blocks_of.LANES) > MOST_STEPS:
         raise NotImplementedError(f"{batch} rows of {blocks} blocks: their numbers need more than scalar memory has")
 
     def attended(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, *shape), lambda p, r, j, *_: (plan.here(p, r)[0],) + (0,) * len(shape))
+        return pl.BlockSpec((1, *shape), lambda p, t, *_: (plan.here(p, plan.place(t)[0])[0],) + (0,) * len(shape))
 
-    def there(p, r, j, table):
+    def there(p, t, table):
         """The row and the block that are on the chip in a step."""
+        r, j = plan.place(t)
         entry = table[plan.at(p, r), j]
         return plan.row_of(entry), plan.block_of(entry)
 
     def looked(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, *shape), lambda p, r, j, *_: (plan.before(p, r)[0],) + (0,) * len(shape))
+        return pl.BlockSpec((1, *shape), lambda p, t, *_: (plan.before(p, plan.place(t)[0])[0],) + (0,) * len(shape))
 
-    def block_before(p, r, j, *_):
+    def block_before(p, t, *_):
+        r, j = plan.place(t)
         row, own = plan.before(p, r)
         j = jnp.where(own, j, jnp.where(r > 0, blocks - 1, 0))  # where there is none, the one that is there
         return (row, j, 0) if plan.pooled else (row, 0, j)
 
-    def cache_block(along, p, r, j, *scalars):
-        row, at = there(p, r, j, scalars[-1])
+    def cache_block(along, p, t, *scalars):
+        row, at = there(p, t, scalars[-1])
         return (row, 0, 0, at) if along else (row, 0, at, 0)
 
-    def place_block(p, r, j, *scalars):
-        row, at = there(p, r, j, scalars[-1])
+    def place_block(p, t, *scalars):
+        row, at = there(p, t, scalars[-1])
         return (row, at, 0) if plan.pooled else (row, 0, at)
 
     def scale_block(*grid):
@@ -292,14 +310,15 @@ def step(
     scales = []
     for x, form, found in zip((keys, values), forms, coded, strict=True):
         if isinstance(x, ByChannel):
-            at = lambda p, r, j, *scalars: there(p, r, j, scalars[-1])  # noqa: E731
+            at = lambda p, t, *scalars: there(p, t, scalars[-1])  # noqa: E731
             ranges, order = tpu_channels.operands(x, form)
             ranges = ranges if interpret else [blocks_of.in_memory(y) for y in ranges]
             scales += zip((*ranges, order), tpu_channels.specs(form, sets, block, at), strict=True)
         else:
             spec = pl.BlockSpec((1, *plan.beside(form.groups)), scale_block if form.groups > 1 else place_block)
             scales += [(by_slot(y), spec) for y in found.values()]
-    line, now = (pl.BlockSpec((1, *plan.of_slots), at) for at in (block_before, place_block))
+    now = pl.BlockSpec((1, *plan.of_slots), place_block)
+    line = looked(*plan.of_row) if plan.at_once else pl.BlockSpec((1, *plan.of_slots), block_before)
     lanes = (kv_heads, blocks_of.SUBLANES, blocks_of.LANES) if plan.pooled else (kv_heads, blocks_of.LANES)
     tiles = [
         (width, blocks_of.tile(lie.dtype, along)) if along else (blocks_of.tile(lie.dtype, along), width)
@@ -311,6 +330,7 @@ def step(
     masses = [(jax.ShapeDtypeStruct((batch, *shape), jnp.float32), line)] if with_mass else []
     if with_mass and judge.group == "each":
         each = pl.BlockSpec((1, *some, block), lambda *at: (*block_before(*at)[:2], 0, block_before(*at)[2]))
+        each = looked(*some, plan.width) if plan.at_once else each
         masses = [(jax.ShapeDtypeStruct((batch, *some, slots), jnp.float32), each)]
     into = [n for n in range(2) if written[n]]
     found = (plan.packs, forms[1].groups * plan.each, forms[1].width)
@@ -387,7 +407,7 @@ def step(
             len(scalars) + 1 + len(new) + n: len(outs) - len(into) + at for at, n in enumerate(into)
         },  # the cache
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=blocks_of.VMEM_BYTES
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=blocks_of.VMEM_BYTES
         ),
         cost_estimate=pl.CostEstimate(
             flops=4 * batch * heads * slots * dim,
@@ -422,11 +442,18 @@ def step(
 def _vmem_bytes(plan: _Plan, row_bytes: int, factors: int) -> int:
     """On-chip memory: two blocks of K, V, positions, masses, factors and a bias each, and the logits of two rows."""
     rows = plan.held_rows(1)
-    few = plan.each < blocks_of.SUBLANES
-    padded = 2 ** (plan.each - 1).bit_length() if few else blocks_of.round_up(plan.each, blocks_of.SUBLANES)
-    logits = plan.buffers * 4 * plan.width * plan.packs * padded if plan.with_mass else 0
-    masses = plan.packs * padded if plan.reduce == "each" else rows
+    logits = plan.buffers * 4 * plan.width * plan.packs * plan.padded if plan.with_mass else 0
+    masses = plan.packs * plan.padded if plan.reduce == "each" else rows
     return 4 * plan.block * row_bytes + logits + 8 * plan.block * (masses + rows * (2 + factors)) + 2**22
+
+
+def _line_bytes(plan: _Plan, factors: int) -> int:
+    """On-chip memory of what comes and goes of the row before: masses, factors, and positions that are fetched again,
+    two of each."""
+    rows = plan.held_rows(1)
+    masses = (plan.packs * plan.padded if plan.reduce == "each" else rows) if plan.with_mass else 0
+    slots = plan.width if plan.at_once else plan.block
+    return 8 * slots * (masses + rows * (factors + (not plan.keeps_places)))
 
 
 def _kernel(
@@ -465,24 +492,29 @@ def _kernel(
         for n, one, cache in zip(written, new, caches, strict=True)
     )
     best = tuple(scratch[name] for name in ("worth", "age", "index"))
-    part, own, block = (pl.program_id(axis) for axis in range(3))
+    part, (own, block) = pl.program_id(0), plan.place(pl.program_id(1))
     row, there = plan.here(part, own)
     before, looks = plan.before(part, own)
     position, position_before = position_ref[row], position_ref[before]
     buffer, buffer_before = lax.rem(own, plan.buffers), lax.rem(own + plan.buffers - 1, plan.buffers)
     runs = there & (position >= 0)
 
-    def entry(own):
-        """What is on the chip at the block of a row."""
+    def entry(own, block):
+        """What is on the chip at a block of a row."""
         return table_ref[plan.at(part, own), block]
 
-    at = pl.ds(pl.multiple_of(block * plan.block, plan.block), plan.block)
+    def slots_of(block) -> Any:
+        """Of a block, among those of a row."""
+        return pl.ds(pl.multiple_of(block * plan.block, plan.block), plan.block)
 
-    def places_of(buffer) -> Any:
-        """Where a row's positions at this block are kept."""
+    def in_row(block) -> tuple:
+        """Where a block is in what is `of_row`."""
         rows = plan.of_slots[0]
-        here = (pl.ds(pl.multiple_of(block * rows, rows), rows), ALL) if plan.pooled else (ALL, at)
-        return scratch["places"].at[(buffer, *here)]
+        return (pl.ds(pl.multiple_of(block * rows, rows), rows), ALL) if plan.pooled else (ALL, slots_of(block))
+
+    def places_of(buffer, block) -> Any:
+        """Where a row's positions at a block are kept."""
+        return scratch["places"].at[(buffer, *in_row(block))]
 
     def indices() -> jax.Array:
         """Of the block's slots, `[H, S]`, or 128 of a pool in a row."""
@@ -510,8 +542,8 @@ def _kernel(
     def _():
         scratch["held"][buffer] = jnp.zeros((plan.sets, blocks_of.LANES), jnp.int32)
 
-    def each_band(row, act: Callable):
-        """act(band) for the KV heads that go through the block together, if a segment of theirs meets it."""
+    def each_band(row, block, act: Callable):
+        """act(band) for the KV heads that go through a block together, if a segment of theirs meets it."""
         for band in plan.bands:
             if offsets is None:
                 act(band)
@@ -587,14 +619,15 @@ def _kernel(
         heads = [[(*lead, first + n) for n in range(plan.together)] for first in sets]
         return blocks_of.for_sets(ref, heads, plan.members, interpret)
 
-    is_fetched, has_empty = plan.fetched(entry(own), row, block), (entry(own) & 1) == 1
+    here = entry(own, block)
+    is_fetched, has_empty = plan.fetched(here, row, block), (here & 1) == 1
 
     @pl.when(runs & is_fetched)
     def _attend():
         index = indices()
         place = jnp.where(index < plan.slots, places[0], -1)
         if plan.keeps_places:
-            places_of(buffer)[...] = place
+            places_of(buffer, block)[...] = place
         seen = (place >= 0) & (place <= position)
         if plan.window is not None:
             seen = seen & (position - place < plan.window)
@@ -663,7 +696,7 @@ def _kernel(
                 kept = some
                 if alone is not None:
                     kept = jnp.where(owns, alone[0, :, rows], some)
-                scratch["logits"][buffer, :, rows, at] = kept
+                scratch["logits"][buffer, :, rows, slots_of(block)] = kept
             higher = jnp.maximum(top[:, rows], jnp.max(some, axis=2, keepdims=True))
             shrink = jnp.exp(top[:, rows] - higher)
             weights = jnp.where(sees, jnp.exp(some - higher), 0.0)
@@ -676,13 +709,13 @@ def _kernel(
                 if shift is not None and more is not None:
                     shift[:, here] = shift[:, here] * shrink + more[:, found]
 
-        each_band(row, through)
+        each_band(row, block, through)
 
     if plan.keeps_places:
 
         @pl.when(runs & ~is_fetched)  # there is no entry in it
         def _():
-            places_of(buffer)[...] = jnp.full(plan.of_slots, -1, jnp.int32)
+            places_of(buffer, block)[...] = jnp.full(plan.of_slots, -1, jnp.int32)
 
     @pl.when(there & (block == plan.blocks - 1))
     def _finish():
@@ -696,92 +729,103 @@ def _kernel(
         if plan.with_mass:
             scratch["normal"][buffer] = jnp.where(total[...] > 0, top[...] + jnp.log(whole), jnp.inf)
 
-    # ---- the same block of the row before: its mass, and the next slots
+    # ---- the same block of the row before, or all of them: its mass, and the next slots
 
     runs_before = looks & (position_before >= 0)
-    if plan.with_mass:
-        looked = runs_before & plan.fetched(entry(jnp.maximum(own - 1, 0)), before, block)
 
-        @pl.when(looked)
-        def _weigh():
-            join = jnp.maximum if plan.reduce == "max" else jnp.add
-            each = plan.members * plan.sets // plan.kv_heads if plan.reduce == "mean" else 1
-            if plan.pooled:
-                mass[0][0] = jnp.zeros(plan.of_slots, jnp.float32)
+    def look_back(block, _) -> None:
+        def line(ref: Any) -> Any:
+            """What the block's slots have, of what is there of the row."""
+            lead = (0,) + (ALL,) * (len(ref.shape) - 3)
+            return ref.at[(*lead, *in_row(block))] if plan.at_once else ref.at[0]
 
-            def of(band):
-                rows = plan.rows_of(band)
-                weights = jnp.exp(
-                    scratch["logits"][buffer_before, :, rows, at] - scratch["normal"][buffer_before, :, rows]
-                )
-                if plan.pooled:  # the other heads' are 0
-                    mass[0][0] = join(mass[0][0], blocks_of.over_rows(join, weights[0]) / each)
-                    return
-                if plan.reduce != "each":
-                    reduce = jnp.max if plan.reduce == "max" else jnp.sum
-                    sets = [reduce(weights[:, plan.rows_of_set(n)], axis=1) / each for n in range(plan.together)]
-                    weights = sets[0] if len(sets) == 1 else _in_turns(sets)
-                mass[0][0] = weights
+        masses: Any = line(mass[0]) if plan.with_mass else None
+        if plan.with_mass:
+            looked = runs_before & plan.fetched(entry(jnp.maximum(own - 1, 0), block), before, block)
 
-            each_band(before, of)
+            @pl.when(looked)
+            def _weigh():
+                join = jnp.maximum if plan.reduce == "max" else jnp.add
+                each = plan.members * plan.sets // plan.kv_heads if plan.reduce == "mean" else 1
+                if plan.pooled:
+                    masses[...] = jnp.zeros(plan.of_slots, jnp.float32)
 
-        @pl.when(looks & ~looked)
-        def _():
-            mass[0][0] = jnp.zeros(mass[0].shape[1:], jnp.float32)
+                def of(band):
+                    rows = plan.rows_of(band)
+                    weights = jnp.exp(
+                        scratch["logits"][buffer_before, :, rows, slots_of(block)]
+                        - scratch["normal"][buffer_before, :, rows]
+                    )
+                    if plan.pooled:  # the other heads' are 0
+                        masses[...] = join(masses[...], blocks_of.over_rows(join, weights[0]) / each)
+                        return
+                    if plan.reduce != "each":
+                        reduce = jnp.max if plan.reduce == "max" else jnp.sum
+                        sets = [reduce(weights[:, plan.rows_of_set(n)], axis=1) / each for n in range(plan.together)]
+                        weights = sets[0] if len(sets) == 1 else _in_turns(sets)
+                    masses[...] = weights
 
-    @pl.when(runs_before)
-    def _choose():
-        before_here = places_of(buffer_before) if fetched_again is None else fetched_again.at[0]
-        room: Any = True
-        if not plan.pooled:
-            room = jnp.sum(scratch["held"][buffer_before], axis=1, keepdims=True) < limits_ref[before]
+                each_band(before, block, of)
 
-        def of(rows: Any, lanes: Any, index: jax.Array):
-            """Worth, age and index of some of the block's slots."""
-            place = before_here[rows, lanes]
-            score = None
-            if plan.rule is not None:
-                with_mass = plan.with_mass and plan.weight != 0
-                score = mass[0][0, rows, lanes] if with_mass else jnp.zeros(place.shape, jnp.float32)
-                if plan.weight != 0:
-                    score = score * ((plan.weight or 0.0) if weight is None else weight[0, rows, lanes])
-                score = score + ((plan.bias or 0.0) if bias is None else bias[0, rows, lanes])
-            return *_worth(plan, score, place, position_before + 1, room, recents_ref[before]), index
+            @pl.when(looks & ~looked)
+            def _():
+                masses[...] = jnp.zeros(masses.shape, jnp.float32)
 
-        def of_lanes(start: int):
-            """Of a register's lanes."""
-            index = block * plan.block + start + lax.broadcasted_iota(jnp.int32, (plan.sets, blocks_of.LANES), 1)
-            worth, *rest = of(ALL, pl.ds(start, blocks_of.LANES), index)
-            return jnp.where(index < plan.slots, worth, jnp.nan), *rest
+        @pl.when(runs_before)
+        def _choose():
+            before_here = places_of(buffer_before, block) if fetched_again is None else line(fetched_again)
+            room: Any = True
+            if not plan.pooled:
+                room = jnp.sum(scratch["held"][buffer_before], axis=1, keepdims=True) < limits_ref[before]
 
-        def of_band(band):
-            """Of a pool's heads, each in registers of its own."""
-            shape = blocks_of.SUBLANES, blocks_of.LANES
-            index = lax.broadcasted_iota(jnp.int32, shape, 1)
-            index = index + blocks_of.LANES * lax.broadcasted_iota(jnp.int32, shape, 0)
-            heads = range(band[0], band[1] + 1)
-            lowest = {head: tuple(ref[head] for ref in best) for head in heads}
-            for row in range(0, plan.of_slots[0], blocks_of.SUBLANES):
-                at = block * plan.block + blocks_of.LANES * row + index
-                worth, *rest = of(pl.ds(row, blocks_of.SUBLANES), ALL, at)
+            def of(rows: Any, lanes: Any, index: jax.Array):
+                """Worth, age and index of some of the block's slots."""
+                place = before_here[rows, lanes]
+                score = None
+                if plan.rule is not None:
+                    with_mass = plan.with_mass and plan.weight != 0
+                    score = masses[rows, lanes] if with_mass else jnp.zeros(place.shape, jnp.float32)
+                    if plan.weight != 0:
+                        score = score * ((plan.weight or 0.0) if weight is None else line(weight)[rows, lanes])
+                    score = score + ((plan.bias or 0.0) if bias is None else line(bias)[rows, lanes])
+                return *_worth(plan, score, place, position_before + 1, room, recents_ref[before]), index
+
+            def of_lanes(start: int):
+                """Of a register's lanes."""
+                index = block * plan.block + start + lax.broadcasted_iota(jnp.int32, (plan.sets, blocks_of.LANES), 1)
+                worth, *rest = of(ALL, pl.ds(start, blocks_of.LANES), index)
+                return jnp.where(index < plan.slots, worth, jnp.nan), *rest
+
+            def of_band(band):
+                """Of a pool's heads, each in registers of its own."""
+                shape = blocks_of.SUBLANES, blocks_of.LANES
+                index = lax.broadcasted_iota(jnp.int32, shape, 1)
+                index = index + blocks_of.LANES * lax.broadcasted_iota(jnp.int32, shape, 0)
+                heads = range(band[0], band[1] + 1)
+                lowest = {head: tuple(ref[head] for ref in best) for head in heads}
+                for row in range(0, plan.of_slots[0], blocks_of.SUBLANES):
+                    at = block * plan.block + blocks_of.LANES * row + index
+                    worth, *rest = of(pl.ds(row, blocks_of.SUBLANES), ALL, at)
+                    for head in heads:
+                        own = jnp.where(inside(before, head, at), worth, jnp.nan)
+                        lowest[head] = _lower(lowest[head], (own, *rest))
                 for head in heads:
-                    own = jnp.where(inside(before, head, at), worth, jnp.nan)
-                    lowest[head] = _lower(lowest[head], (own, *rest))
-            for head in heads:
-                for ref, one in zip(best, lowest[head], strict=True):
-                    ref[head] = one
+                    for ref, one in zip(best, lowest[head], strict=True):
+                        ref[head] = one
 
-        if plan.pooled:
-            each_band(before, of_band)
-            return
-        lowest = _in_runs(_lower, of_lanes, plan.block, tuple(ref[...] for ref in best))
-        for ref, one in zip(best, lowest, strict=True):
-            ref[...] = one
+            if plan.pooled:
+                each_band(before, block, of_band)
+                return
+            lowest = _in_runs(_lower, of_lanes, plan.block, tuple(ref[...] for ref in best))
+            for ref, one in zip(best, lowest, strict=True):
+                ref[...] = one
 
-    @pl.when(looks & (block == plan.blocks - 1))
-    def _():
-        found = [ref[...] for ref in best]
-        aim[0] = _lowest(*(_head_in_row(*found) if plan.pooled else found))
+        @pl.when(looks & (block == plan.blocks - 1))
+        def _():
+            found = [ref[...] for ref in best]
+            aim[0] = _lowest(*(_head_in_row(*found) if plan.pooled else found))
+
+    lax.fori_loop(*plan.looked_at(own, block), look_back, None)
 
     @pl.when(any_due)
     def _():

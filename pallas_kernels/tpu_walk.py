@@ -1,8 +1,9 @@
 """Which block of which row is on the chip at each step of a decode kernel.
 
-The grid is (parts, rows of a part and one more, blocks of slots), and a step looks at a block of one row and at the
-same block of the row before. A block in which its row sees nothing is not fetched: the one that was fetched last stays,
-or the first that will be is there already.
+The grid is (parts, blocks of all rows of a part and what looks back at its last), and a step looks at a block of one
+row and at the same block of the row before. Behind the last row one step looks back at all of its blocks, if the chip
+has room for what that takes (`at_once`), else one step at each. A block in which its row sees nothing is not fetched:
+the one that was fetched last stays, or the first that will be is there already.
 """
 
 import dataclasses
@@ -25,6 +26,7 @@ class Walk:
     blocks: int
     batch: int
     parts: int
+    at_once: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
     def width(self) -> int:
@@ -37,9 +39,19 @@ class Walk:
         return -(-self.batch // self.parts)
 
     @property
-    def steps(self) -> tuple[int, int, int]:
+    def steps(self) -> tuple[int, int]:
         """The grid."""
-        return self.parts, self.rows + 1, self.blocks
+        return self.parts, self.rows * self.blocks + (1 if self.at_once else self.blocks)
+
+    def place(self, step):
+        """The row of its part, and the block, of a step; the row behind the last is looked back from alone."""
+        return lax.div(step, self.blocks), lax.rem(step, self.blocks)
+
+    def looked_at(self, row, block):
+        """The blocks of the row before that a step looks back at: the first, and the one behind the last."""
+        if not self.at_once:
+            return block, block + 1
+        return block, jnp.where(row == self.rows, self.blocks, block + 1)
 
     # The row that a step attends to, the one that it looks back at, and whether there is one: indices by part and row.
 

@@ -6,6 +6,7 @@ the diagonal of each product of cases; on a TPU they run all.
 
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import tpu_decode
 from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
 from pallas_kernels.block_product import api as product_api
 from pallas_kernels.choices import choices
@@ -480,6 +482,52 @@ def test_without_the_mass_the_rest_is_the_same(how, kind, choice, shape):
         call(token, held, slot, weighing, scale=0.1, with_mass=False)
 
 
+@pytest.mark.some(2)
+@pytest.mark.parametrize(
+    ("kind", "window", "group", "at_once"),
+    [
+        ("equal", None, "sum", True), ("ragged", None, "max", True), ("equal", 500, "max", True),
+        ("equal", None, "each", True), ("ragged", None, "sum", True), ("equal", None, "sum", False),
+        ("ragged", None, "mean", False), ("equal", 600, "each", False),
+    ],
+)  # fmt: skip
+def test_a_last_row_is_looked_back_at_whole(kind, window, group, at_once, monkeypatch):
+    """At once, or where the chip has no room for that block by block: either is the reference, with weights and biases
+    of each slot, over blocks of which some have nothing, and where one of two cores has a row less."""
+    monkeypatch.setattr(tpu_decode, "BLOCK_BYTES", 2**17)
+    if not at_once:
+        monkeypatch.setattr(tpu_decode, "_line_bytes", lambda plan, _: 2**40 * plan.at_once)
+    rng, batch, kv_heads, slots, dim = np.random.default_rng(7), 5, 2, 700, 64
+    query, keys, values, _ = inputs(rng, batch, kv_heads, 4, slots, dim, 1, "float32")
+    positions = np.stack([rng.permutation(slots) for _ in range(batch * kv_heads)]).reshape(batch, kv_heads, slots)
+    positions[1, :, 150:] = -1
+    hollow = np.where(positions < 0, np.nan, 1.0)[..., None]
+    keys, values = (jnp.asarray(np.nan_to_num(x) * hollow, jnp.float32) for x in (keys, values))
+    key, value = (jnp.asarray(rng.normal(size=(batch, kv_heads, dim)), jnp.float32) for _ in range(2))
+    first = np.arange(kv_heads) * (slots if kind == "ragged" else 0)
+    slot = jnp.asarray(first + rng.integers(0, slots, (batch, kv_heads)), jnp.int32)
+    flat = (lambda x: x.reshape(batch, -1, *x.shape[3:])) if kind == "ragged" else (lambda x: x)
+    weight, bias = (flat(jnp.asarray(rng.random(positions.shape), jnp.float32)) for _ in range(2))
+    rule = None if group == "each" else Rule("each", sinks=3)
+    judge = Judge(
+        *jnp.full((2, batch), slots, jnp.int32), *((1.0, 0.0) if rule is None else (weight, bias)), rule, group
+    )
+    judge = judge._replace(recents=jnp.full(batch, 5, jnp.int32))
+    token = Token(query[:, :, 0], key, value, jnp.asarray([slots, slots + 1, -1, slots, slots + 90], jnp.int32))
+    held: Any = Held(flat(keys), flat(values), flat(jnp.asarray(positions, jnp.int32)))
+    call = decode_api.decode_attend_score
+    if kind == "ragged":
+        offsets = jnp.tile(jnp.arange(kv_heads + 1, dtype=jnp.int32) * slots, (batch, 1))
+        held, call = Segments(*held[:3], offsets), ragged_api.ragged_decode
+    run = functools.partial(call, token, held, slot, judge, scale=0.1, **({} if window is None else {"window": window}))
+    ours, theirs = run(implementation="mosaic_tpu", **HOW["mosaic_tpu"]), run(implementation="reference")
+    assert np.array_equal(ours.next_slot, theirs.next_slot)
+    np.testing.assert_allclose(ours.output, theirs.output, atol=2e-5)
+    np.testing.assert_allclose(ours.mass, theirs.mass, atol=1e-5)
+    for x, y in zip(ours[3:6], theirs[3:6], strict=True):
+        assert np.array_equal(x, y, equal_nan=True)
+
+
 def test_a_name_that_is_not_there():
     with pytest.raises(
         ValueError, match="implementation 'warp' is not one of mosaic_tpu, mosaic_gpu_sm90, numba_cpu, reference"
@@ -536,11 +584,12 @@ def test_what_runs_where():
     "batch, parts, blocks, window", [(1, 1, 1, None), (5, 1, 4, 20), (5, 2, 3, None), (7, 3, 5, 20)]
 )
 def test_a_block_stays_until_another_is_due(batch, parts, blocks, window):
-    """Blocks are due in the order of the steps; before the first of all that one is there."""
+    """Blocks are due in the order of the steps; before the first of all that one is there. Every block of every row is
+    looked back at once."""
     rng, size = np.random.default_rng(blocks), 128
-    for filled in (0.0, 0.003, 0.5):
+    for filled, at_once in ((0.0, True), (0.003, False), (0.5, True)):
         slots = int(rng.integers((blocks - 1) * size + 1, blocks * size + 1))
-        walk = Walk(slots, size, blocks, batch, parts)
+        walk = Walk(slots, size, blocks, batch, parts, at_once=at_once)
         places = np.where(rng.random((batch, 2, slots)) < filled, rng.integers(0, 50, (batch, 2, slots)), -1)
         position = np.where(rng.random(batch) < 0.3, -1, 50)
         table = walk.table(jnp.asarray(places, jnp.int32), jnp.asarray(position, jnp.int32), window)
@@ -550,7 +599,13 @@ def test_a_block_stays_until_another_is_due(batch, parts, blocks, window):
         hollow = np.stack([(part < 0).any((1, 2)) for part in np.split(places, cuts, axis=2)], axis=1)
         hollow[:, -1] |= slots < walk.width
         steps = [(int(row), int(block)) for row, block in np.argwhere(due)]
-        for part, row, block in itertools.product(*map(range, walk.steps)):
+        looked = []
+        for part, step in itertools.product(*map(range, walk.steps)):
+            row, block = map(int, walk.place(step))
+            if walk.before(part, row)[1]:
+                looked += [
+                    (int(walk.before(part, row)[0]), each) for each in range(*map(int, walk.looked_at(row, block)))
+                ]
             own = min(part * walk.rows + row, min((part + 1) * walk.rows, batch))
             is_own = row < walk.rows and own < batch
             before = [step for step in steps if step <= ((own, block) if is_own else (own, -1))]
@@ -559,3 +614,4 @@ def test_a_block_stays_until_another_is_due(batch, parts, blocks, window):
             assert there == (before[-1] if before else steps[0] if steps else (0, 0))
             if is_own and due[own, block]:
                 assert walk.fetched(entry, own, block) and int(entry & 1) == hollow[own, block]
+        assert sorted(looked) == list(itertools.product(range(batch), range(blocks)))

@@ -233,7 +233,7 @@ def test_decode_kernels_move_each_block_once(shape, pooled, counts, rows):
     sets, width = (1, kv_heads * slots) if pooled else (kv_heads, slots)
     positions, now = held_rows(rows, batch, sets, width)
     mapping = call.params["grid_mapping"]
-    (block,) = {math.prod(size.block_size for size in each.block_shape) // sets for each in mapping.block_mappings[5:7]}
+    block = math.prod(size.block_size for size in mapping.block_mappings[5].block_shape) // sets  # of positions
     blocks = -(-width // block)
     walk = Walk(width, block, blocks, batch, mapping.grid[0])
     table = walk.table(jnp.asarray(positions), jnp.asarray(now), None)
