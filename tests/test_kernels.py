@@ -434,6 +434,23 @@ def test_attention_and_mass_share_their_softmax():
     assert dots[0] == dots[1] > 0
 
 
+@pytest.mark.parametrize("reduce", ["sum", "max"])
+def test_tiles_of_queries_come_one_after_the_other(reduce):
+    """Attention and mass of eight tiles need the memory of three: XLA would hold all eight, or one of them for each
+    layer until the mass is asked for."""
+    shapes = (1, 6, 1024, 32), (1, 2, 2048, 32)
+    query, keys = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    at, positions = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1024), (1, 2, 2048)))
+    options = {"scale": 0.1, "implementation": "reference"}
+
+    def both(query, keys, at, positions):
+        mass = mass_api.prefill_attend_mass(query, keys, at, positions, reduce=reduce, **options)
+        return attend_api.prefill_attend(query, keys, keys, at, positions, **options), mass
+
+    temporary = jax.jit(both).lower(query, keys, at, positions).compile().memory_analysis().temp_size_in_bytes
+    assert temporary < 4 * 6 * 128 * 2048 * 4  # 6 query heads, 128 queries and 2048 keys in float32
+
+
 @pytest.mark.some(1)
 @cases(
     kind=["equal", "ragged"],

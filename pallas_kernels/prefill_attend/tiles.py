@@ -1,11 +1,14 @@
 """The softmax weights of a block of queries, a tile of queries at a time: what both prefill references are made of.
 
-Both write the same expressions, so that XLA computes them once where one program asks for attention and mass.
+Both write the same expressions, so that XLA computes them once where one program asks for attention and mass. A tile
+begins when the one before it is done: XLA would hold the weights of all at once.
 """
 
 from collections.abc import Iterator
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.masking import biased, masked_softmax, soft_cap, visible
@@ -33,13 +36,21 @@ def tiles(
     kv_heads, slots = keys.shape[1:3]
     group = heads // kv_heads
     grouped = queries.reshape(batch, kv_heads, group, length, dim)
-    size = max(TILE, -(-length // TILES))
+    size, before = max(TILE, -(-length // TILES)), None
     for start in range(0, length, size):
         end = min(start + size, length)
         far = slots - length + end if own_keys_last else slots
-        q = grouped[:, :, :, start:end].reshape(batch, kv_heads, group * (end - start), dim)
+        q = lax.dynamic_slice_in_dim(grouped, _after(before, start), end - start, axis=3)
+        q = q.reshape(batch, kv_heads, group * (end - start), dim)
         logits = jnp.einsum("bhqd,bhsd->bhqs", q, keys[:, :, :far], preferred_element_type=jnp.float32) * scale
         seen = visible(query_positions[:, None, start:end], key_positions[:, :, :far], window)[:, :, None]
         logits = soft_cap(logits, softcap).reshape(batch, kv_heads, group, end - start, far)
         logits = biased(logits, None if bias is None else bias[:, :, None, None, :far])
-        yield start, end, *masked_softmax(logits, seen)
+        weights, before = masked_softmax(logits, seen)
+        yield start, end, weights, before
+
+
+def _after(found: jax.Array | None, index: int) -> int | Int[Array, ""]:
+    """The index, which XLA takes to depend on what was `found`, though nothing is more than infinity: it keeps no order
+    of what an `optimization_barrier` joins."""
+    return index if found is None else index + (found.ravel()[0] > jnp.inf).astype(jnp.int32)

@@ -1,6 +1,7 @@
 """prefill_attend_mass in plain jnp: the meaning that every kernel must equal."""
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.codes import Codes, numbers
@@ -37,7 +38,7 @@ def prefill_attend_mass(
     for start, end, given, _ in tiles(queries, keys, query_positions, key_positions, **softmax):
         given = given if weights is None else given * weights[:, None, None, start:end, None]
         some = jnp.max(given, axis=3) if reduce == "max" else jnp.sum(given, axis=3)
-        some = some.reshape(batch, heads, -1)
+        some = lax.optimization_barrier(some.reshape(batch, heads, -1))  # or all tiles' sums are one operation, at last
         total = combine(total, jnp.pad(some, ((0, 0), (0, 0), (0, slots - some.shape[-1]))))
     if reduce == "mean":
         count = jnp.sum(query_positions >= 0, axis=-1, dtype=jnp.float32)
