@@ -1,6 +1,7 @@
 """What the options of the commands reach: nothing is loaded or run."""
 
 import dataclasses
+import io
 import json
 import types
 
@@ -35,7 +36,7 @@ def asked(monkeypatch, goldens):
     monkeypatch.setattr("jaxkv.cli.entry.keep_programs", lambda: None)
 
     def run(*words):
-        assert cli.main(["generate", *words, "--model", str(goldens / "tiny" / "llama3")]) == 2
+        assert cli.main(["generate", "--model", str(goldens / "tiny" / "llama3"), *words]) == 2
         assert found["load"].pop("path") == goldens / "tiny" / "llama3"
         return found["generate"], found["load"]
 
@@ -100,6 +101,75 @@ def test_what_a_chat_is_given(asked, monkeypatch):
     assert first == {"messages": said, "policy": jaxkv.policy("h2o", budget=24), "cache": None, **drafting}
     said += [{"role": "assistant", "content": "hi"}, {"role": "user", "content": "and then?"}]
     assert then == {"messages": said, "policy": None, "cache": "a cache", **drafting}
+
+
+def test_a_chat_goes_on_behind_what_cannot_be_asked(asked, monkeypatch, capsys):
+    """On a terminal; what is piped in ends with the error."""
+    turns, lines = [], iter(["hello", "too long", "and then?"])
+
+    class Pieces:
+        def __init__(self, params, messages, **options):
+            turns.append([message["content"] for message in messages])
+            if messages[-1]["content"] == "too long":
+                raise BadValue("more than the context")
+            self.generation = types.SimpleNamespace(cache="a cache", text="hi", stats=None)
+
+        def __iter__(self):
+            return iter(("h", "i"))
+
+    monkeypatch.setattr(jaxkv, "stream", Pieces)
+    monkeypatch.setattr("jaxkv.cli.chat._ask", lambda: next(lines, ""))
+    monkeypatch.setattr("jaxkv.cli.chat.facts", lambda stats: {})
+    model = types.SimpleNamespace(tokenizer=types.SimpleNamespace(chat_template="of turns"))
+    monkeypatch.setattr(jaxkv, "load", lambda path, **options: model)
+    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(isatty=lambda: True))
+    assert cli.main(["chat", "--json"]) == 0
+    assert turns == [["hello"], ["hello", "hi", "too long"], ["hello", "hi", "and then?"]]
+    assert "more than the context; the conversation goes on without this line" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(isatty=lambda: False))
+    lines = iter(["hello", "too long", "and then?"])
+    assert cli.main(["chat", "--json"]) == 2
+
+
+def test_what_is_piped_into_a_chat_and_is_no_text(asked, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Hi \xff\xfe\n"), encoding="utf-8"))
+    model = types.SimpleNamespace(tokenizer=types.SimpleNamespace(chat_template="of turns"))
+    monkeypatch.setattr(jaxkv, "load", lambda path, **options: model)
+    assert cli.main(["chat"]) == 2
+    assert "jaxkv: standard input is not utf-8" in capsys.readouterr().err
+
+
+def test_an_option_that_is_given_twice(asked, capsys):
+    """Of those that take several values only the last would count; of the others it does, as anywhere."""
+    for words in (["--option", "window=1000", "--option", "kernel=5"], ["--stop", "a", "--stop=b"]):
+        assert cli.main(["generate", "hello", "--policy", "snapkv", *words]) == 2
+        assert f"{words[0]} is given twice, and only the last would count" in capsys.readouterr().err
+    given, _ = asked("hello", "--seed", "1", "--seed", "2")
+    assert given["seed"] == 2
+
+
+def test_a_prompt_that_looks_like_an_option(asked):
+    given, _ = asked("--seed", "3", "--policy", "full", "--", "--hello")
+    assert (given["prompt"], given["seed"]) == ("--hello", 3)
+
+
+def test_a_reader_that_goes(asked, monkeypatch):
+    def gone(*_, **__):
+        raise BrokenPipeError
+
+    moved = []
+    monkeypatch.setattr(jaxkv, "generate", gone)
+    monkeypatch.setattr("os.dup2", lambda *files: moved.append(files))
+    monkeypatch.setattr("sys.stdout", types.SimpleNamespace(fileno=lambda: 1))
+    assert cli.main(["generate", "hello"]) == 141 and moved[0][1] == 1
+
+
+def test_info_takes_the_sizes_of_generate(capsys):
+    for words, budget in ((["--ratio", "0.5"], 4096), (["--bytes", str(2**22)], 88)):
+        assert cli.main(["info", "--policy", "h2o", *words]) == 0
+        assert f"cache bytes under h2o at budget {budget}" in capsys.readouterr().out
+    assert cli.main(["info", "--ratio", "0.5"]) == 2
+    assert "--ratio 0.5 without --policy: say of which policy" in capsys.readouterr().err
 
 
 def test_what_a_warmup_is_given(asked, monkeypatch, capsys):

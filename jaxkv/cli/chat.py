@@ -46,14 +46,21 @@ class Chat:
         cache = None
         note(f"{self.load.model} under {size(chosen)}; an empty line ends")
         while line := _ask():
-            messages.append({"role": "user", "content": line})
-            with Meter(self.json) as meter:  # until the first words come
-                pieces = jaxkv.stream(
-                    params, messages, policy=None if cache is not None else chosen, cache=cache, speculative=method,
-                    scan_layers=True, progress=meter.update, **self.draw.options(),
-                )  # fmt: skip
-                coming = iter(pieces)
-                first = next(coming, "")
+            said = [*messages, {"role": "user", "content": line}]
+            try:
+                with Meter(self.json) as meter:  # until the first words come
+                    pieces = jaxkv.stream(
+                        params, said, policy=None if cache is not None else chosen, cache=cache, speculative=method,
+                        scan_layers=True, progress=meter.update, **self.draw.options(),
+                    )  # fmt: skip
+                    coming = iter(pieces)
+                    first = next(coming, "")
+            except BadValue as error:
+                if not sys.stdin.isatty() or cache is None:
+                    raise
+                print(f"jaxkv: {error}; the conversation goes on without this line", file=sys.stderr)
+                continue
+            messages = said
             for piece in itertools.chain((first,), coming):
                 if not self.json:
                     print(piece, end="", flush=True)
@@ -74,3 +81,5 @@ def _ask() -> str:
         return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:
         return ""
+    except UnicodeDecodeError as error:
+        raise BadValue(f"standard input is not {error.encoding} ({error.reason}): pipe text in") from None

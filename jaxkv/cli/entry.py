@@ -2,6 +2,8 @@
 
 import dataclasses
 import gc
+import io
+import itertools
 import os
 import re
 import sys
@@ -21,7 +23,7 @@ from jaxkv.cli.info import Info
 from jaxkv.cli.policies import Policies
 from jaxkv.cli.programs import Cache, Warmup, keep_programs
 from jaxkv.cli.serve import Serve
-from jaxkv.errors import JaxkvError, unknown
+from jaxkv.errors import BadValue, JaxkvError, unknown
 
 Command = (
     Annotated[Generate, subcommand("generate")]
@@ -44,6 +46,8 @@ def main(args: list[str] | None = None) -> int:
     When another host of a run over many fails, the process ends at once with 3.
     """
     _quieten()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what a terminal's encoding lacks
     # imports and tracing make many objects that stay: looking for garbage among them is half a second of a first answer
     gc.set_threshold(100_000, 50, 50)
     try:
@@ -67,6 +71,9 @@ def main(args: list[str] | None = None) -> int:
             raise
         print(f"jaxkv: {message}", file=sys.stderr, flush=True)
         os._exit(3)  # leaving in order would wait for the host that is gone
+    except BrokenPipeError:  # whoever read has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         print(f"jaxkv: stopped; nothing was kept of {type(command).__name__.lower()}, start it again", file=sys.stderr)
         return 130
@@ -78,21 +85,31 @@ def _check_names(args: list[str]) -> None:
     of = {str(each.__metadata__[0].name): each.__origin__ for each in typing.get_args(Command)}
     if not args or args[0] not in of:
         return
-    known = {"help", *_options_of(of[args[0]])}
-    for arg in args[1:]:
+    known, given = {"help": False, **dict(_options_of(of[args[0]]))}, set()
+    for arg in itertools.takewhile(lambda arg: arg != "--", args[1:]):  # behind "--" stands what is no option
         name = re.fullmatch(r"--([a-z][a-z0-9_-]*)(=.*)?", arg, re.DOTALL)
-        if name is not None and name[1].replace("_", "-") not in known:
+        if name is None:
+            continue
+        option = name[1].replace("_", "-")
+        if option not in known:
             raise unknown(f"option of jaxkv {args[0]}", f"--{name[1]}", {f"--{each}" for each in known})
+        if known[option] and option in given:
+            raise BadValue(
+                f"--{option} is given twice, and only the last would count: expected it once, with all values behind "
+                f"it: --{option} ONE TWO"
+            )
+        given.add(option)
 
 
-def _options_of(cls: Any) -> Iterator[str]:
-    """The names of a command's options, those of its parts too."""
+def _options_of(cls: Any) -> Iterator[tuple[str, bool]]:
+    """The names of a command's options, those of its parts too, and whether they take several values."""
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(field.default) and not isinstance(field.default, type):
             yield from _options_of(type(field.default))
         else:
             name = field.name.replace("_", "-")
-            yield from (name, f"no-{name}") if isinstance(field.default, bool) else (name,)
+            many = isinstance(field.default, tuple)
+            yield from ((each, many) for each in ((name, f"no-{name}") if isinstance(field.default, bool) else (name,)))
 
 
 def _quieten() -> None:

@@ -18,7 +18,11 @@ class Info:
 
     model: Positional[str] = DEFAULT_MODEL
     budget: int | None = None
-    """Tokens kept per KV head and layer (1024 when neither this nor the policy's file says)."""
+    """Tokens kept per KV head and layer (1024 when neither this nor --ratio nor --bytes nor the policy's file says)."""
+    ratio: float | None = None
+    """Fraction of the text removed, instead of a budget."""
+    bytes: int | None = None
+    """Bytes that the keys and values of one row may take, instead of a budget."""
     tokens: int = 8192
     """Length of the text that the full cache is reckoned for."""
     policy: str | None = None
@@ -92,11 +96,13 @@ class Info:
         from jaxkv.sizes import fitted
 
         if self.policy is None:
-            if self.option:
-                raise BadValue(f"option {self.option[0]!r} without --policy: say of which policy")
+            given = {"option": " ".join(self.option) or None, "ratio": self.ratio, "bytes": self.bytes}
+            for name, value in given.items():
+                if value is not None:
+                    raise BadValue(f"--{name} {value} without --policy: say of which policy")
             register(self.parts)
             return None
-        cut = Cut(policy=self.policy, budget=self.budget, option=self.option, parts=self.parts)
+        cut = Cut(self.policy, self.budget, self.ratio, self.bytes, self.option, self.parts)
         policy = cut.build()
         if policy.bytes is not None and policy.learns:
             raise BadValue(
