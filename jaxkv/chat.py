@@ -39,7 +39,10 @@ def next_turn(tokenizer: Any, messages: list[Any], pending: int | None) -> np.nd
 
 def _behind(tokenizer: Any, messages: list[Any], answer: int, asks: bool) -> str | None:
     """What the template writes behind an answer; None where it leaves that out."""
-    messages = [*messages[:answer], {**messages[answer], "content": MARK}, *messages[answer + 1 :]]
+    mark = MARK
+    while any(mark in str(message["content"]) for message in messages):
+        mark = f"({mark})"
+    messages = [*messages[:answer], {**messages[answer], "content": mark}, *messages[answer + 1 :]]
     whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
-    _, found, behind = whole.rpartition(MARK)
+    _, found, behind = whole.rpartition(mark)
     return behind if found else None

@@ -21,7 +21,7 @@ from small import SMALL
 
 import jaxkv
 from jaxkv import cli, run
-from jaxkv.chat import next_turn
+from jaxkv.chat import MARK, next_turn
 from jaxkv.cli.terminal import Meter
 from jaxkv.errors import BadCheckpoint, BadValue, JaxkvError, MissingModel, UnknownName
 from jaxkv.evaluation.forced import follow
@@ -148,6 +148,12 @@ def test_a_history_ends_where_an_answer_would():
     (whole,), _ = rows_of(conversation, tokenizer, 128)
     assert tokenizer.decode(first) == "<u>hi<a>yes"
     assert tokenizer.decode(np.append(first, more)) == tokenizer.decode(whole) == "<u>hi<a>yes $<u>no<a>"
+
+
+def test_a_message_may_have_the_words_that_stand_for_an_answer():
+    words = f"is {MARK} a mark?"
+    conversation = [{"role": each, "content": text} for each, text in (("u", "hi"), ("assistant", "yes"), ("u", words))]
+    assert Ending().decode(next_turn(Ending(), conversation, -1)) == f" $<u>{words}<a>"
 
 
 def test_an_end_of_turn_behind_a_space_is_written_once():
