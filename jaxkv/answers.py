@@ -7,7 +7,6 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jaxkv.errors import BadValue
 from jaxkv.evaluation.asking import ids
 from jaxkv.generate import generate
 from jaxkv.policies.catalogue import policy
@@ -51,17 +50,9 @@ class Hidden(NamedTuple):
     answer: tuple[list[int], list[int]]
 
 
-def answered(
-    params: Params, text: str, length: int, count: int, seed: int, *, compared: bool = False
-) -> list[Answered]:
-    """What the model answers to `count` prompts out of the text, each `length` tokens with its answer: those answers
-    that are right.
-
-    Greedy, up to the end of a line. Where none is right, the right answers are given instead. With `compared` a prompt
-    hides two facts of a kind, and a comparison between them says which is asked for. Raises `BadValue` for a length
-    that holds no fact.
-    """
-    prompts = hidden(params, text, length - SAID, count, seed, compared)
+def answered(params: Params, prompts: list[Hidden], length: int) -> list[Answered]:
+    """What the model answers to prompts that hide a fact, each `length` tokens with its answer: those answers that are
+    right. Greedy, up to the end of a line. Where none is right, the right answers are given instead."""
     plain = dataclasses.replace(params, tokenizer=None)  # tokens in, tokens out
     said = generate(plain, [each.tokens for each in prompts], policy=policy("full"), max_new_tokens=SAID).tokens
     ends = {EMPTY, *params.config.stop_tokens, *_ids(params, "a\nb")[1:-1]}  # however the tokenizer ends a line
@@ -85,21 +76,27 @@ def joined(prompt: Hidden, said: list[int], length: int) -> Answered:
     return Answered(tokens.astype(np.int32), inside, told, stands)
 
 
-def hidden(params: Params, text: str, length: int, count: int, seed: int, compared: bool = False) -> list[Hidden]:
+def hidden(
+    params: Params, text: str, length: int, count: int, seed: int, compared: bool = False
+) -> tuple[list[Hidden], int]:
     """`count` prompts of `length` tokens: what the model's texts begin with, words of the text (over and over where
-    there are too few), a fact at another depth in each, and the question at the end."""
-    rng = np.random.default_rng(seed)
+    there are too few), a fact at another depth in each, and the question at the end. And how many tokens the longest of
+    them needs; those that need more than `length` are left out.
+
+    With `compared` a prompt hides two facts of a kind, and a comparison between them says which is asked for.
+    """
+    rng = np.random.default_rng(seed % 2**64)
     front, filler, out = ids(params.tokenizer, "", begins=True), _ids(params, " ".join(text.split())), []
-    filler = np.resize(filler, max(len(filler), length)).tolist()
+    filler, least = np.resize(filler, max(len(filler), length)).tolist(), 0
     for number in range(count):
         answer = str(rng.integers(10_000, 100_000))
         before, fact, after, question = _compared(number, answer, rng) if compared else _alone(number, answer)
         around = [_ids(params, " " + text) if text else [] for text in (before, fact, after)]
         asked = _ids(params, f"\n\nQuestion: {question}\nAnswer:")
         room = length - len(front) - sum(map(len, around)) - len(asked)
+        least = max(least, length + 1 - room)
         if room < 1:
-            least = length + SAID + 1 - room
-            raise BadValue(f"length={length + SAID}: a fact, its question and answer alone need {least}; give more")
+            continue
         at, start = int(room * (number + 0.5) / count), int(rng.integers(0, max(1, len(filler) - room)))
         words = filler[start : start + room]
         begin = len(front) + at + len(around[0])
@@ -108,7 +105,7 @@ def hidden(params: Params, text: str, length: int, count: int, seed: int, compar
         tokens = np.asarray([*front, *words[:at], *told, *words[at:], *asked], np.int32)
         inside = (place >= begin) & (place < begin + len(around[1]))
         out.append(Hidden(tokens, inside, (_ids(params, f" {answer}"), _ids(params, answer))))
-    return out
+    return out, least
 
 
 def _alone(number: int, answer: str) -> tuple[str, str, str, str]:

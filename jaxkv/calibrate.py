@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.answers import answered
+from jaxkv.answers import SAID, answered, hidden
 from jaxkv.checks import check_arguments
 from jaxkv.errors import BadValue
 from jaxkv.evaluation.asking import ids
@@ -93,7 +93,11 @@ def calibrate(
         )
     text = calibration() if text is None else text
     stretches = _windows(params, text, length, windows)
-    told, compared = (answered(params, text, length, needles, seed, compared=each) for each in (False, True))
+    kinds = [hidden(params, text, length - SAID, needles, seed, compared) for compared in (False, True)]
+    least = SAID + max(needed for _, needed in kinds)
+    if length < least:
+        raise BadValue(f"length={length}: a fact, its question and answer alone need up to {least}; give more")
+    told, compared = (answered(params, prompts, length) for prompts, _ in kinds)
     of = 4 * len(stretches) + len(told) + len(compared) + 1 + (params.config.num_layers if predictors else 0)
     sums = _Sums(params, progress, of)
     texts, front = [(tokens[None],) for tokens in stretches], len(ids(params.tokenizer, "", begins=True))
@@ -211,7 +215,7 @@ def _windows(params: Params, text: str, length: int, count: int) -> list[np.ndar
 def _random(params: Params, length: int, seed: int) -> np.ndarray:
     """What the model's texts begin with, and random tokens, the same ones four times: as many as the length holds."""
     front = ids(params.tokenizer, "", begins=True)
-    some = np.random.default_rng(seed).integers(0, params.config.vocab_size, (length - len(front)) // REPEATS)
+    some = np.random.default_rng(seed % 2**64).integers(0, params.config.vocab_size, (length - len(front)) // REPEATS)
     return np.append(front, np.tile(some, REPEATS)).astype(np.int32)
 
 

@@ -154,7 +154,7 @@ def k_means(directions: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, 
     Begins with directions that are far from each other (the first at random), and stops when nothing moves; a topic
     that has lost all of its members keeps its centre.
     """
-    chosen = [int(np.random.default_rng(seed).integers(len(directions)))]
+    chosen = [int(np.random.default_rng(seed % 2**64).integers(len(directions)))]
     while len(chosen) < count:
         nearness = (directions @ directions[chosen].T).max(axis=1)
         nearness[chosen] = np.inf

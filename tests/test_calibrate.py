@@ -1,6 +1,7 @@
 """`jaxkv.calibrate`: what it measures, where it is kept, and the policies that need it."""
 
 import dataclasses
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -100,14 +101,14 @@ def test_measured_on_a_text_of_its_own(params):
     words = lambda text: " ".join(text.split())  # noqa: E731
     assert not [sentence for sentence in sentences("prose") if words(sentence) in words(calibration())]
     assert _windows(params, prose(), LENGTH, 1)[0][1:].tolist() == Characters()(prose())["input_ids"][1:LENGTH]
-    prompt = answers.hidden(params, "zz " * 20, LENGTH, 1, 0)[0]
+    prompt = answers.hidden(params, "zz " * 20, LENGTH, 1, 0)[0][0]
     assert len(prompt.tokens) == LENGTH and np.isin(prompt.tokens, Characters()("zz")["input_ids"]).sum() > 150
 
 
 @pytest.mark.parametrize("compared", [False, True])
 def test_facts_are_hidden(params, compared):
     """The prompt says the answer once, in the right fact, and asks at its end."""
-    for prompt in answers.hidden(params, calibration(), LENGTH, 8, 0, compared):
+    for prompt in answers.hidden(params, calibration(), LENGTH, 8, 0, compared)[0]:
         assert len(prompt.tokens) == LENGTH and prompt.tokens[0] == 2 and 2 not in prompt.tokens[1:]
         fact = prompt.tokens[prompt.inside].tolist()
         assert answers._within(prompt.answer[0], fact)
@@ -117,13 +118,13 @@ def test_facts_are_hidden(params, compared):
 
 def test_right_answers_count(params, monkeypatch):
     """What the model says counts up to the end of its line, if it says the answer; where none does, the right ones."""
-    prompts = answers.hidden(params, calibration(), LENGTH - answers.SAID, 3, 0)
+    prompts, _ = answers.hidden(params, calibration(), LENGTH - answers.SAID, 3, 0)
     said = [prompts[0].answer[1] + [13, 40], [50, 51], [52, *prompts[2].answer[0]]]
     rows = np.full((3, answers.SAID), -1)
     for row, one in zip(rows, said, strict=True):
         row[: len(one)] = one
     monkeypatch.setattr(answers, "generate", lambda *args, **more: SimpleNamespace(tokens=rows))
-    found = answers.answered(params, calibration(), LENGTH, 3, 0)
+    found = answers.answered(params, prompts, LENGTH)
     assert len(found) == 2
     for one, tokens, prompt in zip(found, (prompts[0].answer[1], said[2]), (prompts[0], prompts[2]), strict=True):
         assert one.tokens[LENGTH - answers.SAID :][: len(tokens)].tolist() == tokens
@@ -133,13 +134,14 @@ def test_right_answers_count(params, monkeypatch):
         assert one.stands[one.told].tolist() == [fact.count(token) for token in tokens]
         assert not one.stands[~one.told].any()
     rows[:] = 60
-    assert len(answers.answered(params, calibration(), LENGTH, 3, 0)) == 3
+    assert len(answers.answered(params, prompts, LENGTH)) == 3
 
 
 def test_retrieval_heads(params, found):
     """The mass on the sentence with the fact, of the tokens that say its answer, as often as they stand there."""
     want = np.zeros((params.config.num_layers, params.config.num_heads))
-    told = answers.answered(params, calibration(), LENGTH, 2, 0)
+    prompts, _ = answers.hidden(params, calibration(), LENGTH - answers.SAID, 2, 0)
+    told = answers.answered(params, prompts, LENGTH)
     for tokens, inside, _, stands in told:
         assert len(tokens) == LENGTH and inside.sum() > 20 and stands.sum() >= 5
         for layer, (_, _, weights) in enumerate(watched(params, tokens)):
@@ -150,7 +152,8 @@ def test_retrieval_heads(params, found):
 def test_reasoning_heads(params, found):
     """HeadKV's release: of each answer token's n largest weights those on the n tokens of the right fact, over n."""
     want = np.zeros((params.config.num_layers, params.config.num_heads))
-    told = answers.answered(params, calibration(), LENGTH, 2, 0, compared=True)
+    prompts, _ = answers.hidden(params, calibration(), LENGTH - answers.SAID, 2, 0, compared=True)
+    told = answers.answered(params, prompts, LENGTH)
     for tokens, inside, says, _ in told:
         for layer, (_, _, weights) in enumerate(watched(params, tokens)):
             for head, query in np.ndindex(len(weights), len(tokens)):
@@ -377,8 +380,13 @@ def test_the_file_lies_beside_the_model(goldens, tiny, found, tmp_path, monkeypa
 def test_nothing_to_measure(params):
     with pytest.raises(BadValue, match="length=8"):
         jaxkv.calibrate(params, length=8)
-    with pytest.raises(BadValue, match="a fact"):
+    with pytest.raises(
+        BadValue, match=r"length=64: a fact, its question and answer alone need up to \d+; give"
+    ) as said:
         jaxkv.calibrate(params, length=64)
+    least = int(re.findall(r"\d+", str(said.value))[1])
+    fits = [answers.hidden(params, "words", least - answers.SAID, 8, -1, compared) for compared in (False, True)]
+    assert all(len(prompts) == 8 for prompts, _ in fits) and max(needed for _, needed in fits) == least - answers.SAID
     with pytest.raises(BadValue, match=r"windows=1000000: the text has .* stretches"):
         jaxkv.calibrate(params, length=LENGTH, windows=10**6)
     with pytest.raises(BadValue, match="tokenizer"):
