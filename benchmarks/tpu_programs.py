@@ -138,7 +138,7 @@ def bundles_of(case: Case, phase: str) -> dict[str, Any]:
     """Bundles of a layer's kernels, and those in front of which a decode kernel's loop runs: as if no block were
     skipped and memory were never waited for. Compiled with one layer, in a process of its own."""
     _, kernels = tpu_schedule.dumped(NAME, "--bounds", "--only", case.name, "--phases", phase, "--layers", "1")
-    each = ("attends", "prepares", "weighs", "chooses", "looks back", "steps")
+    each = ("attends", "prepares", "weighs", "chooses", "looks back", "around", "steps")
     counts = (steps * sum(by.get(name, 0) for name in each) for found in kernels.values() for steps, by in found)
     return {"bundles": sum(counts)}  # of one core
 
