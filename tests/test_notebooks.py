@@ -6,6 +6,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from jaxkv.policies.catalogue import catalogue
+
 FOLDER = Path(__file__).parents[1] / "colab"
 
 
@@ -29,6 +31,14 @@ def test_notebooks_are_clean(path):
     outputs = [output for cell in code for output in cell.outputs]
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert all(output.output_type != "error" and output.get("name") != "stderr" for output in outputs)
+
+
+def test_the_stored_catalogue_is_that_of_today():
+    """`python colab/store_outputs.py` stores what the notebooks print."""
+    book = nbformat.read(FOLDER / "01_first_look.ipynb", as_version=4)
+    printed = [output["text"] for cell in book.cells for output in cell.get("outputs", []) if "text" in output]
+    stored = {line.split()[0] for line in "".join(printed).splitlines() if line.strip()}
+    assert not sorted(set(catalogue()) - stored)
 
 
 @pytest.mark.slow
