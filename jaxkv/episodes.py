@@ -39,6 +39,10 @@ class Episodes:
     nearby: tuple[np.ndarray, ...]
     messages: tuple[Mapping[str, Any], ...] = ()  # the history, where it was messages
 
+    def __repr__(self) -> str:
+        """One line, and no array."""
+        return f"Episodes({len(self.centres)} topics of {len(self.members)} segments, {self.cache})"
+
     @property
     def nbytes(self) -> int:
         """Bytes of all caches."""
