@@ -45,7 +45,7 @@ class Side:
             return None
         if x.bits not in (8, 4, 2):
             raise NotImplementedError(f"codes of {x.bits} bits: the kernel reads 8, 4 and 2")
-        if x.bits < 8 and dim % 64:
+        if dim % 64 and (x.bits < 8 or dim > 128):
             raise NotImplementedError(f"codes of {x.bits} bits with head dim {dim}: a multiple of 64")
         if slots % 8:
             raise NotImplementedError(f"codes of {slots} slots: a multiple of 8")

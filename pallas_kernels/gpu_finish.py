@@ -109,7 +109,7 @@ class Finish:
 def finish(
     plan: blocks_of.Decode,
     parts: Float[Array, "L parts Dw N"],
-    sums: Float[Array, "L parts 2 N"],
+    sums: Float[Array, "L in_eights 2 N"],
     logits: Float[Array, "L blocks Gs"] | None,
     positions: Int[Array, "L W"],
     position: Int[Array, "B"],
@@ -126,7 +126,7 @@ def finish(
     """Output `[B, Hk G, D]`, lse, mass `[L, W]` (None without logits), positions with the tokens', and the next slots.
 
     The judge's arrays are lines like the positions. With `offsets` lines are pools, and hold the new tokens' positions.
-    Slots are counted along the line.
+    Slots are counted along the line. There is room for the sums of a multiple of 8 parts: they are copied by eights.
     """
     batch, kv_heads = slot.shape
     pooled, width = offsets is not None, positions.shape[1]
@@ -373,6 +373,7 @@ def _mass(how: Finish, mem, head, stage, held, now):
         seen = seen & (now - held < how.window)
     logits = plgpu.layout_cast(mem["l_mem"][stage], SQUARE)
     lse = plgpu.layout_cast(mem["lse_mem"][head], QUERIES)
+    lse = jnp.where(lse > -jnp.inf, lse, jnp.inf)  # of a row whose keys all count for nothing
     given = jnp.exp(logits - per_query(lse, logits.shape))
     given = jnp.where(per_key(seen, logits.shape), given, 0.0)
     mass = GROUP[how.group](given, axis=1)

@@ -132,7 +132,8 @@ class ByBlock:
     def ranges(self, ref: Any, blocks: list[int], rows: int) -> Float[Array, "H N D"]:
         """Scales or lows of some blocks of slots, each in so many rows."""
         at = [[(head, self.first + block) for block in blocks] for head in range(ref.shape[0])]
-        return blocks_of.for_sets(ref, at, rows, self.interpret)
+        wide = ref.shape[-1] > blocks_of.LANES  # of which the chip repeats no row as it loads it
+        return blocks_of.for_sets(ref, at, rows, self.interpret or wide)
 
     def wide(self, x: Float[Array, "H N D"]) -> Float[Array, "H N W"]:
         """For all numbers of a slot."""

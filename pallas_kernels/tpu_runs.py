@@ -49,7 +49,7 @@ class Piece:
         if together % run.size and run.size % together:
             raise NotImplementedError(f"runs of {run.size} slots: a divisor or a multiple of {together}")
         width = min(max(together, run.size), slots)
-        last = blocks_of.round_up(slots, together) - width
+        last = 0 if width == slots else blocks_of.round_up(slots, together) - width
         early = max((slots - 1) // width * width - last, 0)
         return cls(width, run.size, slots, channels, str(x.dtype), columns, last, early)
 
@@ -199,7 +199,9 @@ def _rows(some: list[Piece], batch: int, heads: int) -> int:
 
 
 def _piece(piece: Piece, ref: Any, row: Any, head: Any, first: Any) -> Any:
-    """The piece of an array in memory that holds a slot."""
+    """The piece of an array in memory that holds a slot: all of it, where it has no more slots."""
+    if piece.width == piece.slots:
+        return ref.at[row, head]
     multiple = math.gcd(piece.width, piece.last) if piece.early else piece.width
     some = pl.ds(pl.multiple_of(piece.begins(first), multiple), piece.width)
     return ref.at[(row, head, slice(None), some) if piece.columns else (row, head, some, slice(None))]

@@ -147,7 +147,9 @@ def test_topics_keep_different_tokens_in_bounded_memory(tiny, memory, history):
     assert np.asarray(memory.cache.limits).mean() == 16
     longer = jaxkv.episodes(tiny(FAMILY), np.tile(history, 3), policy=policy(), count=3)
     assert longer.nbytes == memory.nbytes
-    assert "\n" not in repr(memory) and f"{len(memory.centres)} topics of {len(memory.members)} segments" in repr(memory)
+    assert "\n" not in repr(memory) and f"{len(memory.centres)} topics of {len(memory.members)} segments" in repr(
+        memory
+    )
 
 
 CODED = [

@@ -32,6 +32,7 @@ from jaxkv.store.integers import Int
 from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
 from pallas_kernels.codes import Codes, Lying
 from pallas_kernels.decode_attend_score import reference
+from pallas_kernels.gpu_codes import Side
 from pallas_kernels.prefill_attend import reference as attend_reference
 from pallas_kernels.prefill_attend_mass import reference as mass_reference
 from pallas_kernels.ragged_decode import api as ragged_api
@@ -206,6 +207,25 @@ def test_lowers_for_cuda(dim, group, slots, counts):
         assert f"output_tuple_indices = [{output}], operand_index = {operand}" in attends
     assert chooses.count("output_tuple_indices") == 1  # and so do the positions
     assert slots % 8 or operations(text) == {"custom_call"} | filled_up(group)
+
+
+@pytest.mark.parametrize(("batch", "kv_heads", "slots"), [(1, 2, 1536), (1, 8, 2304), (1, 2, 1096)])
+def test_lowers_for_cuda_with_any_number_of_parts(batch, kv_heads, slots):
+    """Their sums are copied by many, which the copy takes by eights."""
+    bundles, scale = inputs(batch, kv_heads, 4, slots, 128)
+    traced = jax.jit(functools.partial(gpu.decode_attend_score, scale=scale)).trace(*bundles)
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 3
+
+
+@pytest.mark.some(1)
+def test_a_row_whose_keys_all_count_for_nothing():
+    """It gives no mass, and no NaN: of equal heads, where each part's logits are weighed by the whole."""
+    (token, held, slot, judge), scale = inputs(1, 1, 4, 64, 64, rule="adds")
+    held = Held(*(jnp.nan_to_num(x) for x in held[:2]), jnp.arange(64, dtype=jnp.int32)[None, None])
+    held = held._replace(bias=jnp.full((1, 1, 64), -jnp.inf))
+    token = token._replace(position=jnp.full(1, 64, jnp.int32))
+    out = run(gpu, (token, held, slot, judge), scale=scale)
+    assert not np.asarray(out.mass).any() and not np.asarray(out.output, np.float32).any()
 
 
 def filled_up(group: int) -> set[str]:
@@ -763,3 +783,15 @@ def test_generates_what_the_reference_does(name, monkeypatch):
     pairs = [(x.positions, y.positions) for x, y in zip(got.cache.layers, want.cache.layers, strict=True)]
     same = np.mean([np.mean(ours == theirs) for ours, theirs in pairs])
     assert same == 1 or (NATIVE and same > 0.9)  # in bfloat16 the tensor cores decide between entries that lie near
+
+
+def test_codes_of_heads_that_no_copy_takes():
+    """Beyond 128 channels codes come in pieces of 64; up to 128 those of 8 bits come as they are."""
+    for dim, refused in ((144, True), (208, True), (192, False), (112, False)):
+        codec = Int(8, symmetric=True)
+        codes = codec.as_codes(codec.encode(jnp.zeros((1, 1, 64, dim), jnp.bfloat16)))
+        if refused:
+            with pytest.raises(NotImplementedError, match=f"codes of 8 bits with head dim {dim}: a multiple of 64"):
+                Side.of(codes, dim, 64)
+        else:
+            assert Side.of(codes, dim, 64).bits == 8

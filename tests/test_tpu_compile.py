@@ -33,6 +33,7 @@ from jaxkv.sharding import Layout
 from jaxkv.store import KVCache
 from jaxkv.store import slots as stores
 from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
+from pallas_kernels.block_product.mosaic_tpu import block_product
 from pallas_kernels.decode_attend_score.mosaic_tpu import decode_attend_score
 from pallas_kernels.prefill_attend.mosaic_tpu import prefill_attend
 from pallas_kernels.prefill_attend_mass.mosaic_tpu import prefill_attend_mass
@@ -214,6 +215,16 @@ def held_rows(kind: str, batch: int, sets: int, slots: int) -> tuple[np.ndarray,
     if kind == "hollow":
         positions[::2, :, 1:-1] = -1
     return positions, now
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("inputs", [11008, 8960])
+def test_products_of_one_row_compile_at_any_height(inputs, bits):
+    """Llama 2 7B's and Qwen2.5 1.5B's matrices, whose last block of codes is partly there."""
+    codes = (inputs, 512, jnp.int8) if bits == 8 else (inputs // 2, 512, jnp.uint8)
+    arrays = [(1, inputs, jnp.bfloat16), codes, (inputs // 32, 512, jnp.int16)]
+    given = on("v5e", [jax.ShapeDtypeStruct(tuple(shape), dtype) for *shape, dtype in arrays])
+    assert "block_product" in jax.jit(block_product).lower(*given, None).compile().as_text()
 
 
 @pytest.mark.some(1)

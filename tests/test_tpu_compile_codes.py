@@ -74,6 +74,21 @@ def test_decode_kernels_read_codes_and_write_in_place(name, pooled, shape, codec
     assert not copied, copied
 
 
+FEW = {
+    "kivi": Codecs(IntByChannel(2, 32), Int(2, channels=32), residual=32),
+    "by runs": Codecs(Int(4, channels=32), Int(4, channels=32)),
+}
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize(("slots", "dim"), [(64, 128), (96, 128), (120, 128), (160, 128), (64, 256), (256, 192)])
+@pytest.mark.parametrize("codecs", FEW)
+def test_few_slots_and_wide_heads_compile(codecs, slots, dim):
+    """Where one piece of memory is the whole array, and where scales by channel fill several registers in a row."""
+    found, _ = tpu_coded_step.compiled(FEW[codecs], (2, 8, 4, slots, dim), "v5e", "mosaic_tpu")
+    assert "decode_attend_score" in found.as_text()
+
+
 @pytest.mark.parametrize("pooled", [False, True], ids=["equal", "pool"])
 def test_a_step_over_codes_moves_little_more_than_they_are(pooled):
     """What the kernel says that it moves: codes and scales, positions, weights and mass, and 5 % for all else."""

@@ -65,7 +65,8 @@ def block_product(
             value, row = here.astype(jnp.float32) * expanded, row_ref[number]
             if height % tall:
                 value = jnp.where(lax.broadcasted_iota(jnp.int32, value.shape, 0) < left, value, 0.0)
-                row = jnp.where(lax.broadcasted_iota(jnp.int32, row.shape, 1) < left, row, jnp.zeros_like(row))
+                there = lax.broadcasted_iota(jnp.int32, row.shape, 1) < left  # in float32: bfloat16 of few rows fails
+                row = jnp.where(there, row.astype(jnp.float32), 0.0).astype(row.dtype)
             total[...] += blocks_of.product(row, value.astype(row.dtype), 0)
         if offset_ref is not None:
             more = blocks_of.halves(offset_ref[...])

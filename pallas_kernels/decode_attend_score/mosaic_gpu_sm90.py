@@ -136,7 +136,7 @@ def attend(plan: _Plan, given: dict[str, Any], interpret: bool | plgpu.Interpret
     rows, _, dim = given["query"].shape
     outputs = {
         "parts": jax.ShapeDtypeStruct((rows, plan.splits, plan.dim, plan.columns), jnp.float32),
-        "sums": jax.ShapeDtypeStruct((rows, plan.splits, 2, plan.columns), jnp.float32),
+        "sums": jax.ShapeDtypeStruct((rows, blocks_of.round_up(plan.splits, 8), 2, plan.columns), jnp.float32),
     }
     if plan.keeps_logits:
         outputs["logits"] = jax.ShapeDtypeStruct((rows, plan.blocks * plan.block, plan.stored), jnp.float32)

@@ -66,7 +66,7 @@ def ragged_decode(
     given |= {} if bias is None else {"bias": bias}
     outputs = {
         "parts": jax.ShapeDtypeStruct((batch, count, plan.dim, plan.columns), jnp.float32),
-        "sums": jax.ShapeDtypeStruct((batch, count, 2, plan.columns), jnp.float32),
+        "sums": jax.ShapeDtypeStruct((batch, blocks_of.round_up(count, 8), 2, plan.columns), jnp.float32),
     }
     if with_mass:
         outputs["logits"] = jax.ShapeDtypeStruct((batch, plan.blocks * plan.block, plan.stored), jnp.float32)
