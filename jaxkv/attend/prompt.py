@@ -27,6 +27,7 @@ from jaxkv.store.entries import EMPTY, WORTH, Entries, appended, counted, owners
 from jaxkv.store.looks import LOOKS
 from pallas_kernels.decode_attend_score.victim import alive
 from pallas_kernels.masking import filled
+from pallas_kernels.order import awaiting
 from pallas_kernels.partial import merge
 
 
@@ -81,7 +82,8 @@ def prefill_layer(
         inputs = dataclasses.replace(inputs, looks=seen.queries)
     one = None if store.entries.weight is None else jnp.ones(at.shape, jnp.float32)
     block = Entries(key, value, at, {name: entered[name] for name in store.stats}, one)
-    joined = layout.by_head(appended(store.by_head(), block))
+    held = store if layout.mesh is not None else awaiting(store, query)  # decoded and unfolded a layer at a time
+    joined = layout.by_head(appended(held.by_head(), block))
 
     read, places = joined.keys, joined.positions
     if policy.rope == "cache":

@@ -195,7 +195,8 @@ class Pool(Store):
         bias, others = self.beside_codes(
             how, token, softmax["implementation"], softmax["scale"], None, softmax["softcap"]
         )
-        held = Segments(*how.lent(self), self.positions, self.offsets, line, bias)
+        lent = how.lent(self, None if layout.mesh is not None else token.query)
+        held = Segments(*lent, self.positions, self.offsets, line, bias)
         result = ragged_decode(layout, how.asked(token), held, self.next_slot, judge, whole=whole, **softmax)
         partial = joined(how.answered(token, result, softmax["scale"]), others, judge.group)
         mass = None if partial.mass is None else self.scored(partial.mass)

@@ -11,6 +11,7 @@ from jaxkv.store.codecs import Codecs
 from pallas_kernels.arguments import Token
 from pallas_kernels.codes import Codes
 from pallas_kernels.decode_attend_score.reference import Attended
+from pallas_kernels.order import awaiting
 from pallas_kernels.partial import Partial
 
 
@@ -21,9 +22,12 @@ class Decoded:
     codecs: Codecs  # with what they have fitted
     codes: ClassVar[bool] = False  # whether the pass reads them
 
-    def lent(self, store: Any) -> tuple[Any, Any]:
-        """Keys and values as the pass takes them."""
-        return store.keys, store.values
+    def lent(self, store: Any, query: Float[Array, "B Hq D"] | None = None) -> tuple[Any, Any]:
+        """Keys and values as the pass takes them: decoded when the layer's `query` is there, not those of all layers
+        at once. On a mesh none is given, of which each device would have to hear."""
+        later = store if query is None else awaiting(store, query)
+        keys, values = (store if getattr(self.codecs, name).plain else later for name in ("keys", "values"))
+        return keys.keys, values.values
 
     def form(self, codec: Codec, x: Float[Array, "*slots D"]) -> Any:
         """Keys or values, of slots or a token, as the pass takes them."""
@@ -53,7 +57,7 @@ class AsCodes(Decoded):
 
     codes: ClassVar[bool] = True
 
-    def lent(self, store: Any) -> tuple[Any, Any]:
+    def lent(self, store: Any, query: Float[Array, "B Hq D"] | None = None) -> tuple[Any, Any]:
         return self.codecs.keys.as_codes(store.entries.keys), self.codecs.values.as_codes(store.entries.values)
 
     def form(self, codec: Codec, x: Float[Array, "*slots D"]) -> Any:

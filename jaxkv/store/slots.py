@@ -152,7 +152,8 @@ class Slots(Store):
         weighs, implementation, window = (softmax[name] for name in ("with_mass", "implementation", "window"))
         how = self.reading(layout, rotate is not None, softmax["softcap"] is not None, weighs)
         bias, others = self.beside_codes(how, token, implementation, softmax["scale"], window, softmax["softcap"])
-        held, asked = Held(*how.lent(self), self.positions, bias), how.asked(token)
+        lent = how.lent(self, None if layout.mesh is not None else token.query)
+        held, asked = Held(*lent, self.positions, bias), how.asked(token)
         apart = bool(others) and weighs  # the masses are of one softmax: they are joined, and then compared
         alone = judge._replace(rule=None, group="each") if apart else judge
         result = decode_attend_score(layout, asked, held, self.next_slot, alone, rotate=rotate, **softmax)

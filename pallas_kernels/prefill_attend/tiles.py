@@ -6,12 +6,12 @@ begins when the one before it is done: XLA would hold the weights of all at once
 
 from collections.abc import Iterator
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.masking import biased, masked_softmax, soft_cap, visible
+from pallas_kernels.order import awaiting
 
 TILE = 128  # queries at a time, at least: bounds the [queries, keys] array and skips keys that come later
 TILES = 8  # at most: each is unrolled
@@ -40,7 +40,8 @@ def tiles(
     for start in range(0, length, size):
         end = min(start + size, length)
         far = slots - length + end if own_keys_last else slots
-        q = lax.dynamic_slice_in_dim(grouped, _after(before, start), end - start, axis=3)
+        first = start if before is None else awaiting(jnp.int32(start), before)
+        q = lax.dynamic_slice_in_dim(grouped, first, end - start, axis=3)
         q = q.reshape(batch, kv_heads, group * (end - start), dim)
         logits = jnp.einsum("bhqd,bhsd->bhqs", q, keys[:, :, :far], preferred_element_type=jnp.float32) * scale
         seen = visible(query_positions[:, None, start:end], key_positions[:, :, :far], window)[:, :, None]
@@ -48,9 +49,3 @@ def tiles(
         logits = biased(logits, None if bias is None else bias[:, :, None, None, :far])
         weights, before = masked_softmax(logits, seen)
         yield start, end, weights, before
-
-
-def _after(found: jax.Array | None, index: int) -> int | Int[Array, ""]:
-    """The index, which XLA takes to depend on what was `found`, though nothing is more than infinity: it keeps no order
-    of what an `optimization_barrier` joins."""
-    return index if found is None else index + (found.ravel()[0] > jnp.inf).astype(jnp.int32)
