@@ -94,10 +94,10 @@ def hidden(
         around = [_ids(params, " " + text) if text else [] for text in (before, fact, after)]
         asked = _ids(params, f"\n\nQuestion: {question}\nAnswer:")
         room = length - len(front) - sum(map(len, around)) - len(asked)
-        least = max(least, length + 1 - room)
+        least, start = max(least, length + 1 - room), int(rng.integers(0, max(1, len(filler) - room)))
         if room < 1:
             continue
-        at, start = int(room * (number + 0.5) / count), int(rng.integers(0, max(1, len(filler) - room)))
+        at = int(room * (number + 0.5) / count)
         words = filler[start : start + room]
         begin = len(front) + at + len(around[0])
         place = np.arange(length)

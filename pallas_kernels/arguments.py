@@ -37,8 +37,8 @@ class Token(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The slots of a layer where every KV head has C; a position of -1 is an empty slot, and no head holds another one
-    twice. `bias` is added to the logits of each slot, after a soft cap."""
+    """The slots of a layer where every KV head has C; a position of -1 is an empty slot, and no head holds any
+    other position twice. `bias` is added to the logits of each slot, after a soft cap."""
 
     keys: Any  # Float[Array, "B Hk C D"], Codes or ByChannel
     values: Any

@@ -12,5 +12,7 @@ def awaiting(tree: Any, found: jax.Array) -> Any:
     So what is made of them is made behind it: the next tile's logits, or the numbers of the next layer's codes. An
     `optimization_barrier` is gone before XLA for CPUs orders a program.
     """
+    if not found.size:
+        return tree
     never = found.ravel()[0] > jnp.inf
     return jax.tree.map(lambda leaf: jnp.where(never, jnp.zeros_like(leaf), leaf), tree)

@@ -1,9 +1,9 @@
 """Which block of which row is on the chip at each step of a decode kernel.
 
-The grid is (parts, blocks of all rows of a part and what looks back at its last), and a step looks at a block of one
-row and at the same block of the row before. Behind the last row one step looks back at all of its blocks, if the chip
-has room for what that takes (`at_once`), else one step at each. A block in which its row sees nothing is not fetched:
-the one that was fetched last stays, or the first that will be is there already.
+The grid is (parts, steps): one for each block of each of a part's rows, and then those that look back at its last row.
+A step looks at a block of one row and at the same block of the row before. Behind the last row one step looks back at
+all of its blocks, if the chip has room for what that takes (`at_once`), else one step at each. A block in which its row
+sees nothing is not fetched: the one that was fetched last stays, or the first that will be is there already.
 """
 
 import dataclasses

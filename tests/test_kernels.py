@@ -602,7 +602,7 @@ def test_what_runs_where():
 )
 def test_a_block_stays_until_another_is_due(batch, parts, blocks, window):
     """Blocks are due in the order of the steps; before the first of all that one is there. Every block of every row is
-    looked back at once."""
+    looked back at exactly once."""
     rng, size = np.random.default_rng(blocks), 128
     for filled, at_once in ((0.0, True), (0.003, False), (0.5, True)):
         slots = int(rng.integers((blocks - 1) * size + 1, blocks * size + 1))

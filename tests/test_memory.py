@@ -9,6 +9,8 @@ from measured import measured
 
 import jaxkv
 from jaxkv.lowering import held, lower
+from jaxkv.models import ModelConfig
+from jaxkv.models.rope import Rope
 from jaxkv.policies import catalogue
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -109,3 +111,20 @@ def test_a_decode_step_copies_no_keys(config, name, options):
     keys = 2 * config.num_kv_heads * BUDGET * config.head_dim  # numbers in one layer's keys
     assert all(math.prod(shape) < keys for shape in copied), copied
     assert len(re.findall(r"custom-call\(.*jaxkv_decode", step)) == (config.num_layers if policy.allocate.pooled else 0)
+
+
+@pytest.mark.parametrize("name", ["mustafar", "kivi"])
+def test_codes_are_decoded_a_layer_at_a_time(name):
+    """Of what no kernel reads while decoding, and of any code between two blocks of a prompt: XLA would decode all
+    layers before the first, which is the memory that codes save."""
+    tokens, heads, dim, phase = 1024, 2, 64, "decode" if name == "mustafar" else "prefill"
+
+    def temporary(layers: int) -> int:
+        config = ModelConfig(
+            "llama", 64, 128, 256, layers, 2 * heads, heads, dim, 2048, Rope(1e4), 1e-6, ("full",) * layers
+        )
+        programs = lower(config, jaxkv.policy(name, block=256), batch=1, tokens=tokens)
+        return getattr(programs, phase).compile().memory_analysis().temp_size_in_bytes
+
+    decoded = 2 * tokens * heads * dim * 4  # bytes of a layer's keys and values in float32
+    assert temporary(6) - temporary(2) < 4 * decoded / 2

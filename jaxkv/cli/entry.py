@@ -43,8 +43,24 @@ RUNS = (Generate, Chat, Warmup, Serve, Calibrate, Eval)  # the commands that run
 def main(args: list[str] | None = None) -> int:
     """Run one command; 0, or 2 for a `JaxkvError`, whose message goes to standard error.
 
-    When another host of a run over many fails, the process ends at once with 3.
+    When another host of a run over many fails, the process ends at once with 3; with 141, when whoever read it has
+    gone.
     """
+    try:
+        try:
+            return _run(args)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        for stream in (sys.stdout, sys.stderr):  # what the other still holds goes out
+            try:
+                stream.flush()
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return 141
+
+
+def _run(args: list[str] | None) -> int:
     _quieten()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # what a terminal's encoding lacks
@@ -71,9 +87,6 @@ def main(args: list[str] | None = None) -> int:
             raise
         print(f"jaxkv: {message}", file=sys.stderr, flush=True)
         os._exit(3)  # leaving in order would wait for the host that is gone
-    except BrokenPipeError:  # whoever read has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     except KeyboardInterrupt:
         print(f"jaxkv: stopped; nothing was kept of {type(command).__name__.lower()}, start it again", file=sys.stderr)
         return 130
@@ -93,7 +106,7 @@ def _check_names(args: list[str]) -> None:
         option = name[1].replace("_", "-")
         if option not in known:
             raise unknown(f"option of jaxkv {args[0]}", f"--{name[1]}", {f"--{each}" for each in known})
-        if known[option] and option in given:
+        if known[option] and option in given and "--help" not in args:
             raise BadValue(
                 f"--{option} is given twice, and only the last would count: expected it once, with all values behind "
                 f"it: --{option} ONE TWO"

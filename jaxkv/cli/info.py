@@ -24,7 +24,7 @@ class Info:
     bytes: int | None = None
     """Bytes that the keys and values of one row may take, instead of a budget."""
     tokens: int = 8192
-    """Length of the text that the full cache is reckoned for."""
+    """Length of the text: of the full cache, and what --ratio is a part of."""
     policy: str | None = None
     """A name from `jaxkv policies`, or a .toml file: what its cache takes, with statistics and what lies beside it."""
     option: tuple[str, ...] = ()

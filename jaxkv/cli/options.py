@@ -44,7 +44,7 @@ class Cut:
     policy: str = DEFAULT_POLICY
     """A name from `jaxkv policies`, or a .toml file of your own; "full" keeps everything."""
     budget: int | None = None
-    """Tokens kept per KV head and layer (1024 when neither this nor --ratio nor the policy's file says)."""
+    """Tokens kept per KV head and layer (1024 when neither this nor --ratio nor --bytes nor the policy's file says)."""
     ratio: float | None = None
     """Fraction of the prompt removed, instead of a budget."""
     bytes: int | None = None

@@ -38,7 +38,8 @@ def prefill_attend_mass(
     for start, end, given, _ in tiles(queries, keys, query_positions, key_positions, **softmax):
         given = given if weights is None else given * weights[:, None, None, start:end, None]
         some = jnp.max(given, axis=3) if reduce == "max" else jnp.sum(given, axis=3)
-        some = lax.optimization_barrier(some.reshape(batch, heads, -1))  # or all tiles' sums are one operation, at last
+        some = lax.optimization_barrier(some.reshape(batch, heads, -1))  # else XLA makes one operation of all tiles'
+        # sums, at the end, and holds every tile until then
         total = combine(total, jnp.pad(some, ((0, 0), (0, 0), (0, slots - some.shape[-1]))))
     if reduce == "mean":
         count = jnp.sum(query_positions >= 0, axis=-1, dtype=jnp.float32)
