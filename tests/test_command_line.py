@@ -78,23 +78,31 @@ DRAWS = {
 }  # fmt: skip
 
 
-def test_what_a_chat_is_given(asked, monkeypatch):
-    """Its first turn, and the cache of that in the next."""
-    turns, lines = [], iter(["hello", "and then?"])
+def a_chat(monkeypatch, *lines, refused=""):
+    """What `jaxkv.stream` is given, turn by turn, in a chat in which these lines are said."""
+    turns, said = [], iter(lines)
 
     class Pieces:
         def __init__(self, params, messages, **options):
             turns.append({"messages": [*messages], **options})
+            if messages[-1]["content"] == refused:
+                raise BadValue("more than the context")
             self.generation = types.SimpleNamespace(cache="a cache", text="hi", stats=None)
 
         def __iter__(self):
             return iter(("h", "i"))
 
     monkeypatch.setattr(jaxkv, "stream", Pieces)
-    monkeypatch.setattr("jaxkv.cli.chat._ask", lambda: next(lines, ""))
+    monkeypatch.setattr("jaxkv.cli.chat._ask", lambda: next(said, ""))
     monkeypatch.setattr("jaxkv.cli.chat.facts", lambda stats: {})
     model = types.SimpleNamespace(tokenizer=types.SimpleNamespace(chat_template="of turns"))
     monkeypatch.setattr(jaxkv, "load", lambda path, **options: model)
+    return turns
+
+
+def test_what_a_chat_is_given(asked, monkeypatch):
+    """Its first turn, and the cache of that in the next."""
+    turns = a_chat(monkeypatch, "hello", "and then?")
     words = ["--policy", "h2o", "--budget", "24", "--system", "be brief", "--speculative", "lookup", "--json", *DRAWN]
     assert cli.main(["chat", *words]) == 0
     said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
@@ -106,32 +114,16 @@ def test_what_a_chat_is_given(asked, monkeypatch):
     assert then == {"messages": said, "policy": None, "cache": "a cache", **drafting}
 
 
-def test_a_chat_goes_on_behind_what_cannot_be_asked(asked, monkeypatch, capsys):
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_chat_goes_on_behind_what_cannot_be_asked(asked, monkeypatch, capsys, terminal):
     """On a terminal; what is piped in ends with the error."""
-    turns, lines = [], iter(["hello", "too long", "and then?"])
-
-    class Pieces:
-        def __init__(self, params, messages, **options):
-            turns.append([message["content"] for message in messages])
-            if messages[-1]["content"] == "too long":
-                raise BadValue("more than the context")
-            self.generation = types.SimpleNamespace(cache="a cache", text="hi", stats=None)
-
-        def __iter__(self):
-            return iter(("h", "i"))
-
-    monkeypatch.setattr(jaxkv, "stream", Pieces)
-    monkeypatch.setattr("jaxkv.cli.chat._ask", lambda: next(lines, ""))
-    monkeypatch.setattr("jaxkv.cli.chat.facts", lambda stats: {})
-    model = types.SimpleNamespace(tokenizer=types.SimpleNamespace(chat_template="of turns"))
-    monkeypatch.setattr(jaxkv, "load", lambda path, **options: model)
-    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(isatty=lambda: True))
-    assert cli.main(["chat", "--json"]) == 0
-    assert turns == [["hello"], ["hello", "hi", "too long"], ["hello", "hi", "and then?"]]
-    assert "more than the context; the conversation goes on without this line" in capsys.readouterr().err
-    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(isatty=lambda: False))
-    lines = iter(["hello", "too long", "and then?"])
-    assert cli.main(["chat", "--json"]) == 2
+    turns = a_chat(monkeypatch, "hello", "too long", "and then?", refused="too long")
+    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(isatty=lambda: terminal))
+    assert cli.main(["chat", "--json"]) == (0 if terminal else 2)
+    said = [[message["content"] for message in turn["messages"]] for turn in turns]
+    assert said == [["hello"], ["hello", "hi", "too long"], ["hello", "hi", "and then?"]][: 2 + terminal]
+    goes_on = "more than the context; the conversation goes on without this line"
+    assert (goes_on in capsys.readouterr().err) == terminal
 
 
 def test_what_is_piped_into_a_chat_and_is_no_text(asked, monkeypatch, capsys):
