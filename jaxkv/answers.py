@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from jaxkv.evaluation.asking import ids
 from jaxkv.generate import generate
 from jaxkv.policies.catalogue import policy
+from jaxkv.sampling import generator
 from jaxkv.store.entries import EMPTY
 from jaxkv.weights.params import Params
 
@@ -85,7 +86,7 @@ def hidden(
 
     With `compared` a prompt hides two facts of a kind, and a comparison between them says which is asked for.
     """
-    rng = np.random.default_rng(seed % 2**64)
+    rng = generator(seed)
     front, filler, out = ids(params.tokenizer, "", begins=True), _ids(params, " ".join(text.split())), []
     filler, least = np.resize(filler, max(len(filler), length)).tolist(), 0
     for number in range(count):

@@ -22,6 +22,7 @@ from jaxkv.policies.policy import priority
 from jaxkv.policies.score import ScoreInputs
 from jaxkv.request import Progress, check_model
 from jaxkv.run import model_of
+from jaxkv.sampling import generator
 from jaxkv.store.entries import highest
 from jaxkv.store.higgs import Higgs
 from jaxkv.store.predicted import Predicted
@@ -215,7 +216,7 @@ def _windows(params: Params, text: str, length: int, count: int) -> list[np.ndar
 def _random(params: Params, length: int, seed: int) -> np.ndarray:
     """What the model's texts begin with, and random tokens, the same ones four times: as many as the length holds."""
     front = ids(params.tokenizer, "", begins=True)
-    some = np.random.default_rng(seed % 2**64).integers(0, params.config.vocab_size, (length - len(front)) // REPEATS)
+    some = generator(seed).integers(0, params.config.vocab_size, (length - len(front)) // REPEATS)
     return np.append(front, np.tile(some, REPEATS)).astype(np.int32)
 
 

@@ -14,6 +14,7 @@ from jaxkv.models.linear import lookup
 from jaxkv.policies.policy import Policy
 from jaxkv.prompts import Prompt, are_messages, plain_messages, right_padded, rows_of
 from jaxkv.request import check_model
+from jaxkv.sampling import generator
 from jaxkv.store import KVCache
 from jaxkv.store.cache import one_row
 from jaxkv.weights.params import Params
@@ -158,7 +159,7 @@ def k_means(directions: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, 
     Begins with directions that are far from each other (the first at random), and stops when nothing moves; a topic
     that has lost all of its members keeps its centre.
     """
-    chosen = [int(np.random.default_rng(seed % 2**64).integers(len(directions)))]
+    chosen = [int(generator(seed).integers(len(directions)))]
     while len(chosen) < count:
         nearness = (directions @ directions[chosen].T).max(axis=1)
         nearness[chosen] = np.inf

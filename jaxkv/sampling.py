@@ -223,6 +223,11 @@ def row_keys(seed: int, draws: Int[np.ndarray, "N"]) -> Key[Array, "N"]:
     return jax.vmap(lambda number: jax.random.fold_in(key, number))(jnp.asarray(draws))
 
 
+def generator(seed: int) -> np.random.Generator:
+    """NumPy's, which knows no seeds below 0: by the seed's 64 bits."""
+    return np.random.default_rng(seed % 2**64)
+
+
 def halves(seed: int) -> UInt32[np.ndarray, "2"]:
     """The low and the high half of the seed's 64 bits, for programs know no whole ones."""
     return np.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], np.uint32)

@@ -129,15 +129,16 @@ class _Plan(Walk):
         return (self.blocks * self.of_slots[0], blocks_of.LANES) if self.pooled else (self.sets, self.width)
 
     @property
-    def of_line(self) -> tuple[int, int]:
-        """As `of_slots`, of what is there at a time of the row before."""
-        return self.of_row if self.at_once else self.of_slots
+    def query_rows(self) -> int:
+        """Rows that the chip holds for all query heads."""
+        few = self.each < blocks_of.SUBLANES
+        padded = 2 ** (self.each - 1).bit_length() if few else blocks_of.round_up(self.each, blocks_of.SUBLANES)
+        return self.packs * padded
 
     @property
-    def padded(self) -> int:
-        """Rows that the chip holds for the query heads of a pack."""
-        few = self.each < blocks_of.SUBLANES
-        return 2 ** (self.each - 1).bit_length() if few else blocks_of.round_up(self.each, blocks_of.SUBLANES)
+    def mass_rows(self) -> int:
+        """Rows that it holds for the masses."""
+        return self.query_rows if self.reduce == "each" else self.held_rows(1)
 
     @property
     def buffers(self) -> int:
@@ -329,8 +330,8 @@ def step(
     shape = (pl.cdiv(slots, blocks_of.LANES), blocks_of.LANES) if plan.pooled else (sets, slots)
     masses = [(jax.ShapeDtypeStruct((batch, *shape), jnp.float32), line)] if with_mass else []
     if with_mass and judge.group == "each":
-        each = pl.BlockSpec((1, *some, block), lambda *at: (*block_before(*at)[:2], 0, block_before(*at)[2]))
-        each = looked(*some, plan.width) if plan.at_once else each
+        by_block = pl.BlockSpec((1, *some, block), lambda *at: (*block_before(*at)[:2], 0, block_before(*at)[2]))
+        each = looked(*some, plan.width) if plan.at_once else by_block
         masses = [(jax.ShapeDtypeStruct((batch, *some, slots), jnp.float32), each)]
     into = [n for n in range(2) if written[n]]
     found = (plan.packs, forms[1].groups * plan.each, forms[1].width)
@@ -441,19 +442,17 @@ def step(
 
 def _vmem_bytes(plan: _Plan, row_bytes: int, factors: int) -> int:
     """On-chip memory: two blocks of K, V, positions, masses, factors and a bias each, and the logits of two rows."""
-    rows = plan.held_rows(1)
-    logits = plan.buffers * 4 * plan.width * plan.packs * plan.padded if plan.with_mass else 0
-    masses = plan.packs * plan.padded if plan.reduce == "each" else rows
-    return 4 * plan.block * row_bytes + logits + 8 * plan.block * (masses + rows * (2 + factors)) + 2**22
+    logits = plan.buffers * 4 * plan.width * plan.query_rows if plan.with_mass else 0
+    rows = plan.mass_rows + plan.held_rows(1) * (2 + factors)
+    return 4 * plan.block * row_bytes + logits + 8 * plan.block * rows + 2**22
 
 
 def _line_bytes(plan: _Plan, factors: int) -> int:
     """On-chip memory of what comes and goes of the row before: masses, factors, and positions that are fetched again,
     two of each."""
-    rows = plan.held_rows(1)
-    masses = (plan.packs * plan.padded if plan.reduce == "each" else rows) if plan.with_mass else 0
+    masses = plan.mass_rows if plan.with_mass else 0
     slots = plan.width if plan.at_once else plan.block
-    return 8 * slots * (masses + rows * (factors + (not plan.keeps_places)))
+    return 8 * slots * (masses + plan.held_rows(1) * (factors + (not plan.keeps_places)))
 
 
 def _kernel(

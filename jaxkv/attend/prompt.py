@@ -21,13 +21,12 @@ from jaxkv.policies.allocator import EACH_ITS_OWN, Allocate, Choice, Contest
 from jaxkv.policies.needs import MASS, OUTPUT
 from jaxkv.policies.policy import Phase, Policy, priority
 from jaxkv.policies.score import Score, ScoreInputs
-from jaxkv.sharding.attention import prefill_attend, prefill_attend_mass
+from jaxkv.sharding.attention import awaiting, prefill_attend, prefill_attend_mass
 from jaxkv.sharding.layout import Layout
 from jaxkv.store.entries import EMPTY, WORTH, Entries, appended, counted, owners
 from jaxkv.store.looks import LOOKS
 from pallas_kernels.decode_attend_score.victim import alive
 from pallas_kernels.masking import filled
-from pallas_kernels.order import awaiting
 from pallas_kernels.partial import merge
 
 
@@ -82,7 +81,7 @@ def prefill_layer(
         inputs = dataclasses.replace(inputs, looks=seen.queries)
     one = None if store.entries.weight is None else jnp.ones(at.shape, jnp.float32)
     block = Entries(key, value, at, {name: entered[name] for name in store.stats}, one)
-    held = store if layout.mesh is not None else awaiting(store, query)  # decoded and unfolded a layer at a time
+    held = awaiting(layout, store, query)  # decoded and unfolded a layer at a time
     joined = layout.by_head(appended(held.by_head(), block))
 
     read, places = joined.keys, joined.positions

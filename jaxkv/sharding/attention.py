@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv.sharding.layout import GROUP, HEADS, POOL, ROWS, SLOTS, Layout
 from pallas_kernels import decode_attend_score as decode_kernel
+from pallas_kernels import order
 from pallas_kernels import prefill_attend as prefill_kernel
 from pallas_kernels import prefill_attend_mass as mass_kernel
 from pallas_kernels import ragged_decode as ragged_kernel
@@ -35,6 +36,11 @@ class RotateAtRead(NamedTuple):
 
     places: Callable[..., jax.Array]  # positions [b, h, C] -> places
     by: Callable[..., tuple[jax.Array, jax.Array]]  # query, keys, places, the new token's place
+
+
+def awaiting[Tree](layout: Layout, tree: Tree, found: jax.Array) -> Tree:
+    """`order.awaiting`; on a mesh the arrays as they are, for each device would have to hear of what was found."""
+    return order.awaiting(tree, found) if layout.mesh is None else tree
 
 
 def prefill_attend(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxkv.sharding.attention import RotateAtRead, ragged_decode
+from jaxkv.sharding.attention import RotateAtRead, awaiting, ragged_decode
 from jaxkv.sharding.layout import Layout, on_host
 from jaxkv.store.beside import joined
 from jaxkv.store.codecs import PLAIN_BOTH, Codecs
@@ -195,7 +195,7 @@ class Pool(Store):
         bias, others = self.beside_codes(
             how, token, softmax["implementation"], softmax["scale"], None, softmax["softcap"]
         )
-        lent = how.lent(self, None if layout.mesh is not None else token.query)
+        lent = how.lent(self, lambda store: awaiting(layout, store, token.query))
         held = Segments(*lent, self.positions, self.offsets, line, bias)
         result = ragged_decode(layout, how.asked(token), held, self.next_slot, judge, whole=whole, **softmax)
         partial = joined(how.answered(token, result, softmax["scale"]), others, judge.group)

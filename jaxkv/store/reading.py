@@ -1,6 +1,7 @@
 """How an attention pass reads a layer's keys and values and writes the new token's: as codes, or decoded before."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -11,7 +12,6 @@ from jaxkv.store.codecs import Codecs
 from pallas_kernels.arguments import Token
 from pallas_kernels.codes import Codes
 from pallas_kernels.decode_attend_score.reference import Attended
-from pallas_kernels.order import awaiting
 from pallas_kernels.partial import Partial
 
 
@@ -22,10 +22,10 @@ class Decoded:
     codecs: Codecs  # with what they have fitted
     codes: ClassVar[bool] = False  # whether the pass reads them
 
-    def lent(self, store: Any, query: Float[Array, "B Hq D"] | None = None) -> tuple[Any, Any]:
-        """Keys and values as the pass takes them: decoded when the layer's `query` is there, not those of all layers
-        at once. On a mesh none is given, of which each device would have to hear."""
-        later = store if query is None else awaiting(store, query)
+    def lent(self, store: Any, awaits: Callable[[Any], Any] | None = None) -> tuple[Any, Any]:
+        """Keys and values as the pass takes them; what is decoded is so of the store as `awaits` gives it: when the
+        layer is due, and not those of all layers at once."""
+        later = store if awaits is None or self.codecs.plain else awaits(store)
         keys, values = (store if getattr(self.codecs, name).plain else later for name in ("keys", "values"))
         return keys.keys, values.values
 
@@ -57,7 +57,7 @@ class AsCodes(Decoded):
 
     codes: ClassVar[bool] = True
 
-    def lent(self, store: Any, query: Float[Array, "B Hq D"] | None = None) -> tuple[Any, Any]:
+    def lent(self, store: Any, awaits: Callable[[Any], Any] | None = None) -> tuple[Any, Any]:
         return self.codecs.keys.as_codes(store.entries.keys), self.codecs.values.as_codes(store.entries.values)
 
     def form(self, codec: Codec, x: Float[Array, "*slots D"]) -> Any:

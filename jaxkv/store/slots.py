@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxkv.sharding.attention import RotateAtRead, decode_attend_score
+from jaxkv.sharding.attention import RotateAtRead, awaiting, decode_attend_score
 from jaxkv.sharding.layout import Layout
 from jaxkv.store.beside import joined
 from jaxkv.store.codecs import PLAIN_BOTH, Codecs
@@ -152,7 +152,7 @@ class Slots(Store):
         weighs, implementation, window = (softmax[name] for name in ("with_mass", "implementation", "window"))
         how = self.reading(layout, rotate is not None, softmax["softcap"] is not None, weighs)
         bias, others = self.beside_codes(how, token, implementation, softmax["scale"], window, softmax["softcap"])
-        lent = how.lent(self, None if layout.mesh is not None else token.query)
+        lent = how.lent(self, lambda store: awaiting(layout, store, token.query))
         held, asked = Held(*lent, self.positions, bias), how.asked(token)
         apart = bool(others) and weighs  # the masses are of one softmax: they are joined, and then compared
         alone = judge._replace(rule=None, group="each") if apart else judge
