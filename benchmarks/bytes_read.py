@@ -20,7 +20,8 @@ POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("tiered-h2o", {}),
     ("h2o", {"store": {"keys": {"kind": "int", "bits": 8}, "values": {"kind": "int", "bits": 4}}}),
     ("quest", {"count": 256}),
-    ("h2o", {"read": {"kind": "pages", "count": 128}}),
+    ("quest", {"count": 256, "together": True}),
+    ("h2o", {"read": {"kind": "pages", "count": 128, "together": True}}),
 )
 
 

@@ -57,6 +57,7 @@ def empty_layer(spec: AttentionSpec, policy: Policy, batch: int, dtype, sharing:
     beside = policy.beside(batch, spec.num_kv_heads, spec.head_dim, dtype) if sharing else {}
     if last := max(policy.looks, policy.store.looks):
         beside[LOOKS] = looks.empty(batch, spec.num_heads, last, spec.head_dim, dtype)
+    beside |= policy.read.beside(batch, spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype)
     policy.store.check(spec.head_dim)
     beside |= policy.store.beside(batch, spec.num_kv_heads, spec.head_dim, dtype)
     shape = (batch, spec.num_kv_heads, spec.head_dim, dtype)

@@ -117,8 +117,8 @@ class Rule:
         """What it looks at before the prompt."""
 
     def reads(self, head: Head, query: np.ndarray) -> np.ndarray:
-        """Which entries [n] the queries [G, D] of a step attend to."""
-        return np.ones(len(head.at), bool)
+        """Which entries [G, n] each of the queries [G, D] of a step attends to."""
+        return np.ones((len(query), len(head.at)), bool)
 
     def prompt(self, seen: Prompt) -> np.ndarray:
         """[Hk, T], infinity for what is protected."""

@@ -26,7 +26,7 @@ from jaxkv.store.channels import Channels
 from jaxkv.store.codecs import Codecs
 from jaxkv.store.entries import Entries
 from jaxkv.store.integers import Int
-from jaxkv.store.pages import indexed
+from jaxkv.store.pages import empty
 from jaxkv.store.threshold import Threshold
 from pallas_kernels.masking import masked_softmax
 from pallas_kernels.partial import Partial, attend_few, merge
@@ -442,20 +442,21 @@ def test_no_key_of_a_page_beats_its_bound():
     positions = np.where(rng.random((2, 2, 21)) < 0.8, np.arange(21), -1).astype(np.int32)
     positions[0, 0, 8:12] = -1  # an empty page
     keys[positions < 0] = np.nan
-    index = indexed(jnp.asarray(keys), jnp.asarray(positions), 4)
+    none = empty(2, 2, 8, jnp.float32, size=4, group=2)
+    index = none.of(jnp.asarray(keys), jnp.asarray(positions))
     query = rng.standard_normal((2, 4, 8)).astype(np.float32)
     bound = np.asarray(index.score(jnp.asarray(query)))
-    assert bound.shape == (2, 2, 6) and np.isneginf(bound[0, 0, 2])
+    assert bound.shape == (2, 2, 2, 6) and np.isneginf(bound[0, 0, :, 2]).all()
     logits = np.einsum("bhgd,bhsd->bhgs", query.reshape(2, 2, 2, 8), np.nan_to_num(keys))
-    logits = np.where(positions[:, :, None] >= 0, logits, -np.inf).max(axis=2)
-    logits = np.pad(logits, ((0, 0), (0, 0), (0, 3)), constant_values=-np.inf).reshape(2, 2, 6, 4).max(-1)
+    logits = np.where(positions[:, :, None] >= 0, logits, -np.inf)
+    logits = np.pad(logits, (*[(0, 0)] * 3, (0, 3)), constant_values=-np.inf).reshape(2, 2, 2, 6, 4).max(-1)
     assert (bound >= logits - 1e-5).all()
     new = rng.standard_normal((2, 2, 8)).astype(np.float32) * 9
     slot = np.array([[9, 20], [3, 0]], np.int32)
     after = index.with_key(jnp.asarray(slot), jnp.asarray(new), jnp.array([[True], [False]]))
     keys[0, 0, 9], keys[0, 1, 20] = new[0]
     positions[0, 0, 9], positions[0, 1, 20] = 21, 21
-    want = indexed(jnp.asarray(keys), jnp.asarray(positions), 4)
+    want = none.of(jnp.asarray(keys), jnp.asarray(positions))
     assert (np.asarray(after.low)[0] <= np.asarray(want.low)[0]).all(), "an overwrite only widens"
     assert np.array_equal(np.asarray(after.low)[1], np.asarray(index.low)[1]), "a row that has finished stays"
 
@@ -473,10 +474,12 @@ def test_reading_every_page_is_reading_everything(tiny):
 
 
 @pytest.mark.long
-def test_few_pages_are_read(tiny):
-    """What is in no chosen page is not read: NaN there changes nothing. The bytes read are the index and the pages."""
+@pytest.mark.parametrize("together", [False, True])
+def test_few_pages_are_read(tiny, together):
+    """What is in no chosen page is not read: NaN there changes nothing. The bytes read are the index and the pages that
+    each query head chooses, or the query heads of a KV head together."""
     params = tiny(FAMILY)
-    policy = jaxkv.policy("quest", count=12, page=4, dense=1)
+    policy = jaxkv.policy("quest", count=12, page=4, dense=1, together=together)
     cache = jaxkv.prefill(params, ids(45, 1), policy=policy, room=10)
     kinds = [policy.read.everything(layer) for layer in range(params.config.num_layers)]
     assert kinds[:2] == [True, False]
@@ -484,7 +487,9 @@ def test_few_pages_are_read(tiny):
     per_entry, pairs = 2 * config.head_dim * 4, config.num_kv_heads
     pages = held.beside["pages"].low.shape[2]
     read = cache.read_bytes[1]
-    assert read == pairs * (12 * per_entry + pages * per_entry) < cache.read_bytes[0] == held.slots * per_entry * pairs
+    choices = 1 if together else config.num_heads // pairs
+    assert read == pairs * per_entry * (12 * choices + pages)
+    assert cache.read_bytes[0] == pairs * per_entry * held.slots
     out = jaxkv.generate(params, ids(1, 9), cache=cache, max_new_tokens=4, stop_tokens=())
     assert out.stats.read_bytes == sum(out.cache.read_bytes)
 
@@ -503,7 +508,10 @@ def test_few_pages_are_read(tiny):
     every = np.eye(pairs * pages, dtype=bool).reshape(-1, pairs, pages)
     want = following(every[0], "values")
     matter = np.array([following(one, "values") != want for one in every]).reshape(pairs, pages)
-    assert matter.sum(axis=1).tolist() == [2, 2], "of three pages one is the new token's"
+    if together:
+        assert matter.sum(axis=1).tolist() == [2, 2], "of three pages one is the new token's"
+    else:
+        assert all(2 < count <= 2 * choices for count in matter.sum(axis=1)), "two of each query head's"
     assert following(~matter, "keys", "values") == want
 
 

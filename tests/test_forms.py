@@ -684,7 +684,8 @@ class AdaPyramidKv(SnapKv):
 
 
 class Quest(Rule):
-    """Layers but the first read 4 pages of 4 tokens: the token's own, and those whose keys may give the most."""
+    """Query heads of layers but the first read 4 pages of 4 tokens: the token's own, and those whose keys may give it
+    the most."""
 
     every, page, count = NEVER, 4, 4
 
@@ -697,15 +698,18 @@ class Quest(Rule):
     def reads(self, head, query):
         number = head.at // self.page
         if head.layer == 0:
-            return np.ones(len(number), bool)
-        bounds = []
-        for page in range(number[-1] + 1):
-            low, high = (end(head.key[number == page], axis=0) for end in (np.min, np.max))
-            bounds.append(np.maximum(query * low, query * high).sum(-1).max())
-        bounds[-1] = np.inf
-        order = np.argsort(bounds)[::-1]
-        self.near = min(self.near, bounds[order[self.count - 1]] - bounds[order[self.count]])
-        return np.isin(number, order[: self.count])
+            return np.ones((len(query), len(number)), bool)
+        read = []
+        for one in query:
+            bounds = []
+            for page in range(number[-1] + 1):
+                low, high = (end(head.key[number == page], axis=0) for end in (np.min, np.max))
+                bounds.append(np.maximum(one * low, one * high).sum())
+            bounds[-1] = np.inf
+            order = np.argsort(bounds)[::-1]
+            self.near = min(self.near, bounds[order[self.count - 1]] - bounds[order[self.count]])
+            read.append(np.isin(number, order[: self.count]))
+        return np.array(read)
 
 
 class Leverages(Rule):

@@ -3,17 +3,18 @@
 import dataclasses
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
 from jaxkv.store.entries import EMPTY, Change, taken
-from jaxkv.store.pages import indexed
+from jaxkv.store.pages import empty
 from pallas_kernels.arguments import Judge, Token
 from pallas_kernels.decode_attend_score.victim import aim
 from pallas_kernels.masking import visible
-from pallas_kernels.partial import Partial, attend_few
+from pallas_kernels.partial import GROUP, Partial, attend_few
 
 
 class Read(Checked):
@@ -25,13 +26,13 @@ class Read(Checked):
     def check(self, policy: Any) -> None:
         """Raises `BadValue` for a policy whose entries cannot be read so."""
 
+    def beside(self, batch: int, heads: int, kv_heads: int, dim: int, dtype: Any) -> dict[str, Any]:
+        """Its index, by the name of its state, of a layer that holds nothing."""
+        return {}
+
     def everything(self, layer: int) -> bool:
         """Whether the layer reads all that it holds."""
         return True
-
-    def entries(self, slots: int, layer: int) -> int:
-        """Entries per KV head that a step reads of so many slots."""
-        return slots
 
     def bytes(self, store: Any, layer: int) -> int:
         """Bytes that a step reads of the store: of its slots, of what is beside them, of an index."""
@@ -61,17 +62,19 @@ class All(Read):
 
 @dataclasses.dataclass(frozen=True)
 class Pages(Read):
-    """The `count` entries per KV head in the pages of `page` adjacent slots whose keys may have the largest q . k.
+    """The `count` entries in the pages of `page` adjacent slots whose keys may have the largest q . k.
 
-    A page's bound is sum_d max(q_d min k_d, q_d max k_d) over its keys, the best of the query heads of a KV head; the
-    page of the new token is always read. The first `dense` layers read everything. At a step the index and `count`
-    entries (one page at least) are read. Source: Quest (arXiv 2406.10774), whose query heads have keys of their own and
-    choose apart.
+    A page's bound is sum_d max(q_d min k_d, q_d max k_d) over its keys; the page of the new token is always read. Each
+    query head chooses pages for itself, or, `together`, the query heads of a KV head choose those with the highest
+    bound for one of them. The first `dense` layers read everything. At a step the index is read, and `count` entries
+    (one page at least) for each that chooses. Source: Quest (arXiv 2406.10774, section 3.3), whose query heads choose
+    apart; `together` is ours.
     """
 
     count: int = 1024
     page: int = 16
     dense: int = 2
+    together: bool = False
     kind: ClassVar[str] = "pages"
     state: ClassVar[str] = "pages"
 
@@ -89,24 +92,26 @@ class Pages(Read):
                 "for a page is the same slots of every head, with keys as they are multiplied"
             )
 
+    def beside(self, batch: int, heads: int, kv_heads: int, dim: int, dtype: Any) -> dict[str, Any]:
+        return {self.state: empty(batch, kv_heads, dim, dtype, size=self.page, group=heads // kv_heads)}
+
     def everything(self, layer: int) -> bool:
         return layer < self.dense
 
-    def entries(self, slots: int, layer: int) -> int:
-        return slots if self.everything(layer) else min(self._pages(slots) * self.page, slots)
-
     def bytes(self, store: Any, layer: int) -> int:
-        index = store.beside[self.state].kv_bytes
+        index = store.beside[self.state]
         if self.everything(layer):
-            return store.kv_bytes - index
+            return store.kv_bytes - index.kv_bytes
         slots = store.kv_bytes - sum(state.kv_bytes for state in store.beside.values())
-        return slots * self.entries(store.slots, layer) // store.slots + store.kv_bytes - slots
+        each = min(self._pages(store.slots) * self.page, store.slots)
+        entries = each if self.together else each * index.group
+        return slots * entries // store.slots + store.kv_bytes - slots
 
     def _pages(self, slots: int) -> int:
         return min(max(self.count // self.page, 1), -(-slots // self.page))
 
     def indexed(self, store: Any) -> Any:
-        index = indexed(store.keys, store.positions, self.page)
+        index = store.beside[self.state].of(store.keys, store.positions)
         return dataclasses.replace(store, beside={**store.beside, self.state: index})
 
     def widened(self, store: Any, change: Change) -> Any:
@@ -118,22 +123,28 @@ class Pages(Read):
         store = store.with_token(token)
         index = store.beside[self.state].with_key(slot, token.key, active[:, None])
         bound = index.score(token.query)
-        own = jnp.arange(bound.shape[-1]) == (slot // self.page)[..., None]
+        bound = jnp.max(bound, axis=2, keepdims=True) if self.together else bound
+        own = jnp.arange(bound.shape[-1]) == (slot // self.page)[..., None, None]
         _, pages = lax.top_k(jnp.where(own, jnp.inf, bound), self._pages(store.slots))
-        at = (pages[..., None] * self.page + jnp.arange(self.page)).reshape(*pages.shape[:2], -1)
-        source = jnp.minimum(at, store.slots - 1).astype(jnp.int32)
+        at = (pages[..., None] * self.page + jnp.arange(self.page)).reshape(*pages.shape[:3], -1)
+        source = jnp.minimum(at, store.slots - 1).astype(jnp.int32).reshape(*slot.shape, -1)  # [B, Hk, choices R]
         positions = jnp.take_along_axis(store.positions, source, axis=-1)
-        some = store.plain(taken(store.entries, source, jnp.where(at < store.slots, positions, EMPTY)))
-        seen = visible(token.position[:, None, None], some.positions, window)
+        positions = jnp.where(at.reshape(source.shape) < store.slots, positions, EMPTY)
+        some = store.plain(taken(store.entries, source, positions))
+        few: Any = jax.tree.map(lambda x: x.reshape(len(at), -1, at.shape[-1], *x.shape[3:]), some)  # by who chooses
+        seen = visible(token.position[:, None, None], few.positions, window)
         partial = attend_few(
-            token.query[:, :, None], some.keys, some.values, seen, some.weight, scale=scale, softcap=softcap,
-            group=judge.group if with_mass else None,
+            token.query[:, :, None], few.keys, few.values, seen, few.weight, scale=scale, softcap=softcap,
+            group="each" if with_mass else None,
         )  # fmt: skip
         mass = partial.mass
         if mass is not None:
-            rows, heads = jnp.arange(slot.shape[0])[:, None, None], jnp.arange(slot.shape[1])[None, :, None]
-            inside = jnp.where(at < store.slots, at, store.slots)
-            mass = jnp.zeros(store.positions.shape, jnp.float32).at[rows, heads, inside].set(mass, mode="drop")
+            mass = mass.reshape(*at.shape[:3], -1, at.shape[-1])  # [B, Hk, choices, query heads of each, R]
+            whole = jnp.zeros((*mass.shape[:-1], bound.shape[-1] * self.page), jnp.float32)
+            at = jnp.broadcast_to(at[:, :, :, None], mass.shape)
+            mass = jnp.put_along_axis(whole, at, mass, axis=-1, inplace=False)[..., : store.slots]
+            mass = mass.reshape(*slot.shape, -1, store.slots)
+            mass = mass if judge.group == "each" else GROUP[judge.group](mass, axis=2)
         following = aim(mass, store.positions, token.position, slot, judge, window=window)
         after = dataclasses.replace(store, next_slot=following, beside={**store.beside, self.state: index})
         partial = partial.now()

@@ -1,7 +1,7 @@
 """An index of pages: the lowest and highest key of every page of adjacent slots, channel by channel."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pages:
-    """`low` and `high` of the keys in each of P pages of `size` slots; +inf and -inf of an empty one.
+    """`low` and `high` of the keys in each of P pages of `size` slots; +inf and -inf of an empty one. `group` query
+    heads ask for those of a KV head.
 
     An overwrite only widens a page's range, so the bound of `score` holds whatever is evicted; after a cut, which moves
     entries to other pages, the index is made anew.
@@ -20,6 +21,7 @@ class Pages:
     low: Float[Array, "B Hk P D"]
     high: Float[Array, "B Hk P D"]
     size: int = dataclasses.field(metadata={"static": True})
+    group: int = dataclasses.field(metadata={"static": True})
 
     attends: ClassVar[bool] = False
 
@@ -36,24 +38,29 @@ class Pages:
         low = self.low.at[at].min(key.astype(self.low.dtype), mode="drop")
         return dataclasses.replace(self, low=low, high=self.high.at[at].max(key.astype(self.high.dtype), mode="drop"))
 
-    def score(self, query: Float[Array, "B Hq D"]) -> Float[Array, "B Hk P"]:
-        """sum_d max(q_d low_d, q_d high_d), which no key of the page exceeds in q . k; the best of each KV head's query
-        heads. -inf for an empty page. Source: Quest (arXiv 2406.10774), which has query heads choose apart."""
+    def score(self, query: Float[Array, "B Hq D"]) -> Float[Array, "B Hk G P"]:
+        """sum_d max(q_d low_d, q_d high_d) for each query head, which no key of the page exceeds in q . k. -inf for an
+        empty page. Source: Quest (arXiv 2406.10774)."""
         batch, heads, _, dim = self.low.shape
         grouped = query.astype(jnp.float32).reshape(batch, heads, -1, 1, dim)
         some = jnp.isfinite(self.low[..., :1].astype(jnp.float32)) & (self.low[..., :1] <= self.high[..., :1])
         low, high = (jnp.where(some, x, jnp.zeros((), x.dtype)).astype(jnp.float32) for x in (self.low, self.high))
         bound = jnp.sum(jnp.maximum(grouped * low[:, :, None], grouped * high[:, :, None]), axis=-1)
-        return jnp.where(some[..., 0], jnp.max(bound, axis=2), -jnp.inf)
+        return jnp.where(some[:, :, None, :, 0], bound, -jnp.inf)
+
+    def of(self, keys: Float[Array, "B Hk C D"], positions: Int[Array, "B Hk C"]) -> "Pages":
+        """The index of these slots in its place; the last page may be shorter."""
+        batch, heads, slots, dim = keys.shape
+        more = -slots % self.size
+        filled = jnp.pad(positions >= 0, ((0, 0), (0, 0), (0, more)))[..., None]
+        keys = jnp.pad(keys, ((0, 0), (0, 0), (0, more), (0, 0)))
+        paged = lambda x: x.reshape(batch, heads, (slots + more) // self.size, self.size, dim)  # noqa: E731
+        ends = (jnp.asarray(end, keys.dtype) for end in (jnp.inf, -jnp.inf))
+        low, high = (paged(jnp.where(filled, keys, end)) for end in ends)
+        return dataclasses.replace(self, low=jnp.min(low, axis=3), high=jnp.max(high, axis=3))
 
 
-def indexed(keys: Float[Array, "B Hk C D"], positions: Int[Array, "B Hk C"], size: int) -> Pages:
-    """The index of slots in pages of `size`; the last page may be shorter."""
-    batch, heads, slots, dim = keys.shape
-    more = -slots % size
-    filled = jnp.pad(positions >= 0, ((0, 0), (0, 0), (0, more)))[..., None]
-    keys = jnp.pad(keys, ((0, 0), (0, 0), (0, more), (0, 0)))
-    paged = lambda x: x.reshape(batch, heads, (slots + more) // size, size, dim)  # noqa: E731
-    ends = (jnp.asarray(end, keys.dtype) for end in (jnp.inf, -jnp.inf))
-    low, high = (paged(jnp.where(filled, keys, end)) for end in ends)
-    return Pages(jnp.min(low, axis=3), jnp.max(high, axis=3), size)
+def empty(batch: int, kv_heads: int, dim: int, dtype: Any, *, size: int, group: int) -> Pages:
+    """The index of no slot."""
+    none = jnp.zeros((batch, kv_heads, 0, dim), dtype)
+    return Pages(none, none, size, group)
