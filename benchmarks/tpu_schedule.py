@@ -307,7 +307,7 @@ def regions(schedule: str) -> dict[str, int]:
             kind = "attends"
         elif products[0] - 2 <= number < products[0] and stores > 16 and part.has("vpack", "vxpose"):
             kind = "clears"
-        elif number < products[0] and part.has("dma", "vunpack", "vsel") and stores and part.bundles < 80:
+        elif number < products[0] and stores and (part.has("dma") or (part.has("vsel") and part.bundles < 80)):
             kind = "writes"
         elif number > products[-1] and (part.has("vlog2", "vrcp") or (part.has("vmin") and part.has("vcvt"))):
             kind = "ends"

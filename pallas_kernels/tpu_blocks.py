@@ -13,6 +13,9 @@ from jaxtyping import Array, Float, Int, Shaped
 
 LANES = 128  # a vector register holds 8 sublanes of 128 lanes
 SUBLANES = 8
+BEHIND = {1: (), 2: ((4, 2), (2, 1)), 4: ((2, 1), (4, 2)), 8: ()}
+"""Bits of a row's number that change places, so that those of a set out of so many in a register come behind the
+register's."""
 QUERIES = 16  # a block of queries is a multiple of it: rows of bfloat16 lie packed in tiles of 16
 VMEM_BYTES = 48 * 2**20  # of on-chip memory that a kernel may take: v5p has 64 MiB, v5e and v6e 128
 
@@ -136,6 +139,25 @@ def as_rows(act: Callable, parts: list) -> Any:
 
         parts = [pair(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]
+
+
+def over_members(act: Callable, x: Float[Array, "K 8 S"], members: int) -> Float[Array, "H S"]:
+    """The rows of each set joined by `act`, `members` of them one behind the other; for as many registers as that, or
+    a multiple."""
+    row = lax.broadcasted_iota(jnp.int32, x.shape[1:], 0)
+    moved = lambda x, by: pltpu.roll(x, by % SUBLANES, 0)  # noqa: E731
+    found = []
+    for first in range(0, x.shape[0], members):
+        parts, step = [x[first + n] for n in range(members)], 1
+        while len(parts) > 1:  # a set's sum lands in its row whose lower bits are the register's number
+            pairs = zip(parts[::2], parts[1::2], strict=True)
+            parts = [jnp.where((row & step) == 0, act(a, moved(a, -step)), act(b, moved(b, step))) for a, b in pairs]
+            step *= 2
+        for high, low in BEHIND[SUBLANES // members]:
+            bits, by = row & (high | low), high - low
+            parts = [jnp.where(bits == high, moved(y, by), jnp.where(bits == low, moved(y, -by), y)) for y in parts]
+        found.append(parts[0])
+    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=0)
 
 
 def over_rows(act: Callable, x: Float[Array, "N S"]) -> Float[Array, "R 128"]:

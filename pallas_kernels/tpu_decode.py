@@ -160,10 +160,10 @@ class _Plan(Walk):
         return slice(number * self.members, (number + 1) * self.members)
 
 
-def _together(forms: tuple[Form, ...], pooled: bool, sets: int, members: int) -> int:
-    """How many sets' query heads go through their codes together: as many as fill a register, if they fill one."""
+def _together(pooled: bool, sets: int, members: int) -> int:
+    """How many sets' query heads go through their slots together: as many as fill a register, if they fill one."""
     many = blocks_of.SUBLANES // members if blocks_of.SUBLANES % members == 0 else 1
-    return many if any(form.coded for form in forms) and not pooled and sets % many == 0 else 1
+    return many if not pooled and sets % many == 0 else 1
 
 
 def bands(kv_heads: int, group: int) -> list[tuple[int, int]]:
@@ -228,7 +228,7 @@ def step(
     plan = _Plan(
         slots, block, blocks, batch, min(blocks_of.cores(), batch), sets, heads // sets, kv_heads,
         offsets is not None, scale, window, softcap, judge.group, judge.rule, weight, bias, logit_bias is not None,
-        with_mass, *forms, together=_together(forms, offsets is not None, sets, heads // sets),
+        with_mass, *forms, together=_together(offsets is not None, sets, heads // sets),
     )  # fmt: skip
     more = [] if logit_bias is None else [logit_bias]
     vmem = _vmem_bytes(plan, row_bytes, len(factors) + len(more)) + 2 * block * wide
@@ -579,24 +579,41 @@ def _kernel(
     def set_of(head: int) -> int:
         return 0 if plan.pooled else head
 
+    def bits_of(new: jax.Array, bits: int) -> jax.Array:
+        if new.dtype == jnp.uint32:
+            return new
+        words = pltpu.bitcast(new.astype(jnp.float32), jnp.uint32)
+        return words if bits == 32 else words | (words >> 16)  # bfloat16 is the upper half
+
     def write(head: int, slot, old, new, tiles, form, _):
-        tile = blocks_of.tile(old.dtype, form.columns)
-        around = blocks_of.around(lax.rem(slot, plan.block), tile, form.columns)
-        here = lax.broadcasted_iota(jnp.int32, tiles.shape[1:], int(form.columns)) == lax.rem(slot, tile)
-        one, wide = pl.ds(head, 1), _wide(old.dtype)
-        new = (new[0, :, one] if form.columns else new[0, one, :]).astype(wide)
-        old[0, set_of(head), *around] = jnp.where(here, new, old[0, set_of(head), *around].astype(wide)).astype(
-            old.dtype
-        )
+        tile, place = blocks_of.tile(old.dtype, form.columns), lax.rem(slot, plan.block)
+        around = (0, set_of(head), *blocks_of.around(place, tile, form.columns))
+        words = pltpu.bitcast(old[around], jnp.uint32)
+        at, here = lax.rem(slot, tile), lax.broadcasted_iota(jnp.int32, words.shape, int(form.columns))
+        if form.columns:
+            words = jnp.where(here == at, pltpu.bitcast(new[0, :, pl.ds(head, 1)], jnp.uint32), words)
+        else:  # several slots' numbers are in a word
+            some = tile // words.shape[0]
+            own = jnp.uint32(2 ** (32 // some) - 1) << (32 // some * lax.rem(at, some)).astype(jnp.uint32)
+            own = jnp.where(here == lax.div(at, some), own, jnp.uint32(0))
+            words = (words & ~own) | (bits_of(new[0, pl.ds(head, 1), :], 32 // some) & own)
+        old[around] = pltpu.bitcast(words, old.dtype)
+        if not plan.pooled:
+            tiles[head] = pltpu.bitcast(words, old.dtype)
 
     def copies(head: int, slot, old, tiles, form, cache):
         around = blocks_of.around(slot, blocks_of.tile(old.dtype, form.columns), form.columns)
         return pltpu.make_async_copy(tiles.at[head], cache.at[row, set_of(head), *around], copied)
 
     def send(head: int, slot, old, _, tiles, form, cache):
-        around = blocks_of.around(lax.rem(slot, plan.block), blocks_of.tile(old.dtype, form.columns), form.columns)
-        tiles[head] = old[0, set_of(head), *around]
+        if plan.pooled:
+            around = blocks_of.around(lax.rem(slot, plan.block), blocks_of.tile(old.dtype, form.columns), form.columns)
+            tiles[head] = old[0, 0, *around]
         copies(head, slot, old, tiles, form, cache).start()
+
+    def put(*at: Any):
+        write(*at)
+        send(*at)
 
     def wait(head: int, slot, old, _, tiles, form, cache):
         copies(head, slot, old, tiles, form, cache).wait()
@@ -605,8 +622,11 @@ def _kernel(
 
     @pl.when(any_due)
     def _():
-        each_head(write)
-        each_head(send, once_per_tile=True)
+        if plan.pooled:  # heads' tokens may meet in a tile
+            each_head(write)
+            each_head(send, once_per_tile=True)
+        else:
+            each_head(put)
 
     def of_rows(ref: Any, rows: int, *lead: Any) -> jax.Array:
         """What each slot of a set has, `[H, S]`, in so many rows for its query heads."""
@@ -759,9 +779,7 @@ def _kernel(
                         masses[...] = join(masses[...], blocks_of.over_rows(join, weights[0]) / each)
                         return
                     if plan.reduce != "each":
-                        reduce = jnp.max if plan.reduce == "max" else jnp.sum
-                        sets = [reduce(weights[:, plan.rows_of_set(n)], axis=1) / each for n in range(plan.together)]
-                        weights = sets[0] if len(sets) == 1 else _in_turns(sets)
+                        weights = _over_members(plan, join, weights) / each
                     masses[...] = weights
 
                 each_band(before, block, of)
@@ -848,15 +866,17 @@ def _beside(form: Form) -> list[str]:
     return [what for what, there in (("scales", form.scaled), ("lows", form.lowered)) if there]
 
 
-def _wide(dtype: Any) -> Any:
-    """The dtype in which codes and numbers of a slot are chosen from."""
-    return jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32
-
-
 def _entry(x: jax.Array | Codes, columns: bool) -> jax.Array:
-    """A new key or value `[B, Hk, N]` as it is written, [B, N, Hk] where slots lie along the lanes."""
-    x = x.codes.astype(_wide(x.codes.dtype)) if isinstance(x, Codes) else x
-    return jnp.swapaxes(x, -1, -2) if columns else x
+    """A new key or value `[B, Hk, N]` as the kernel takes it: [B, N, Hk] where slots lie along the lanes; else codes
+    as `_words`."""
+    if not isinstance(x, Codes):
+        return jnp.swapaxes(x, -1, -2) if columns else x
+    return jnp.swapaxes(x.codes, -1, -2) if columns else _words(lax.bitcast_convert_type(x.codes, jnp.uint8), 8)
+
+
+def _words(x: jax.Array, bits: int) -> jax.Array:
+    """The lowest bits of integers, as often as a word has room for them."""
+    return functools.reduce(jnp.bitwise_or, [x.astype(jnp.uint32) << shift for shift in range(0, 32, bits)])
 
 
 def _in_slots(slot: Int[Array, "B Hk"], sets: int) -> tuple[jax.Array, ...]:
@@ -870,6 +890,15 @@ def _by_query_head(x: Float[Array, "B H _ W"], groups: int, members: int) -> Flo
     batch, sets, rows, width = x.shape
     x = x.reshape(batch, sets, rows, 1, width)
     return jnp.broadcast_to(x, (batch, sets, rows, groups * members // rows, width)).reshape(batch, sets, -1, width)
+
+
+def _over_members(plan: _Plan, join: Callable, x: Float[Array, "K N S"]) -> Float[Array, "H S"]:
+    """The query heads of each set joined."""
+    if plan.each == blocks_of.SUBLANES and plan.packs % plan.members == 0:
+        return blocks_of.over_members(join, x, plan.members)
+    reduce = jnp.max if plan.reduce == "max" else jnp.sum
+    sets = [reduce(x[:, plan.rows_of_set(n)], axis=1) for n in range(plan.together)]
+    return sets[0] if len(sets) == 1 else _in_turns(sets)
 
 
 def _in_turns(parts: list[Float[Array, "K S"]]) -> Float[Array, "H S"]:

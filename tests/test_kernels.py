@@ -25,6 +25,7 @@ from pallas_kernels.prefill_attend_mass import api as mass_api
 from pallas_kernels.ragged_decode import api as ragged_api
 from pallas_kernels.tpu_walk import Walk
 
+REGISTERS = ((8, 4, 64), (8, 2, 128), (16, 4, 64), (8, 8, 80))  # KV heads whose query heads fill registers on TPU
 DTYPES = {"float32": 2e-5, "bfloat16": 2e-2}
 ON_TPU = jax.default_backend() == "tpu"
 HOW = {"reference": {}, "mosaic_tpu": {} if ON_TPU else {"interpret": pltpu.InterpretParams(detect_races=True)}}
@@ -156,7 +157,7 @@ def test_decode_attend_score_chooses_the_next_slot(how, name, dtype, slots):
 @pytest.mark.some(2)
 @cases(
     dtype=list(DTYPES),
-    heads=[(3, 3, 64), (1, 16, 80), (2, 1, 96), (2, 4, 128), (1, 8, 256)],
+    heads=[(3, 3, 64), (1, 16, 80), (2, 1, 96), (2, 4, 128), (1, 8, 256), *REGISTERS],
     slots=[(7, None, None, "sum", True), (130, 60, 20.0, "max", True), (256, None, 5.0, "mean", False)],
 )
 def test_decode_attend_score(how, dtype, heads, slots):
