@@ -329,7 +329,14 @@ def step(
     ]
     shape = (pl.cdiv(slots, blocks_of.LANES), blocks_of.LANES) if plan.pooled else (sets, slots)
     masses = [(jax.ShapeDtypeStruct((batch, *shape), jnp.float32), line)] if with_mass else []
-    if with_mass and judge.group == "each":
+    if with_mass and judge.group == "each" and plan.pooled:
+        members = heads // kv_heads
+        by_block = pl.BlockSpec(
+            (1, members, *plan.of_slots), lambda *at: (block_before(*at)[0], 0, *block_before(*at)[1:])
+        )
+        each = looked(members, *plan.of_row) if plan.at_once else by_block
+        masses = [(jax.ShapeDtypeStruct((batch, members, *shape), jnp.float32), each)]
+    elif with_mass and judge.group == "each":
         by_block = pl.BlockSpec((1, *some, block), lambda *at: (*block_before(*at)[:2], 0, block_before(*at)[2]))
         each = looked(*some, plan.width) if plan.at_once else by_block
         masses = [(jax.ShapeDtypeStruct((batch, *some, slots), jnp.float32), each)]
@@ -435,7 +442,7 @@ def step(
     chosen = jnp.where(position[:, None] < 0, slot, jnp.minimum(aim[..., 0], slots - 1))
     lse = lse.reshape(batch, sets, -1)
     if plan.pooled:
-        mass = [x.reshape(batch, 1, -1)[..., :slots] for x in mass]
+        mass = [x.reshape(batch, -1, math.prod(x.shape[-2:]))[..., :slots] for x in mass]
     mass = [x if x.ndim == 3 else x.reshape(batch, sets, -1, slots) for x in mass]
     return Step(output, lse, mass[0] if mass else None, keys, values, chosen)
 
@@ -767,7 +774,7 @@ def _kernel(
                 join = jnp.maximum if plan.reduce == "max" else jnp.add
                 each = plan.members * plan.sets // plan.kv_heads if plan.reduce == "mean" else 1
                 if plan.pooled:
-                    masses[...] = jnp.zeros(plan.of_slots, jnp.float32)
+                    masses[...] = jnp.zeros(masses.shape, jnp.float32)
 
                 def of(band):
                     rows = plan.rows_of(band)
@@ -775,6 +782,13 @@ def _kernel(
                         scratch["logits"][buffer_before, :, rows, slots_of(block)]
                         - scratch["normal"][buffer_before, :, rows]
                     )
+                    if plan.pooled and plan.reduce == "each":
+                        group = plan.members // plan.kv_heads
+                        member = lax.broadcasted_iota(jnp.int32, weights.shape[1:], 0) % group
+                        for n in range(group):
+                            own = jnp.where(member == n, weights[0], 0.0)
+                            masses[n] = masses[n] + blocks_of.over_rows(jnp.add, own)
+                        return
                     if plan.pooled:  # the other heads' are 0
                         masses[...] = join(masses[...], blocks_of.over_rows(join, weights[0]) / each)
                         return

@@ -23,6 +23,7 @@ from jaxkv.store import pool as pools
 from jaxkv.store.entries import flattened, in_pieces, owners
 from pallas_kernels.arguments import Held, Judge, Line, Rule, Segments, Token
 from pallas_kernels.decode_attend_score.reference import decode_attend_score
+from pallas_kernels.partial import Partial, merge, portion
 from pallas_kernels.ragged_decode import ragged_decode
 from pallas_kernels.ragged_decode.reference import first_empty, lowest
 
@@ -289,8 +290,9 @@ CASES = [
     ("one block", "sum", None, 1, "bfloat16"),
     ("two blocks", "sum", VICTIM, 1, "float32"),
     ("nine heads", "mean", VICTIM, 1, "float32"),
+    ("one block", "each", None, 0, "float32"),
+    ("nine heads", "each", None, 1, "bfloat16"),
 ]
-TAKES = {"numba_cpu": ("float32",)}
 
 
 @pytest.mark.some(1)
@@ -300,7 +302,7 @@ TAKES = {"numba_cpu": ("float32",)}
         pytest.param(how, *case, marks=[pytest.mark.long][: case[0] == "two blocks"])
         for how in DECODES
         for case in CASES
-        if case[-1] in TAKES.get(how, case)
+        if how != "numba_cpu" or (case[1] != "each" and case[-1] == "float32")
     ],
 )
 def test_ragged_decode_is_each_head_by_itself(how, shape, group, rule, counts, dtype):
@@ -353,12 +355,12 @@ def test_ragged_decode_is_each_head_by_itself(how, shape, group, rule, counts, d
             text = lambda x: np.asarray(x, np.float32)  # noqa: E731
             np.testing.assert_allclose(text(out.output[row, mine]), text(lone.output[0]), **near)
             np.testing.assert_allclose(out.lse[row, mine], lone.lse[0], rtol=2e-5, atol=1e-5)
-            np.testing.assert_allclose(out.mass[row, own], lone.mass[0, 0], rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(out.mass[row, ..., own], lone.mass[0, 0], rtol=1e-4, atol=1e-6)
             np.testing.assert_array_equal(out.positions[row, own], lone.positions[0, 0])
             np.testing.assert_array_equal(text(out.keys[row, own]), text(lone.keys[0, 0]))
             np.testing.assert_array_equal(text(out.values[row, own]), text(lone.values[0, 0]))
             assert int(out.next_slot[row, head]) - offsets[row, head] == int(lone.next_slot[0, 0])
-        assert (np.asarray(out.mass)[row, offsets[row, -1] :] == 0).all()
+        assert (np.asarray(out.mass)[row, ..., offsets[row, -1] :] == 0).all()
     by_age = judge._replace(weight=0.0)
     with_it, without = (run(token, held, whole(slot), by_age, with_mass=asked) for asked in (True, False))
     assert without.mass is None and np.array_equal(without.next_slot, with_it.next_slot)
@@ -367,6 +369,44 @@ def test_ragged_decode_is_each_head_by_itself(how, shape, group, rule, counts, d
     np.testing.assert_array_equal(np.asarray(still.positions)[0], positions[0])
     np.testing.assert_array_equal(np.asarray(still.keys, np.float32)[0], np.asarray(keys, np.float32)[0])
     np.testing.assert_array_equal(np.asarray(still.next_slot)[0], slot[0])
+
+
+@pytest.mark.parametrize("how", ["reference", "mosaic_tpu"])
+def test_parts_of_a_pool_are_the_whole(how):
+    """As devices have them that divide its slots: a part has some heads, a piece of one, or none of its slots, and the
+    new tokens of those alone."""
+    rng = np.random.default_rng(11)
+    sizes, dim, groups, total = np.array([[150, 60, 46], [3, 250, 3]]), 64, 4, 256
+    heads, piece = sizes.shape[1], total // 4
+    offsets = np.concatenate([np.zeros((2, 1), int), np.cumsum(sizes, axis=1)], axis=1)
+    positions = np.where(rng.random((2, total)) < 0.8, rng.permuted(np.tile(np.arange(total), (2, 1)), axis=1), EMPTY)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    whole = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
+    news = normal(2, heads * groups, dim), normal(2, heads, dim), normal(2, heads, dim)
+    token, slot = Token(*news, whole([total, total])), offsets[:, :-1] + np.array([[140, 5, 45], [2, 200, 0]])
+    held = Segments(normal(2, total, dim), normal(2, total, dim), whole(positions), whole(offsets))
+    judge = Judge(whole([total] * 2), whole([0, 0]), group="each")
+    want = ragged_decode(token, held, whole(slot), judge, scale=0.3, implementation="reference")
+    parts = []
+    for begin in range(0, total, piece):
+        own = slice(begin, begin + piece)
+        some = [x[:, own] for x in held[:3]]
+        at = np.where((slot >= begin) & (slot < begin + piece), slot - begin, piece)
+        mine = Segments(*some, whole(np.clip(offsets - begin, 0, piece)))
+        got = ragged_decode(token, mine, whole(at), judge, scale=0.3, implementation=how, **DECODES[how])
+        np.testing.assert_array_equal(got.keys, want.keys[:, own])
+        np.testing.assert_array_equal(got.values, want.values[:, own])
+        np.testing.assert_array_equal(got.positions, want.positions[:, own])
+        parts.append(got)
+    joined = merge(*(Partial(part.output, part.lse, None) for part in parts))
+    np.testing.assert_allclose(joined.output, want.output, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(joined.lse, want.lse, rtol=2e-5, atol=1e-5)
+    shares = [np.asarray(portion(part.lse, joined.lse)).reshape(2, heads, groups) for part in parts]
+    owner = (np.arange(total) >= offsets[:, 1:, None]).sum(axis=1)
+    for number, (part, share) in enumerate(zip(parts, shares, strict=True)):
+        own = slice(number * piece, (number + 1) * piece)
+        each = np.take_along_axis(share.swapaxes(1, 2), owner[:, None, own], axis=2)
+        np.testing.assert_allclose(part.mass * each, want.mass[:, :, own], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("rule, counts", [(VICTIM, True), (None, False)])

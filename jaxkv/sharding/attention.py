@@ -26,7 +26,7 @@ from pallas_kernels.decode_attend_score.reference import Attended
 from pallas_kernels.decode_attend_score.victim import aim
 from pallas_kernels.partial import Partial, portion
 from pallas_kernels.ragged_decode import reference as ragged
-from pallas_kernels.ragged_decode.segments import over_slots
+from pallas_kernels.ragged_decode.segments import per_slot, segments
 
 ACROSS = {"sum": lax.psum, "mean": lax.pmean, "max": lax.pmax}
 
@@ -246,7 +246,7 @@ def ragged_decode(
 
     def local(token, held, slot, judge):
         if kv[1] is not None:
-            return _ragged_part(kv[1], token, held, slot, group=judge.group if with_mass else None, **softmax)
+            return _ragged_part(kernel, kv[1], token, held, slot, judge, with_mass=with_mass)
         return kernel(token, held, slot, judge, with_mass=with_mass)
 
     held = held._replace(line=None)  # keys and values cut out of it are read
@@ -262,35 +262,31 @@ def ragged_decode(
 
 
 def _ragged_part(
+    kernel: Callable,
     over: str | tuple[str, ...],
     token: Token,
     held: Segments,
     slot: Int[Array, "b Hk"],
+    judge: Judge,
     *,
-    scale: float,
-    softcap: float | None,
-    group: str | None,
+    with_mass: bool,
 ) -> Attended:
-    """One device's part of a decode step on a pool: its own slots of the line, and the merge with the others'.
-
-    Without a `group` nobody asks for the mass.
-    """
-    query, slots = token.query, held.keys.shape[1]
+    """One device's part of a decode step on a pool: its own slots of the line, and the merge with the others', as
+    `_attend_part` does it."""
+    batch, kv_heads, slots = *slot.shape, held.positions.shape[1]
     mine = jnp.clip(held.offsets - lax.axis_index(over) * slots, 0, slots)
-    at = _here(slot, slots, over)
-    lies, held = ragged.written(held, *token.entry, token.position, at), ragged.exact(token, held, at)
-    weights, lse, owner = ragged.weights(token, held._replace(offsets=mine), scale=scale, softcap=softcap)
-    everyone, share = _merged(lse, over)
-    output = lax.psum(ragged.read(weights, held.values, held.positions) * share[..., None], over)
-    return Attended(
-        output=output.astype(query.dtype).reshape(*query.shape[:2], -1),
-        lse=everyone.reshape(query.shape[:2]),
-        mass=None if group is None else over_slots(REDUCE[group](weights * share[..., None], axis=2), owner),
-        keys=lies.keys,
-        values=lies.values,
-        positions=held.positions,
-        next_slot=slot,
-    )
+    own = judge._replace(rule=None, group="each")
+    out = kernel(token, held._replace(offsets=mine), _here(slot, slots, over), own, with_mass=with_mass)
+    everyone, share = _merged(out.lse.reshape(batch, kv_heads, -1), over)
+    output = out.output.reshape(batch, kv_heads, -1, out.output.shape[-1]).astype(jnp.float32) * share[..., None]
+    mass = None
+    if out.mass is not None:
+        by_slot = (per_slot(share[:, :, member], segments(mine, slots)) for member in range(share.shape[2]))
+        mass = REDUCE[judge.group](out.mass * jnp.stack(list(by_slot), axis=1), axis=1)
+    return out._replace(
+        output=lax.psum(output, over).astype(token.query.dtype).reshape(out.output.shape),
+        lse=everyone.reshape(out.lse.shape), mass=mass, next_slot=slot,
+    )  # fmt: skip
 
 
 def _here(slot: Int[Array, "b h"], held: int, over: str | tuple[str, ...]) -> Int[Array, "b h"]:

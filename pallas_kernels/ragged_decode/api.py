@@ -31,12 +31,10 @@ def ragged_decode(
     """`reference.ragged_decode` by the fastest implementation that takes the arguments, or the named one; `how` is what
     that one alone takes, such as `interpret`.
 
-    Raises `ValueError` where the judge weighs the mass and `with_mass` is False, for a mass of each query head, and for
-    a rule by which heads choose together.
+    Raises `ValueError` where the judge weighs the mass and `with_mass` is False, for a mass of each query head under a
+    rule, and for a rule by which heads choose together.
     """
     judge.check(with_mass)
-    if judge.group == "each":
-        raise ValueError("group='each': a pool's mass is one number for each slot; give 'sum', 'mean' or 'max'")
     if judge.rule is not None and judge.rule.heads != "each":
         raise ValueError(f"heads={judge.rule.heads!r}: the heads of a pool hold different tokens; give heads='each'")
     how |= {"scale": scale, "softcap": softcap, "with_mass": with_mass}

@@ -43,7 +43,7 @@ def ragged_decode(
     return Attended(
         output=out.output.reshape(token.query.shape),
         lse=out.lse.reshape(token.query.shape[:2]),
-        mass=None if out.mass is None else out.mass[:, 0],
+        mass=None if out.mass is None else out.mass[:, 0] if judge.group != "each" else out.mass,
         keys=jax.tree.map(lambda x: x[:, 0], out.keys),
         values=jax.tree.map(lambda x: x[:, 0], out.values),
         positions=positions,

@@ -34,16 +34,20 @@ def ragged_decode(
     Keys and values that are codes count as the numbers that they stand for, the token's own as they are; its codes are
     what is written.
     `mass [B, P]` is each slot's softmax weight, reduced over the G query heads of its own KV head by the judge's
-    `group`, float32; None without `with_mass`, where the judge weighs none. `next_slot` is each head's first empty
-    slot, else the lowest weight * mass + bias of its segment under the rule; ties go to the older token. With no rule,
-    the first empty one (or the segment's first). Limits are the segments' sizes. A row whose position is -1 changes
-    nothing. Every segment has at least one slot.
+    `group`, float32, `[B, G, P]` with "each"; None without `with_mass`, where the judge weighs none. `next_slot` is
+    each head's first empty slot, else the lowest weight * mass + bias of its segment under the rule; ties go to the
+    older token. With no rule, the first empty one (or the segment's first). Limits are the segments' sizes. A row whose
+    position is -1 changes nothing. Every segment has at least one slot, or there is no rule.
     """
     query = token.query
     lies = written(held, *token.entry, token.position, slot)
     held = exact(token, held, slot) if coded(held.keys, held.values) else lies
     given, lse, owner = weights(token, held, scale=scale, softcap=softcap)
-    mass = over_slots(GROUP[judge.group](given, axis=2), owner) if with_mass else None
+    mass = None
+    if with_mass and judge.group == "each":
+        mass = jnp.stack([over_slots(given[:, :, member], owner) for member in range(given.shape[2])], axis=1)
+    elif with_mass:
+        mass = over_slots(GROUP[judge.group](given, axis=2), owner)
     return Attended(
         output=read(given, held.values, held.positions).astype(query.dtype).reshape(*query.shape[:2], -1),
         lse=lse.reshape(query.shape[:2]),
@@ -113,16 +117,15 @@ def _at(positions: Int[Array, "B P"], position: Int[Array, "B"], slot: Int[Array
 
 
 def aim(
-    mass: Float[Array, "B P"] | None,
+    mass: Float[Array, "B *G P"] | None,
     positions: Int[Array, "B P"],
     offsets: Int[Array, "B Hk_1"],
     position: Int[Array, "B"],
     slot: Int[Array, "B Hk"],
     judge: Judge,
 ) -> Int[Array, "B Hk"]:
-    """The slot of every head for the token after `position`: `lowest` of weight * mass + bias, under the rule.
-
-    A row at position -1 keeps its `slot`.
+    """The slot of every head for the token after `position`: `lowest` of weight * mass + bias, under the rule; without
+    one the first empty one. A row at position -1 keeps its `slot`.
     """
     if judge.rule is None:
         chosen = first_empty(positions, offsets)
