@@ -167,7 +167,9 @@ class Answer:
                 self.times = dataclasses.replace(self.times, first=time.perf_counter())
             self.chances.extend(chances[:count])
             self.tokens.extend(tokens[:count])
-            self.kept = min(kept, float(self.seen))  # the cache may hold what came behind a stop string
+            if tokens:  # the cache may hold what came behind a stop string
+                kept = self.kept + (kept - self.kept) * count / len(tokens)
+            self.kept = min(kept, float(self.seen))
             if stopped or (self.tokens and self.tokens[-1] in self.stop_tokens):
                 self._end(STOP)
             elif len(self.tokens) >= self._most:

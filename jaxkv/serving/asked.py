@@ -25,6 +25,7 @@ from jaxkv.weights.params import Params
 
 STOPS = 16  # the most stop tokens of a request
 LONGEST = 2048  # prompt tokens that an engine's rows have slots for by default
+EACH = 4096  # lengths that are tried where slots may be most at any of them
 FEW = 4  # a prompt that is scored is longer than a budget: its first block is padded to a quarter of a block, or more
 
 
@@ -161,6 +162,9 @@ def shapes_of(params: Params, policy: Policy, learned: Learned, longest: int, ro
     lengths = {1, longest, min(policy.budget or 1, longest), *range(1, longest, step)}
     plans = {tokens: at(tokens)[0] for tokens in lengths}
     slots = np.max([plan.slots for plan in plans.values()], axis=0)
+    if any(spec.window is not None for spec in params.config.specs):  # what a window can't hold goes to other layers
+        every = [at(tokens)[0].slots for tokens in range(1, longest, max(longest // EACH, 1))]
+        slots = np.max([slots, *every], axis=0)
     block = at(longest)[1].size
     every = sorted({min(rounded(count, sizes), block) for count in range(1, block + 1)})
     several = block + 1 <= most  # blocks in a prompt
@@ -207,9 +211,11 @@ def asked(
     prefix: Prefix | None,
     told: bool,
     draw: int,
+    front: Sequence[int] | None = None,
 ) -> Asked:
-    """The request as arrays; `answers(request, prompt tokens, seen with them, front)` makes its answers. Raises
-    `BadValue` for what the engine's rows cannot hold; with `fewer` they get as many of the new tokens as they can."""
+    """The request as arrays; `answers(request, prompt tokens, seen with them, front)` makes its answers, behind the
+    `front` that is given, or the prompt's. Raises `BadValue` for what the engine's rows cannot hold; with `fewer` they
+    get as many of the new tokens as they can."""
     goes_on = prefix if isinstance(prompt, str) else None  # messages are rendered whole behind a prefix
     pending = None if goes_on is None else np.asarray([goes_on.pending])
     rows, single = rows_of(prompt, params.tokenizer, params.config.vocab_size, pending)
@@ -260,7 +266,8 @@ def asked(
         drafted = observe.drafts  # by the first pass
         pseudo = np.full((1, observe.extra), -1, np.int32) if drafted else behind(params, rows, observe, blocks)
     text = np.append(before, rows[0]).astype(np.int32)
-    made = answers(request, len(fresh), seen + len(rows[0]), *fronts(prompt, [text]))
+    behind_what = fronts(prompt, [text])[0] if front is None else tuple(front)
+    made = answers(request, len(fresh), seen + len(rows[0]), behind_what)
     return Asked(
         request, fresh, budget, named, made, prefix, look, blocks, tokens, positions, pseudo, lengths, limits,
         left=request.max_new_tokens,

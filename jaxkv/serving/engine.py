@@ -230,7 +230,7 @@ class Engine:
         those of one call of `jaxkv.generate`."""
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise BadValue(f"prompts={shown(prompts)}: expected a list of prompts; give one by itself to submit_all")
-        known = inspect.signature(self._asked).parameters.keys() - {"prompt", "draw"}
+        known = inspect.signature(self._asked).parameters.keys() - {"prompt", "draw", "front"}
         for name in settings.keys() - known:
             raise unknown("argument of submit", name, known)
         self._check_leads()
@@ -618,9 +618,10 @@ class Engine:
         prefix: str | None = None,
         logprobs: bool = False,
         draw: int | None = None,
+        front: Sequence[int] | None = None,
     ) -> Asked:
         """The request, checked and made ready in the asking thread; `draw`: see `Asked`, None where it is the first of
-        its text."""
+        its text. `front`: see `Answer`, None where the prompt says it: what another host hears of is token ids."""
         for name, given in {"logprobs": logprobs, "fewer": fewer}.items():
             if not fits(given, bool):
                 raise BadValue(f"{name}={shown(given)}: expected True or False")
@@ -661,7 +662,7 @@ class Engine:
         work = asked(
             self.params, self.policy, self._learned, self.shapes, self._sizes, prompt, request, answers,
             fewer=fewer, budget=budget, named=prefix, prefix=stored, told=logprobs,
-            draw=first if draw is None else draw,
+            draw=first if draw is None else draw, front=front,
         )  # fmt: skip
         before = self._pass_of(work)
         return work if before is None else before.before(work)

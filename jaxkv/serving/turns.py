@@ -87,6 +87,7 @@ def words(work: Asked) -> dict[str, Any]:
         "samples": request.samples, "max_new_tokens": request.max_new_tokens, "seed": request.seed,
         "stop_tokens": request.stop_tokens, "stop": request.stop, **dataclasses.asdict(request.sampler),
         "budget": work.budget, "prefix": work.named, "logprobs": work.told, "draw": work.draw,
+        "front": work.answers[0].front,
     }  # fmt: skip
 
 

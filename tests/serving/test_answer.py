@@ -16,6 +16,14 @@ def ids(text):
     return Letters()(text)["input_ids"]
 
 
+def test_what_was_kept_at_a_stop_string():
+    """Half of the layers grow with each token and half are full: of four more tokens one is behind the string."""
+    answer = made(stop=("cd",))
+    answer.take(ids("a"), [], 4.0)
+    answer.take(ids("bcde"), [], 6.0)
+    assert answer.ended and len(answer.tokens) == 4 and answer.kept == 5.5
+
+
 @pytest.mark.parametrize(("stop", "kept"), [((), 9.0), (("bc",), 7.0)])
 def test_no_more_is_kept_than_was_seen(stop, kept):
     """The cache has run what came behind a stop string; the answer has not."""

@@ -12,6 +12,7 @@ import pytest
 from engines import ACTIONS, DRAWS, LENGTHS, alone, arriving, compilations, finish, idle, in_any_order, sized
 from hypothesis import HealthCheck, given, settings
 from letters import Letters, Words
+from measured import calibrated
 
 import jaxkv
 from jaxkv.errors import BadCheckpoint, BadValue, Busy, JaxkvError, UnknownName
@@ -121,6 +122,29 @@ def test_stop_strings_end_the_text_before_them(engine, params):
     finish(engine)
     assert answer.text() == alone.text and answer.tokens == alone.tokens[0, : alone.lengths[0]].tolist()
     assert answer.finish == "stop" and other.text() == whole.text and other.finish == "length"
+
+
+def test_other_hosts_hear_what_an_answer_goes_on_from(engine, params, monkeypatch):
+    """By the prompt's ids alone a chat's answer would go on from them, and its first space be another's."""
+    monkeypatch.setattr(engine, "params", dataclasses.replace(params, tokenizer=Words()))
+    work = engine._asked([{"role": "user", "content": "Hi"}], max_new_tokens=4, stop=" a", stop_tokens=())
+    other = engine._asked(**turns.settings(json.loads(json.dumps(turns.words(work)))))
+    for one in (work, other):
+        one.answers[0].take([ord(letter) - 32 for letter in "ab"], [], 1.0)
+    assert other.answers[0].front == work.answers[0].front == ()
+    assert other.answers[0].tokens == work.answers[0].tokens and not other.answers[0].ended
+    with pytest.raises(UnknownName, match="unknown argument of submit 'front'"):
+        engine.submit(ids(9), front=())
+
+
+@pytest.mark.parametrize("name, options", [("laq-heads", {"draft_window": 6}), ("headkv", {"window": 4})])
+def test_rows_hold_prompts_of_every_length(goldens, name, options):
+    """Where windows leave layers room that others fill, a text just above the budget may need the most slots."""
+    params = calibrated(jaxkv.load(goldens / "tiny" / "gemma3_text"))
+    policy = jaxkv.policy(name, budget=40, block=32, **options)
+    engine = Engine(params, policy, rows=1, longest=100, max_new_tokens=12, queue=100)
+    for length in range(1, 101):
+        engine.submit(np.zeros(length, np.int32), max_new_tokens=12)
 
 
 def test_texts_go_on_from_their_prompt_and_answers_begin(engine, params, monkeypatch):
