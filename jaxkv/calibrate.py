@@ -203,7 +203,9 @@ def _windows(params: Params, text: str, length: int, count: int) -> list[np.ndar
     model's texts begin with."""
     front, tokens = ids(params.tokenizer, "", begins=True), ids(params.tokenizer, text)
     if len(tokens) < length:
-        raise BadValue(f"length={length}: the text has {len(tokens)} tokens; expected no more, or a longer text")
+        raise BadValue(
+            f"the text has {len(tokens)} tokens, fewer than length={length}: give a longer text, or a smaller length="
+        )
     if count > len(tokens) - length + 1:
         raise BadValue(
             f"windows={count}: the text has {len(tokens) - length + 1} stretches of {length} tokens; expected no more, "

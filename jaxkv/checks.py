@@ -64,12 +64,14 @@ def words(hint: Any) -> str:
     if origin is typing.Literal:
         return " or ".join(map(repr, inner))
     if origin is tuple:
-        return f"a list, each {words(inner[0])}"
+        return "a list" if inner[0] is Any else f"a list, each {words(inner[0])}"
     return WORDS.get(hint, getattr(origin or hint, "__name__", str(hint)))
 
 
 def shown(value: Any) -> str:
     """The value as an error names it, at most 80 characters; of what is large, or no plain value, its type."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     plain = value is None or isinstance(value, bool | int | float | str | bytes | list | tuple | dict | set | PathLike)
     text = f"an object of type {type(value).__name__}"
     if plain:
@@ -94,23 +96,27 @@ def foreign(part: Any) -> bool:
     return not type(part).__module__.startswith("jaxkv.")
 
 
-def plain_field(part: Any, name: str) -> Any:
-    """The value of a frozen dataclass' field; a number of NumPy becomes Python's there, to be written down."""
-    value = getattr(part, name)
+def plain_field(part: Any, name: str, hint: Any = Any) -> Any:
+    """The value of a frozen dataclass' field; a number of NumPy becomes Python's there, to be written down, and a list
+    a tuple where the declared type is one."""
+    value = plain = getattr(part, name)
     if isinstance(value, np.generic):
-        value = value.item()
-        object.__setattr__(part, name, value)
-    return value
+        plain = value.item()
+    elif isinstance(value, list) and typing.get_origin(hint) is tuple:
+        plain = tuple(value)
+    if plain is not value:
+        object.__setattr__(part, name, plain)
+    return plain
 
 
 def check_fields(part: Any) -> None:
     """Raises `BadValue` for a field whose value is not of its declared type, a whole number beyond 31 bits (a seed or
     bytes: 63), and in jaxkv's own classes for infinity. Numbers of NumPy become Python's, so that they can be written
-    down.
+    down, and lists tuples.
     """
     own = not foreign(part)
     for name, hint in hints(type(part)).items():
-        value = plain_field(part, name)
+        value = plain_field(part, name, hint)
         where = getattr(part, "kind", None) or type(part).__name__.lower()
         if not fits(value, hint):
             raise BadValue(f"{name}={shown(value)} of {where}: expected {words(hint)}")

@@ -12,7 +12,7 @@ from jaxkv.errors import BadValue
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a TOML file. Raises `BadValue` naming it for what cannot be read."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise BadValue(f"{path} cannot be read ({error.strerror or error}): expected a TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -107,11 +107,17 @@ def episodes(
             f"a history that ends with a message of {shown(history[-1]['role'])}: expected an answer of the assistant "
             "to be last; give what has no answer yet to ask()"
         )
-    segments = _segments(params, history, rows[0], policy.extra, utterances) if policy.extra else []
-    if len(segments) < count:
+    if not policy.extra:
         raise BadValue(
-            f"count={count} topics of a history of {len(rows[0])} tokens under policy {policy.name!r}: expected at "
-            f"least 1, no more than the history has segments ({len(segments)}), and a policy with pseudo queries"
+            f"policy {policy.name!r} of episodes: expected one at which tokens look from behind the prompt, such as "
+            "jaxkv.policy('epicache', budget=256)"
+        )
+    segments = _segments(params, history, rows[0], policy.extra, utterances)
+    if len(segments) < count:
+        each = f"{utterances} messages or lines" if isinstance(history, str) or are_messages(history) else None
+        raise BadValue(
+            f"count={count} topics of a history of {len(rows[0])} tokens, which has {len(segments)} segments of "
+            f"{each or f'{policy.extra} tokens'}: give count= at most {len(segments)}, or a longer history"
         )
     means = _means(params, segments)
     mean = means.mean(axis=0)

@@ -79,10 +79,12 @@ def keep_programs(folder: str | os.PathLike | None = None, *, limit: int = LIMIT
     jaxlib and CPU; JAX itself tells programs apart by their text, flags and devices. Of what lies there now, at most
     `limit` bytes stay, those that were used last. A folder that was chosen before, as by `JAX_COMPILATION_CACHE_DIR`,
     is left as it is.
-    Raises `BadValue` for a limit below 1 and a folder that cannot be written.
+    Raises `BadValue` for a limit below 1 and a folder that is no path or cannot be written.
     """
     import jax
 
+    if folder is not None and not isinstance(folder, str | os.PathLike):
+        raise BadValue(f"folder={folder!r}: expected a path, or None; how many bytes stay is limit=")
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise BadValue(f"limit={limit!r}: expected bytes, at least 1; to keep nothing, do not call keep_programs")
     chosen = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxkv.chat import next_turn
@@ -27,6 +28,10 @@ def rows_of(
     begins = pending is None
     if isinstance(prompt, str):
         return [_encode(prompt, tokenizer, vocab_size, begins)], True
+    if isinstance(prompt, jax.core.Tracer):
+        raise BadValue(
+            "the prompt is traced: call this outside of jit, vmap and the like; it compiles its own programs"
+        )
     if hasattr(prompt, "dtype") and hasattr(prompt, "ndim"):
         return _array_rows(np.asarray(prompt), vocab_size)
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):

@@ -7,6 +7,7 @@ import json
 import shutil
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,9 +15,10 @@ from letters import Letters
 
 import jaxkv
 from jaxkv.errors import BadValue, BadWeights, UnknownName
+from jaxkv.evaluation import Settings, Tasks
 from jaxkv.models import ModelConfig
 from jaxkv.plan import plan
-from jaxkv.policies import LastQueries, Phase, Policy, Score, Select
+from jaxkv.policies import KeyDiff, LastQueries, Phase, Policy, Score, Select
 from jaxkv.policies.policy import from_dict
 from jaxkv.serving import Engine
 
@@ -95,6 +97,9 @@ def test_prompts(lettered, prompt, words):
 
 def test_other_calls(lettered):
     for call, words in (
+        (lambda: jax.jit(lambda ids: jaxkv.generate(lettered, ids).tokens)(IDS), "prompt is traced: .* outside of jit"),
+        (lambda: jaxkv.keep_programs(5), r"folder=5: expected a path"),
+        (lambda: jaxkv.calibrate(lettered, text="ab"), "the text has 2 tokens, fewer than length=512"),
         (lambda: jaxkv.generate("smollm2-135m", IDS), "expected what jaxkv.load gives"),
         (lambda: jaxkv.prefill(lettered, IDS, room=-1), "room=-1"),
         (lambda: jaxkv.prefill(None, IDS), "expected what jaxkv.load gives"),
@@ -127,6 +132,9 @@ def test_a_temperature_that_float32_cannot_divide_by_is_greedy(lettered):
         (lambda: jaxkv.policy("h2o", budget=2**30 + 1), "at most 2\\*\\*30"),
         (lambda: jaxkv.policy("h2o", budget=9, store="int"), "store='int'"),
         (lambda: jaxkv.policy("h2o", budget=9, evicted=4), "evicted=4"),
+        (lambda: jaxkv.policy("kivi", score="any"), "score= of policy 'kivi', which has no phase: add prefill="),
+        (lambda: jaxkv.policy("h2o", budget=9, score=KeyDiff), "score=the class KeyDiff of phase: expected Score"),
+        (lambda: jaxkv.policy("h2o", budget=9, decode=Phase), "decode=the class Phase of policy: expected Phase"),
         (lambda: jaxkv.policy("h2o", budget=9, decay="x"), "decay='x'"),
         (lambda: jaxkv.policy("h2o", budget=2**30, sinks=2**30, recent=0.9, reserve=0.0989), "expected at least"),
         (lambda: Phase(select=Select(sinks=True)), "sinks=True"),
@@ -148,6 +156,14 @@ def test_tables_that_hold_themselves():
         from_dict({"name": "p", "prefill": {"score": table}})
     with pytest.raises(UnknownName, match="'5'"):
         from_dict({"name": "p", 5: 1})
+
+
+def test_a_list_is_as_good_as_a_tuple():
+    settings = {"name": "mine", "tasks": [Tasks(name="passkey", lengths=[256])]}
+    made = Settings(policies=["full", "h2o"], budgets=[32], **settings)
+    assert made.policies == ("full", "h2o") and made.budgets == (32,) and made.tasks[0].lengths == (256,)
+    with pytest.raises(BadValue, match=r"policies='full' of settings: expected a list$"):
+        Settings(policies="full", budgets=[32], **settings)
 
 
 def test_numbers_of_numpy_become_pythons():

@@ -197,9 +197,14 @@ def test_refusals(tiny, history):
     for wrong in ({"content": "x"}, {"role": "user"}):
         with pytest.raises(BadValue, match="message 0 is"):
             Episodes.nearest(types.SimpleNamespace(params=params), [wrong])
-    for count, chosen in ((0, policy()), (10, policy()), (2, jaxkv.policy("knorm", budget=16))):
-        with pytest.raises(BadValue, match="topics"):
-            jaxkv.episodes(params, history, policy=chosen, count=count)
+    with pytest.raises(BadValue, match="policy 'knorm' of episodes: expected one at which tokens look from behind"):
+        jaxkv.episodes(params, history, policy=jaxkv.policy("knorm", budget=16))
+    for count, words in (
+        (0, "count=0: expected a whole number of topics"),
+        (10, "count=10 topics .* has 9 segments of 6 tokens: give count= at most 9"),
+    ):
+        with pytest.raises(BadValue, match=words):
+            jaxkv.episodes(params, history, policy=policy(), count=count)
     with pytest.raises(BadValue, match="one"):
         jaxkv.episodes(params, [history, history], policy=policy())
     beyond = params.config.vocab_size

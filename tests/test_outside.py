@@ -54,6 +54,12 @@ def test_outside_parts_keep_the_contract(tiny, file, tmp_path):
     contract.test_empty_slots_are_never_read(tiny, file)
 
 
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
+    path = tmp_path / "marked.toml"
+    path.write_text(H2O.format(**{**KINDS, "score": '"accumulated-attention"'}), encoding="utf-8-sig")
+    assert jaxkv.policy(path, budget=16).decode.score.kind == "accumulated-attention"
+
+
 def test_each_part_is_short_and_says_what_it_is():
     source = Path(outside_parts.__file__).read_text(encoding="utf-8")
     parts = re.split(r"\n\n\n(?=@register)", source)[1:]

@@ -52,7 +52,7 @@ def named(name: str | os.PathLike) -> Policy:
             "policies lists"
         )
     try:
-        return from_dict({"name": path.stem, **tomllib.loads(path.read_text(encoding="utf-8"))})
+        return from_dict({"name": path.stem, **tomllib.loads(path.read_text(encoding="utf-8-sig"))})
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadValue(f"{path}: not TOML ({first_line(error)}); see docs/policies.md for what stands in it") from None
     except JaxkvError as error:
@@ -124,6 +124,9 @@ def _with_options(policy: Policy, options: dict[str, Any]) -> Policy:
         if phase is not None and given:
             new[which] = _unchecked(phase, {part: made(part, options[at]) for part, at in given.items()})
     policy = _unchecked(policy, new)
+    alone = [part for part in PARTS_OF_A_PHASE if part in options]
+    if alone and policy.prefill is None and policy.decode is None:
+        raise BadValue(f"{alone[0]}= of policy {policy.name!r}, which has no phase: add prefill= or decode=")
     for option, value in options.items():
         if option not in (*new, *parts, *PARTS_OF_A_PHASE):
             policy = _with(policy, option, value)
@@ -138,10 +141,15 @@ def _unchecked(part: Any, changes: dict[str, Any]) -> Any:
     return out
 
 
+def _is_part(value: Any) -> bool:
+    """Whether it is a part, and no class of parts."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
 def _checked(part: Any) -> Any:
     """The part made anew, and what is inside it before it. Raises what its checks raise."""
     inside = {each.name: getattr(part, each.name) for each in dataclasses.fields(part)}
-    again = {name: _checked(inner) for name, inner in inside.items() if dataclasses.is_dataclass(inner)}
+    again = {name: _checked(inner) for name, inner in inside.items() if _is_part(inner)}
     return dataclasses.replace(part, **again)
 
 
@@ -173,7 +181,7 @@ def _set(part: Any, field: str, value: Any, phase: str | None) -> tuple[Any, set
     changes, known = {}, set()
     for each in dataclasses.fields(part):
         inner = getattr(part, each.name)
-        if dataclasses.is_dataclass(inner):
+        if _is_part(inner):
             if phase is not None and each.name in ("prefill", "decode", *PARTS_OF_A_POLICY) and each.name != phase:
                 continue
             changed, below = _set(inner, field, value, None)
