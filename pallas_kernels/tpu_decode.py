@@ -881,16 +881,14 @@ def _beside(form: Form) -> list[str]:
 
 
 def _entry(x: jax.Array | Codes, columns: bool) -> jax.Array:
-    """A new key or value `[B, Hk, N]` as the kernel takes it: [B, N, Hk] where slots lie along the lanes; else codes
-    as `_words`."""
-    if not isinstance(x, Codes):
-        return jnp.swapaxes(x, -1, -2) if columns else x
-    return jnp.swapaxes(x.codes, -1, -2) if columns else _words(lax.bitcast_convert_type(x.codes, jnp.uint8), 8)
-
-
-def _words(x: jax.Array, bits: int) -> jax.Array:
-    """The lowest bits of integers, as often as a word has room for them."""
-    return functools.reduce(jnp.bitwise_or, [x.astype(jnp.uint32) << shift for shift in range(0, 32, bits)])
+    """A new key or value `[B, Hk, N]` as the kernel takes it: [B, N, Hk] where slots lie along the lanes; else each
+    byte of a code four times, in a word."""
+    numbers = x.codes if isinstance(x, Codes) else x
+    if columns:
+        return jnp.swapaxes(numbers, -1, -2)
+    if numbers is x:
+        return x
+    return lax.bitcast_convert_type(numbers, jnp.uint8).astype(jnp.uint32) * jnp.uint32(0x01010101)
 
 
 def _in_slots(slot: Int[Array, "B Hk"], sets: int) -> tuple[jax.Array, ...]:
