@@ -18,7 +18,7 @@ class Eval:
     run: Positional[str] = "default"
     """A TOML file, or a shipped run: ahead, ahead-int4, ahead-long, allocators, bytes, bytes-code, bytes-long,
     bytes-qwen, catalogue, dapq, default, flagship, gsm8k, heads, long-output, long-output-1000, long-values,
-    longbench, longbench-code, longbench-few, merging, needles, retrieval, ruler, ruler-few, text."""
+    longbench, longbench-code, longbench-few, merging, needles, reading, retrieval, ruler, ruler-few, text."""
     model: str | None = None
     """Instead of the run's model."""
     dtype: str | None = None
