@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
+from jax.core import Tracer
 
 from jaxkv.chat import next_turn
 from jaxkv.checks import fits, shown
@@ -28,7 +28,7 @@ def rows_of(
     begins = pending is None
     if isinstance(prompt, str):
         return [_encode(prompt, tokenizer, vocab_size, begins)], True
-    if isinstance(prompt, jax.core.Tracer):
+    if isinstance(prompt, Tracer):
         raise BadValue(
             "the prompt is traced: call this outside of jit, vmap and the like; it compiles its own programs"
         )

@@ -883,12 +883,11 @@ def _beside(form: Form) -> list[str]:
 def _entry(x: jax.Array | Codes, columns: bool) -> jax.Array:
     """A new key or value `[B, Hk, N]` as the kernel takes it: [B, N, Hk] where slots lie along the lanes; else each
     byte of a code four times, in a word."""
-    numbers = x.codes if isinstance(x, Codes) else x
     if columns:
-        return jnp.swapaxes(numbers, -1, -2)
-    if numbers is x:
+        return jnp.swapaxes(x.codes if isinstance(x, Codes) else x, -1, -2)
+    if not isinstance(x, Codes):
         return x
-    return lax.bitcast_convert_type(numbers, jnp.uint8).astype(jnp.uint32) * jnp.uint32(0x01010101)
+    return lax.bitcast_convert_type(x.codes, jnp.uint8).astype(jnp.uint32) * jnp.uint32(0x01010101)
 
 
 def _in_slots(slot: Int[Array, "B Hk"], sets: int) -> tuple[jax.Array, ...]:
