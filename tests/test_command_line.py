@@ -148,7 +148,7 @@ def test_a_prompt_that_looks_like_an_option(asked):
     assert (given["prompt"], given["seed"]) == ("--hello", 3)
 
 
-@pytest.mark.parametrize("words", [["info"], ["info", "--help"], ["policies", "--json"]])
+@pytest.mark.parametrize("words", [["info"], ["info", "--help"], ["policies"], ["policies", "--json"]])
 def test_a_reader_that_goes(words):
     """Before anything is printed: no traceback, also where all is printed when Python ends."""
     run = f"import sys; from jaxkv.cli import main; sys.exit(main({words}))"

@@ -53,7 +53,10 @@ class Policies:
             before = "yes" if policy.calibrated else "none"
             facts = policy.name, policy.paper, policy.fidelity, parts["prefill"], parts["decode"]
             table.add_row(*facts, bounded, aware, before)
-        Console(width=None if sys.stdout.isatty() else 160).print(table)
+        console = Console(width=None if sys.stdout.isatty() else 160)
+        with console.capture() as told:  # rich itself would end with 1 where the reader goes
+            console.print(table)
+        print(told.get(), end="")
         return 0
 
 
