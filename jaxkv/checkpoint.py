@@ -21,7 +21,7 @@ from jaxkv.store import KVCache
 from jaxkv.store.described import arrays_in, arrays_of, described, rebuilt
 from jaxkv.weights.orbax_folder import check_shared, written
 
-FORMAT = 6
+FORMAT = 7
 
 
 def save(cache: KVCache, path: str | os.PathLike) -> Path:

@@ -57,7 +57,8 @@ def empty_layer(spec: AttentionSpec, policy: Policy, batch: int, dtype, sharing:
     beside = policy.beside(batch, spec.num_kv_heads, spec.head_dim, dtype) if sharing else {}
     if last := max(policy.looks, policy.store.looks):
         beside[LOOKS] = looks.empty(batch, spec.num_heads, last, spec.head_dim, dtype)
-    beside |= policy.read.beside(batch, spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype)
+    if spec.window is None:  # a window is small, and read whole
+        beside |= policy.read.beside(batch, spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype)
     policy.store.check(spec.head_dim)
     beside |= policy.store.beside(batch, spec.num_kv_heads, spec.head_dim, dtype)
     shape = (batch, spec.num_kv_heads, spec.head_dim, dtype)
@@ -374,7 +375,10 @@ def decode_logits(
             store,
             cache.limits[i],
             decode_facts(model, policy, i, learned),
-            Ask(everything=policy.read.everything(i), shares=shares(policy, config, i)),
+            Ask(
+                everything=policy.read.everything(i) or config.specs[i].window is not None,
+                shares=shares(policy, config, i),
+            ),
         )
         for i, store in enumerate(cache.views)
     )

@@ -138,7 +138,9 @@ class _Plan(Walk):
     @property
     def mass_rows(self) -> int:
         """Rows that it holds for the masses."""
-        return self.query_rows if self.reduce == "each" else self.held_rows(1)
+        if self.reduce == "each" and not self.pooled:
+            return self.query_rows
+        return self.held_rows(1) * (self.members // self.kv_heads if self.reduce == "each" else 1)
 
     @property
     def buffers(self) -> int:
@@ -205,6 +207,11 @@ def step(
     blocks_of.check_floats(query, *(x for x in (keys, values) if not isinstance(x, Lying)))
     lies = tuple(x.codes if isinstance(x, Lying) else x for x in (keys, values))
     columns = tuple(blocks_of.slots_along_lanes(slots, x.shape[-1]) for x in lies)
+    for x, along, own in zip(lies, columns, token.entry, strict=True):
+        if isinstance(own, Codes) and along and x.shape[-1] % 4:
+            raise NotImplementedError(
+                f"codes of {x.shape[-1]} bytes a slot: a multiple of 4, as they are written by words"
+            )
     as_bytes = blocks_of.multiplies_bytes()
     forms = tuple(
         Form.of(x, along, str(query.dtype), as_bytes) for x, along in zip((keys, values), columns, strict=True)

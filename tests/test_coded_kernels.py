@@ -354,6 +354,12 @@ def test_blocks_of_scales_fill_pieces_of_memory():
         assert tpu_channels.fetched(form, block) * tpu_channels.shares(form, block) >= each
 
 
+def test_codes_that_fill_no_words_are_not_written():
+    with pytest.raises(NotImplementedError, match="codes of 6 bytes a slot: a multiple of 4"):
+        equal_heads(KERNEL, ("int2", "int2"), "bfloat16", 24, 128)
+    equal_heads(KERNEL, ("int2", "int2"), "bfloat16", 16, 128)
+
+
 def test_scales_by_channel_that_kernels_do_not_read():
     with pytest.raises(NotImplementedError, match="a scale for 12 slots: a divisor or a multiple of 128"):
         shared_scales(KERNEL, IntByChannel(2, 12), Plain(), 64, 40)

@@ -574,6 +574,12 @@ def test_ragged_refuses_what_it_cannot_do(said, change):
         ragged(ragged_gpu, bundles, scale=scale)
 
 
+def test_ragged_refuses_a_mass_of_each_query_head():
+    (*bundles, judge), scale = pool([[20, 40]], 64, 2, 64)
+    with pytest.raises(NotImplementedError, match="group='each', which parts of a pool on a mesh have"):
+        ragged(ragged_gpu, (*bundles, judge._replace(rule=None, group="each")), scale=scale)
+
+
 def prompt(heads, kv_heads, length, past, dim, dtype="bfloat16"):
     """Arguments of prefill: `past` slots in no order, three in ten empty and full of NaN, and the block's own keys.
 

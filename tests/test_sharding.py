@@ -196,6 +196,20 @@ def test_windows_biases_and_cuts_every_few_steps(goldens, family, options):
 
 
 @pytest.mark.long
+def test_windows_are_read_whole_where_others_are_read_in_pages(goldens):
+    """The slots that a mesh adds to a window would be in other pages."""
+    folder, devices = goldens / "tiny" / "gemma3_text", jax.devices()[:2]
+    policy = jaxkv.policy("quest", count=12, page=4, dense=1)
+    one, many = (
+        jaxkv.generate(jaxkv.load(folder, mesh=mesh), prompts(), policy=policy, max_new_tokens=12, stop_tokens=())
+        for mesh in (None, jaxkv.mesh(context=2, devices=devices))
+    )
+    assert many.tokens.tolist() == one.tokens.tolist()
+    held = [(layer.slots, "pages" in layer.beside) for layer in one.cache.layers]
+    assert held[0][1] is False and held[1][1] is True and one.cache.read_bytes[2] == one.cache.read_bytes[0]
+
+
+@pytest.mark.long
 def test_weights_over_fsdp(goldens):
     folder = goldens / "tiny" / "llama3"
     params = jaxkv.load(folder, mesh=jaxkv.mesh(fsdp=4, model=2))

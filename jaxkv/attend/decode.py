@@ -179,7 +179,7 @@ def _evicted(
     def cut(store: Any, due: Bool[Array, "B"], each: Int[Array, "B"]) -> Any:
         after = store.recut(due, worth, choose, takes, each=each, room=room, now=now, window=window)
         index = policy.read.state
-        if not index:
+        if index not in after.beside:
             return after
         made = lax.cond(
             jnp.any(due), lambda: policy.read.indexed(after).beside[index], lambda: after.beside[index]

@@ -66,9 +66,10 @@ class Pages(Read):
 
     A page's bound is sum_d max(q_d min k_d, q_d max k_d) over its keys; the page of the new token is always read. Each
     query head chooses pages for itself, or, `together`, the query heads of a KV head choose those with the highest
-    bound for one of them. The first `dense` layers read everything. At a step the index is read, and `count` entries
-    (one page at least) for each that chooses. Source: Quest (arXiv 2406.10774, section 3.3), whose query heads choose
-    apart; `together` is ours.
+    bound for one of them. The first `dense` layers and those with a sliding window read everything. At a step the index
+    is read, and `count` entries (one page at least) for each that chooses: where query heads choose apart, that is less
+    than everything only if `count` times the query heads of a KV head is. Source: Quest (arXiv 2406.10774, section
+    3.3), whose query heads choose apart; `together` is ours.
     """
 
     count: int = 1024
@@ -99,9 +100,9 @@ class Pages(Read):
         return layer < self.dense
 
     def bytes(self, store: Any, layer: int) -> int:
-        index = store.beside[self.state]
-        if self.everything(layer):
-            return store.kv_bytes - index.kv_bytes
+        index = store.beside.get(self.state)
+        if index is None or self.everything(layer):
+            return store.kv_bytes - (0 if index is None else index.kv_bytes)
         slots = store.kv_bytes - sum(state.kv_bytes for state in store.beside.values())
         each = min(self._pages(store.slots) * self.page, store.slots)
         entries = each if self.together else each * index.group
@@ -111,10 +112,14 @@ class Pages(Read):
         return min(max(self.count // self.page, 1), -(-slots // self.page))
 
     def indexed(self, store: Any) -> Any:
+        if self.state not in store.beside:
+            return store
         index = store.beside[self.state].of(store.keys, store.positions)
         return dataclasses.replace(store, beside={**store.beside, self.state: index})
 
     def widened(self, store: Any, change: Change) -> Any:
+        if self.state not in store.beside:
+            return store
         index = store.beside[self.state].with_key(change.slot, change.keys, change.slot < store.slots)
         return dataclasses.replace(store, beside={**store.beside, self.state: index})
 
@@ -143,8 +148,7 @@ class Pages(Read):
             whole = jnp.zeros((*mass.shape[:-1], bound.shape[-1] * self.page), jnp.float32)
             at = jnp.broadcast_to(at[:, :, :, None], mass.shape)
             mass = jnp.put_along_axis(whole, at, mass, axis=-1, inplace=False)[..., : store.slots]
-            mass = mass.reshape(*slot.shape, -1, store.slots)
-            mass = mass if judge.group == "each" else GROUP[judge.group](mass, axis=2)
+            mass = GROUP[judge.group](mass.reshape(*slot.shape, -1, store.slots), axis=2)
         following = aim(mass, store.positions, token.position, slot, judge, window=window)
         after = dataclasses.replace(store, next_slot=following, beside={**store.beside, self.state: index})
         partial = partial.now()

@@ -46,8 +46,11 @@ def ragged_decode(
     """`reference.ragged_decode`, K and V read once. Every head's `slot` lies in its own segment.
 
     Raises `NotImplementedError` on GPUs other than Hopper, for what `check_slots` refuses, for dtypes other than
-    bfloat16 and float16, for D above 256, for G above 16, and for P that is no multiple of 8.
+    bfloat16 and float16, for D above 256, for G above 16, for P that is no multiple of 8, and for a mass of each query
+    head.
     """
+    if judge.group == "each":
+        raise NotImplementedError("group='each', which parts of a pool on a mesh have: 'sum', 'mean' or 'max'")
     check_slots(held.keys, held.values)
     query, position = token.query, token.position
     keys, values, positions, offsets, _, bias = held

@@ -22,10 +22,11 @@ def ragged_decode(
     """`reference.ragged_decode`, K and V read once and only where they are filled; of a layer that shares a line, where
     they lie in it.
 
-    Raises `NotImplementedError` for what `cpu_decode.step` does not take, and for a mass of each query head.
+    Raises `NotImplementedError` for what `cpu_decode.step` does not take, and for a mass of each
+    query head.
     """
-    if with_mass and judge.group == "each":
-        raise NotImplementedError("group='each': a mass for each slot")
+    if judge.group == "each":
+        raise NotImplementedError("group='each', which parts of a pool on a mesh have: 'sum', 'mean' or 'max'")
     query, position = token.query, token.position
     lies = written(held, *token.entry, position, slot)
     out = cpu_decode.step(token, lies, slot, judge, scale=scale, softcap=softcap, with_mass=with_mass)
