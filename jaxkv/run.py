@@ -376,7 +376,7 @@ def decode_logits(
             cache.limits[i],
             decode_facts(model, policy, i, learned),
             Ask(
-                everything=policy.read.everything(i) or config.specs[i].window is not None,
+                everything=policy.read.state not in store.beside or policy.read.everything(i),
                 shares=shares(policy, config, i),
             ),
         )

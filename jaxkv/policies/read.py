@@ -27,7 +27,7 @@ class Read(Checked):
         """Raises `BadValue` for a policy whose entries cannot be read so."""
 
     def beside(self, batch: int, heads: int, kv_heads: int, dim: int, dtype: Any) -> dict[str, Any]:
-        """Its index, by the name of its state, of a layer that holds nothing."""
+        """Its index, by the name of its state, of a layer that holds nothing. A layer without one reads everything."""
         return {}
 
     def everything(self, layer: int) -> bool:
