@@ -157,14 +157,13 @@ def shapes_of(params: Params, policy: Policy, learned: Learned, longest: int, ro
         shape = np.zeros(1, int), np.zeros(params.config.num_layers, np.int64), np.array([tokens])
         return planned(policy, params.config, *shape, room, parts=params.layout.parts, learned=learned)
 
-    # some budgets depend on the text's length, and slots are rounded up behind multiples of 16
-    step = max(ROUND, longest // 256)
+    # some budgets depend on the text's length, and slots are rounded up behind multiples of 16; what a window can't
+    # hold goes to other layers, whose slots may be most at any length
+    windows = any(spec.window is not None for spec in params.config.specs)
+    step = max(longest // EACH, 1) if windows else max(ROUND, longest // 256)
     lengths = {1, longest, min(policy.budget or 1, longest), *range(1, longest, step)}
     plans = {tokens: at(tokens)[0] for tokens in lengths}
     slots = np.max([plan.slots for plan in plans.values()], axis=0)
-    if any(spec.window is not None for spec in params.config.specs):  # what a window can't hold goes to other layers
-        every = [at(tokens)[0].slots for tokens in range(1, longest, max(longest // EACH, 1))]
-        slots = np.max([slots, *every], axis=0)
     block = at(longest)[1].size
     every = sorted({min(rounded(count, sizes), block) for count in range(1, block + 1)})
     several = block + 1 <= most  # blocks in a prompt
