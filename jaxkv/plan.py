@@ -148,7 +148,7 @@ def planned(
 
     more = max(0, -(-int(new.max()) // block) - 1)
     first = int(new.max()) - more * block
-    if policy.rope == "cache" and policy.decode is None:  # what was decoded is there beside the first block
+    if policy.rope != "text" and policy.decode is None:  # what was decoded is there beside the first block
         check_room(policy, config, seen, rows, np.full_like(new, first), 0, None)
     reach, sharing = 0, [layer for layer in range(config.num_layers) if shares(policy, config, layer)]
     if sharing:
@@ -217,7 +217,7 @@ def whole(policy: Policy, limit: int) -> int:
 def _as_needed(policy: Policy, limit: int) -> bool:
     """Whether a layer has the slots that its text needs, and not those of its budget. Positions in the cache need all
     of them: there the slots are a ring."""
-    return limit > AT_ONCE and policy.rope == "text"
+    return limit > AT_ONCE and policy.rope != "cache"
 
 
 def lacking(policy: Policy, cache: KVCache, room: int) -> tuple[int, ...]:

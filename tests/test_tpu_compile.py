@@ -337,9 +337,9 @@ def test_decode_step_copies_no_cache(name, family):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("policy", ["adakv-h2o", "layer-defensivekv"])
-def test_decode_step_of_a_pool_compiles(policy, unchecked):
-    """Heads that share a layer's budget, layers that share the model's: a kernel a layer, and the cache in place."""
+@pytest.mark.parametrize("policy", ["adakv-h2o", "layer-defensivekv", "streaming-llm"])
+def test_a_step_has_a_kernel_a_layer(policy, unchecked):
+    """And the cache in place: heads that share a budget, layers that share the model's, sinks that are turned."""
     config, chips = model("smollm2-135m", 2), topologies.get_topology_desc(platform="tpu", topology_name=CHIPS["v5e"])
     layout = Layout.of(jaxkv.mesh(devices=[chips.devices[0]]), config)
     program = lower(
@@ -375,7 +375,9 @@ def test_no_budget_makes_a_step_copy_the_cache(batch, kv_heads, group, budget, u
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "name, axes", [("dapq-longflow", (1, 4)), ("dapq-longflow", (2, 2)), ("adakv-h2o", (1, 4))], ids=str
+    "name, axes",
+    [("dapq-longflow", (1, 4)), ("dapq-longflow", (2, 2)), ("adakv-h2o", (1, 4)), ("streaming-llm", (1, 4))],
+    ids=str,
 )
 def test_devices_that_divide_the_slots_run_the_kernel(name, axes, unchecked):
     """Each on its own slots, or on its part of a pool, in place; only what the merge needs goes between them."""

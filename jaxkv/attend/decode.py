@@ -23,9 +23,10 @@ from jaxkv.policies.policy import Phase, Policy, sound
 from jaxkv.policies.score import ScoreInputs
 from jaxkv.sharding.attention import RotateAtRead
 from jaxkv.sharding.layout import Layout
-from jaxkv.store.entries import WORTH, around, ranks
+from jaxkv.store.entries import WORTH, around, gap_in, ranks
 from jaxkv.store.looks import LOOKS
 from jaxkv.store.pool import dropped
+from jaxkv.store.sinks import TurnSinks
 from pallas_kernels.arguments import Judge, Rule, Token
 from pallas_kernels.partial import merge
 
@@ -59,11 +60,9 @@ def decode_layer(
         key[:, :, None], value[:, :, None], positions=position[:, None], rotate=rotation, prompt=False,
         learned=facts.learned, out=facts.out,
     )  # fmt: skip
-    at_read = None
-    if policy.rope == "text":
+    if policy.rope != "cache":
         query, key = (rotate(x, position[:, None], spec.rope) for x in (query, key))
-    else:
-        at_read = _by_place(spec, phase, store.slots)
+    at_read = _at_read(policy, spec, store.slots)
 
     if LOOKS in store.beside:
         seen = store.beside[LOOKS].with_one(query, active)
@@ -202,8 +201,15 @@ def _evicted(
     return cut(store, active & store.packed_full() & due, jnp.maximum(each, guard))
 
 
-def _by_place(spec: AttentionSpec, phase: Phase | None, slots: int) -> RotateAtRead:
-    """Query and keys turned, as they are read, by their place among the entries held instead of in the text."""
+def _at_read(policy: Policy, spec: AttentionSpec, slots: int) -> RotateAtRead | TurnSinks | None:
+    """How keys are turned as they are read, so that they stand where their place among the entries held is, instead of
+    in the text; None where they stand in the text."""
+    phase = policy.decode
+    if policy.rope == "text":
+        return None
+    if policy.rope == "sinks":
+        turn = functools.partial(rotate, rope=spec.rope)
+        return TurnSinks(policy.sinks, functools.partial(gap_in, window=spec.window), turn)
     # a cut leaves a ring of slots, but where slots expire they are filled in any order
     ring = phase is not None and phase.every > 1 and spec.window is None
 

@@ -26,7 +26,7 @@ def leaving(
     """What a rule may know of entries at `positions`, of which some leave."""
     local = (share or policy.allocate).local(learned, positions.shape[1])
     spared = phase.protects.protected(positions, now, limits)
-    return Leaving(local, spared, now, rotate if policy.rope == "text" else None)
+    return Leaving(local, spared, now, None if policy.rope == "cache" else rotate)
 
 
 def absorbed(rule: Any, beside: dict[str, Any], entries: Entries, kept: jax.Array, facts: Leaving) -> Any:

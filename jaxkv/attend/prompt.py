@@ -23,8 +23,9 @@ from jaxkv.policies.policy import Phase, Policy, priority
 from jaxkv.policies.score import Score, ScoreInputs
 from jaxkv.sharding.attention import awaiting, prefill_attend, prefill_attend_mass
 from jaxkv.sharding.layout import Layout
-from jaxkv.store.entries import EMPTY, WORTH, Entries, appended, counted, owners
+from jaxkv.store.entries import EMPTY, WORTH, Entries, appended, counted, gap_in, owners
 from jaxkv.store.looks import LOOKS
+from jaxkv.store.sinks import TurnSinks
 from pallas_kernels.decode_attend_score.victim import alive
 from pallas_kernels.masking import filled
 from pallas_kernels.partial import merge
@@ -71,7 +72,7 @@ def prefill_layer(
         rotate=rotation, scale=spec.scale, layer=facts.layer, layers=facts.layers, out=facts.out,
         learned=facts.learned,
     )  # fmt: skip
-    if policy.rope == "text":
+    if policy.rope != "cache":
         query = rotate(query, positions[:, None, :], spec.rope)
         key = rotate(key, positions[:, None, :], spec.rope)
     at = jnp.broadcast_to(positions[:, None, :], key.shape[:3])
@@ -91,6 +92,10 @@ def prefill_layer(
         mine = places[:, :, -positions.shape[1] :]
         query = rotate(query, jnp.repeat(mine, query.shape[1] // key.shape[1], axis=1), spec.rope)
         inputs = dataclasses.replace(inputs, query_places=mine[:, 0, :own])
+    elif policy.rope == "sinks":
+        first = jnp.min(jnp.where(positions >= 0, positions, now[:, None]), axis=1)
+        sinks = TurnSinks(policy.sinks, functools.partial(gap_in, window=spec.window, first=first), rotation)
+        read = sinks.among(joined.keys, joined.positions)
 
     softmax = {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap, "implementation": implementation}
     softmax |= {} if joined.bias is None else {"bias": joined.bias}

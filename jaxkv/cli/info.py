@@ -138,7 +138,7 @@ class Info:
             store = policy.store
             fitted = store.fitted(store.unfit(1, spec.num_kv_heads, spec.head_dim))
             how = reading(
-                fitted, windows=store.windows, rotates=policy.rope != "text", capped=spec.softcap is not None,
+                fitted, windows=store.windows, rotates=_turns(policy), capped=spec.softcap is not None,
                 at_once=policy.weighs_at_decode and policy.allocate.pooled,
             )  # fmt: skip
 
@@ -148,9 +148,14 @@ class Info:
             codes = functools.partial(form, store.keys), functools.partial(form, store.values)
         found = choices(
             heads=config.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, slots=budget,
-            dtype=self.dtype, batch=self.batch, codes=codes, rotate=policy is not None and policy.rope == "cache",
+            dtype=self.dtype, batch=self.batch, codes=codes, rotate=policy is not None and _turns(policy),
         )  # fmt: skip
         return {name: "; ".join((chosen.implementation, *chosen.reasons)) for name, chosen in found.items()}
+
+
+def _turns(policy: Any) -> bool:
+    """Whether an attention pass has to turn all keys as it reads them."""
+    return policy.rope == "cache" or (policy.rope == "sinks" and (policy.decode is None or policy.store.windows))
 
 
 def _shape_table(model: str) -> dict[str, Any] | None:

@@ -62,6 +62,17 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     return speed
 
 
+FAR = 8192  # tokens; a float32 angle of a position beyond loses what a bfloat16 key would show
+
+
+def angles(positions: Int[Array, "..."], speed: np.ndarray) -> Float[Array, "... F"]:
+    """positions * speed in radians, float32; beyond FAR but for whole turns, so that it stays exact however far."""
+    near, far = positions[..., None] % FAR, positions[..., None] // FAR
+    turns = jnp.asarray((FAR * speed.astype(np.float64) / (2 * math.pi)) % 1.0, jnp.float32)
+    rest = far.astype(jnp.float32) * turns
+    return near.astype(jnp.float32) * speed + 2 * math.pi * (rest - jnp.floor(rest))
+
+
 def rotate(
     x: Float[Array, "*lead D"], positions: Int[Array, "..."], rope: Rope, below: int | None = None
 ) -> Float[Array, "*lead D"]:
@@ -73,9 +84,9 @@ def rotate(
     speed = frequencies(rope, x.shape[-1])
 
     def circle(positions):
-        angles = positions[..., None].astype(jnp.float32) * speed
+        turned = angles(positions, speed)
         # the barrier keeps one table for all heads; without, XLA fuses the cosines into every use of them
-        return lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
+        return lax.optimization_barrier((jnp.cos(turned), jnp.sin(turned)))
 
     def looked_up(positions):
         cos, sin = circle(jnp.arange(-1, below))

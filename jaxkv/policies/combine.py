@@ -120,6 +120,9 @@ class Weighted(Combined):
         object.__setattr__(self, "signed", any(not isinstance(weight, str) and weight < 0 for weight in weights))
         plain = self.scale == "none" and "ratio" not in (self.first_weight, self.second_weight)
         object.__setattr__(self, "linear", plain and self.first.linear and self.second.linear)
+        counts = [part for part, weight in zip((self.first, self.second), weights, strict=True) if weight != 0]
+        newest = bool(counts) and all(part.newest for part in counts) and not self.signed and plain
+        object.__setattr__(self, "newest", newest)
 
     def factors(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
         (a, b), (c, d) = (part.line(stats, positions, now) for part in (self.first, self.second))

@@ -118,8 +118,11 @@ class Policy(Checked):
 
     Without `prefill` nothing is ever evicted; without `decode` new tokens are added to what the prompt left.
     `rope="text"` keeps keys at their positions in the text; `rope="cache"` rotates them by their place in the cache,
-    so that a text may go on for ever (StreamingLLM). `flow` is what happens between layers. `read` is what a decode
-    step reads of what is held, `store` the codecs of the keys and values. `block` is the prompt tokens run at a time.
+    so that a text may go on for ever; `rope="sinks"` is the same where only sinks and the newest tokens stay
+    (StreamingLLM): keys lie at their positions in the text, and a step turns those of the sinks alone.
+
+    `flow` is what happens between layers. `read` is what a decode step reads of what is held, `store` the codecs of the
+    keys and values. `block` is the prompt tokens run at a time.
     `fidelity` says how far it is what its paper describes, `differs` in one line what is not.
     Raises `BadValue` for parts that do not fit together and for a budget below sinks + recent + 1.
     """
@@ -142,8 +145,13 @@ class Policy(Checked):
     differs: str = ""
 
     def __post_init__(self):
-        if self.rope not in ("text", "cache"):
-            raise BadValue(f"rope={self.rope!r}: expected 'text' or 'cache'")
+        if self.rope not in ("text", "cache", "sinks"):
+            raise BadValue(f"rope={self.rope!r}: expected 'text', 'cache' or 'sinks'")
+        if self.rope == "sinks" and not self._streams:
+            raise BadValue(
+                f"policy {self.name!r} with rope='sinks': expected sinks and the newest tokens to be all that stays "
+                "(score kind 'recency', as many sinks in both phases, and every layer the whole text); or rope='cache'"
+            )
         if self.block < 1:
             raise BadValue(f"block={self.block}: expected at least 1 token")
         if self.prefill is None and self.decode is not None:
@@ -216,6 +224,18 @@ class Policy(Checked):
         return tuple(phase for phase in (self.prefill, self.decode) if phase is not None)
 
     @property
+    def _streams(self) -> bool:
+        """Whether all that stays are the first tokens, as many in both phases, and the newest."""
+        sinks = {phase.select.sinks for phase in self.phases}
+        newest = all(phase.score.newest and phase.select.plain for phase in self.phases)
+        return newest and len(sinks) < 2 and self.flow == Straight() and not self.allocate.pooled
+
+    @property
+    def sinks(self) -> int | None:
+        """The first tokens that stay whatever comes, in every phase; None where nothing ever leaves."""
+        return min((phase.select.sinks for phase in self.phases), default=None)
+
+    @property
     def evicts(self) -> bool:
         """Whether a prompt is cut to a budget."""
         return self.prefill is not None
@@ -233,7 +253,7 @@ class Policy(Checked):
         if self.prefill is not None and self.decode is not None:
             phases = {"prefill": self.prefill, "allocate": self.allocate, "decode": self.decode}
             acts = any(phase.evicted.acts for phase in self.phases)
-            if self.allocate == Uniform() and not acts:  # then nobody asks what the prompt's score was
+            if self.allocate == Uniform() and not acts and self.rope != "sinks":  # nobody asks what its score was
                 phases["prefill"] = Phase(reserve=self.prefill.reserve)
         return Policy("decode steps", **phases, rope=self.rope, read=self.read, store=self.store)
 

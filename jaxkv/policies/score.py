@@ -183,6 +183,7 @@ class Score(Checked):
     linear: ClassVar[bool] = True  # linear in the mass: the attention kernel can score
     keyless: ClassVar[bool] = False  # not linear, and yet it reads no keys or values
     signed: ClassVar[bool] = False  # may be negative
+    newest: ClassVar[bool] = False  # the newest tokens are worth most
     aware: ClassVar[bool] = False  # the prompt's last tokens decide, whoever observes
     looks: ClassVar[int] = 0  # how many of the layer's last queries it looks with, at prefill and at decode
     together: ClassVar[bool] = False  # sums over the KV heads, which must hold the same tokens
@@ -257,6 +258,7 @@ class Recency(Score):
     """score = position: keep the newest. Source: StreamingLLM (arXiv 2309.17453)."""
 
     kind: ClassVar[str] = "recency"
+    newest: ClassVar[bool] = True
 
     def factors(self, stats: Stats, positions: Int[Array, "B Hk S"], now: Int[Array, "B"]) -> tuple[Factor, Factor]:
         return 0.0, positions.astype(jnp.float32)

@@ -32,7 +32,8 @@ ACROSS = {"sum": lax.psum, "mean": lax.pmean, "max": lax.pmax}
 
 
 class RotateAtRead(NamedTuple):
-    """How keys kept before RoPE are rotated when they are read: the entries' places, and query and keys by them."""
+    """How keys are rotated when they are read: the entries' places, or how far they are turned on, and query and keys
+    by them."""
 
     places: Callable[..., jax.Array]  # positions [b, h, C] -> places
     by: Callable[..., tuple[jax.Array, jax.Array]]  # query, keys, places, the new token's place
@@ -145,7 +146,7 @@ def decode_attend_score(
     Where slots are divided every device attends to its own, and the parts are merged by their log-sum-exps. The next
     slot is the kernel's own choice where one device sees all that the rule compares, else it is chosen from the mass,
     by each device among its slots and then among the devices' candidates.
-    `rotate` turns query and keys at read time, for caches that hold keys before RoPE.
+    `rotate` turns query and keys at read time.
     """
     kernel = functools.partial(
         decode_kernel.decode_attend_score, window=window, implementation=implementation, **softmax

@@ -22,7 +22,7 @@ from jaxkv.policies.policy import Policy
 from jaxkv.speculative.tree import Placed
 from jaxkv.store import EMPTY, Entries, KVCache, Slots
 from jaxkv.store.codecs import Codecs
-from jaxkv.store.entries import ranks
+from jaxkv.store.entries import before_gap, gap_in, ranks
 from jaxkv.store.fit import FIT
 from jaxkv.store.window import WINDOWS
 from pallas_kernels.arguments import Token
@@ -150,7 +150,7 @@ def tree_layer(
         key, value, positions=tree.positions, rotate=functools.partial(rotate, rope=spec.rope), prompt=False,
         out=state.facts.out,
     )  # fmt: skip
-    if policy.rope == "text":
+    if policy.rope != "cache":
         query, key = (rotate(x, tree.positions[:, None], spec.rope) for x in (query, key))
     keys, values = (Nodes.of(state.cache, name, x, tree) for name, x in (("keys", key), ("values", value)))
     if policy.decode is None and policy.rope == "text" and not policy.store.windows:
@@ -318,7 +318,8 @@ def _by_depth(
             here = held_keys[:, None]
             if mixed:
                 here = jnp.where(exact[..., None], here, coded_keys[:, None])
-            logits, own = _turned(spec, layer, here, given, held, homes, fold, split)
+            turned = _turned if policy.rope == "cache" else functools.partial(_sinks_turned, policy.sinks)
+            logits, own = turned(spec, layer, here, given, held, homes, fold, split)
         for number in range(levels):
             logits = jnp.where((owner == number)[..., None, :], own[..., number, None], logits)
         seen = visible(at[..., None, None], held, spec.window)  # [B, W, Hk, 1, C]
@@ -403,6 +404,20 @@ def _turned(spec: AttentionSpec, layer: Slots, keys: Array, given: dict, held, h
     query = rotate(given["query"], newest[..., None], spec.rope)
     keys = rotate(jnp.broadcast_to(keys, (*place.shape, keys.shape[-1])), place, spec.rope)
     own = rotate(given["keys"], of_path, spec.rope)
+    return _all_logits(spec, layer, query, keys, own)
+
+
+def _sinks_turned(
+    sinks: int | None, spec: AttentionSpec, layer: Slots, keys: Array, given: dict, held, homes, fold, split
+):
+    """The same where all but the first tokens lie as they are read; a path has none of those before a gap."""
+    gap, first = split(gap_in(fold(held), spec.window)), split(before_gap(fold(held), sinks))  # [B, W, Hk, 1 or C]
+    turned = rotate(jnp.broadcast_to(keys, (*first.shape, keys.shape[-1])), gap, spec.rope)
+    return _all_logits(spec, layer, given["query"], jnp.where(first[..., None], turned, keys), given["keys"])
+
+
+def _all_logits(spec: AttentionSpec, layer: Slots, query: Array, keys: Array, own: Array):
+    """Those of the cache and of the path, from queries and keys that are turned."""
     bias = None if layer.entries.bias is None else layer.entries.bias[:, None, :, None]
     return biased(_logits(query, keys, spec), bias), _logits(query, own, spec)
 

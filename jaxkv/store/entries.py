@@ -169,6 +169,32 @@ def counted(filled: Bool[Array, "B H S"]) -> Int[Array, "B H S"]:
     return jnp.where(filled, jnp.cumsum(filled, axis=-1, dtype=jnp.int32) - 1, EMPTY)
 
 
+def gap_in(
+    positions: Int[Array, "B Hk S"], window: int | None = None, first: Int[Array, "B"] | None = None
+) -> Int[Array, "B Hk 1"]:
+    """How many tokens are missing between the oldest entry of each head and its newest: newest - oldest - (count - 1).
+
+    Who looks is the newest token, or those from position `first` on; what is out of their `window` counts for nothing,
+    for it may have left in any order.
+    """
+    newest = jnp.max(positions, axis=-1, keepdims=True)
+    filled = positions >= 0
+    if window is not None:
+        filled &= (newest if first is None else first[:, None, None]) - positions < window
+    oldest = jnp.min(jnp.where(filled, positions, jnp.iinfo(jnp.int32).max), axis=-1, keepdims=True)
+    count = jnp.sum(filled, axis=-1, keepdims=True, dtype=jnp.int32)
+    return jnp.where(count > 0, newest - oldest + 1 - count, 0)
+
+
+def before_gap(positions: Int[Array, "B Hk S"], sinks: int | None) -> Bool[Array, "B Hk S"]:
+    """True for the first `sinks` tokens of the text; None: for as many as stand before the gap, wherever it is."""
+    filled = positions >= 0
+    if sinks is not None:
+        return filled & (positions < sinks)
+    newer = jnp.sum(filled, axis=-1, keepdims=True, dtype=jnp.int32) - ranks(positions)  # with the entry itself
+    return filled & (jnp.max(positions, axis=-1, keepdims=True) - positions + 1 > newer)
+
+
 def packed(chosen: Bool[Array, "B H S"], slots: int, first: bool = False) -> Int[Array, "B H C"]:
     """The indices of the chosen slots, at most `slots` of them, in order at the end of C places, and -1 before them;
     or `first`, and -1 behind them."""

@@ -30,6 +30,7 @@ from jaxkv.store.entries import (
     put_all,
     taken,
 )
+from jaxkv.store.sinks import TurnSinks
 from jaxkv.store.store import Absorb, Choose, Store, Worth
 from pallas_kernels.arguments import Held, Judge, Token
 from pallas_kernels.decode_attend_score.victim import aim, alive, victim
@@ -146,22 +147,31 @@ class Slots(Store):
         return self.plain(gone).masked(active[:, None, None])
 
     def step(
-        self, layout: Layout, token: Token, judge: Judge, rotate: RotateAtRead | None, **softmax: Any
+        self, layout: Layout, token: Token, judge: Judge, rotate: RotateAtRead | TurnSinks | None, **softmax: Any
     ) -> tuple[Partial, "Slots"]:
         """Write the token into the next slots, attend over all slots, choose the slots after it."""
         weighs, implementation, window = (softmax[name] for name in ("with_mass", "implementation", "window"))
+        sinks = None
+        if isinstance(rotate, TurnSinks):  # their keys are turned alone, or with all others
+            few = rotate.count is not None and not self._windows and not (weighs and layout.mesh is not None)
+            sinks, rotate = (rotate, None) if few else (None, rotate.everywhere)
         how = self.reading(layout, rotate is not None, softmax["softcap"] is not None, weighs)
         bias, others = self.beside_codes(how, token, implementation, softmax["scale"], window, softmax["softcap"])
+        if sinks is not None:
+            left_out = sinks.left_out(self, token)
+            bias = left_out if bias is None else bias + left_out
         lent = how.lent(self, lambda store: awaiting(layout, store, token.query))
         held, asked = Held(*lent, self.positions, bias), how.asked(token)
-        apart = bool(others) and weighs  # the masses are of one softmax: they are joined, and then compared
+        apart = bool(others or sinks) and weighs  # the masses are of one softmax: they are joined, and then compared
         alone = judge._replace(rule=None, group="each") if apart else judge
         result = decode_attend_score(layout, asked, held, self.next_slot, alone, rotate=rotate, **softmax)
+        after = self.attended(how, result, token, implementation)
+        if sinks is not None:
+            others = *others, sinks.beside(after, token, softmax["scale"], window, softmax["softcap"])
         part = joined(how.answered(token, result, softmax["scale"]), others, judge.group)
         if apart:
-            chosen = aim(part.mass, result.positions, token.position, self.next_slot, judge, window=window)
-            result = result._replace(next_slot=chosen)
-        return part, self.attended(how, result, token, implementation)
+            after = after.aimed(aim(part.mass, after.positions, token.position, self.next_slot, judge, window=window))
+        return part, after
 
     def laid(self, layout: Layout) -> "Slots":
         """The store after a step, divided over the layout's devices."""
