@@ -5,12 +5,14 @@ import hashlib
 import json
 import re
 
+import jax.numpy as jnp
 import matplotlib.image
 import numpy as np
 import pytest
 
 import jaxkv
 from jaxkv import cli
+from jaxkv.calibrate import _looked
 from jaxkv.errors import BadValue, UnknownName
 from jaxkv.evaluation import Example, Question, asking, datasets, jobs, runner, scorers, settings, summary, tasks
 from jaxkv.evaluation.example import fitted
@@ -360,6 +362,23 @@ def test_full_against_itself_is_exact_and_eviction_is_not(tiny):
     assert (cut.kl > 0.01).all() and (cut.mass < 1).all() and (cut.mass > 0).all() and (cut.overlap < 1).all()
 
 
+def test_the_mass_of_a_window_is_what_it_saw(tiny):
+    """Also of tokens that have fallen out of it since: against attention in one piece."""
+    params, text = tiny("gemma3_text"), ids(2, 52)
+    known = reference(params, text[:, :40], text[:, 40:])
+
+    def look(spec, seen):
+        given = seen.mass[:, :, 40:, :40].sum(axis=2)
+        return given.reshape(2, spec.num_kv_heads, -1, 40).mean(axis=2)
+
+    assert [spec.window for spec in params.config.specs] == [8, None, 8, None], "12 tokens are more than a window"
+    np.testing.assert_allclose(
+        known.mass, np.stack(_looked(params.weights, jnp.asarray(text), params.config, look)), atol=1e-5
+    )
+    same = fidelity(params, jaxkv.policy("full"), known)
+    assert (same.mass == 1).all() and (same.overlap == 1).all()
+
+
 @pytest.mark.long
 def test_followed_tokens_give_what_generating_them_gives(tiny):
     """Teacher forcing of a policy's own greedy tokens finds exactly these most likely, and leaves the same cache."""
@@ -389,8 +408,10 @@ def test_shares_by_hand():
     kept = np.array([True, True, False, False]).reshape(1, 1, 1, 4)
     share, overlap = shares(kept, mass)
     assert share.item() == pytest.approx(0.5) and overlap.item() == 0.5
-    tied = np.ones((1, 1, 1, 4), np.float32)  # the older two are the oracle's
+    tied = np.ones((1, 1, 1, 4), np.float32)  # no two are better than the others
     assert shares(kept, tied)[1].item() == 1.0
+    share, overlap = shares(~kept, 0 * mass)  # nothing to lose, and none better than another
+    assert share.item() == 1.0 and overlap.item() == 1.0
 
 
 def test_retention(tiny):

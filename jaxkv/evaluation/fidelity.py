@@ -5,29 +5,36 @@ token under it. Everything is compared with the same steps on the full cache.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxkv import run
 from jaxkv.evaluation import one_prefill
 from jaxkv.evaluation.forced import follow
-from jaxkv.generate import prefill
+from jaxkv.generate import prefill, with_room
+from jaxkv.models import ModelConfig
 from jaxkv.policies.aggregate import Aggregate
 from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.observe import CurrentQuery
 from jaxkv.policies.policy import Phase, Policy
 from jaxkv.policies.score import AccumulatedAttention
+from jaxkv.programs import held
+from jaxkv.store import KVCache
 from jaxkv.weights.params import Params
 
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
     """What the full cache says: log-probabilities `[B, N, V]` after each continuation token, and the attention mass
-    `[L, B, Hk, T]` that each prompt token got from the N continuation queries (summed; mean over the group).
+    `[L, B, Hk, T]` that each prompt token got from the N continuation queries (summed; mean over the group). In a layer
+    with a sliding window that is what queries gave it while it was inside.
     """
 
     prompt: np.ndarray
@@ -78,11 +85,11 @@ def together(params: Params, policies: Sequence[Policy], against: Reference, *, 
     side. Every policy must be able to share a prefill of this length (`one_prefill.apart`)."""
     found: list[dict[int, tuple[Any, ...]]] = [{} for _ in policies]  # of each policy, by text
     asked = ((one_prefill.hear(params, ids), policies) for ids in against.prompt)
-    for places, held, logits in one_prefill.followed(params, asked, against.continuation, chunk=chunk):
+    for places, views, logits in one_prefill.followed(params, asked, against.continuation, chunk=chunk):
         rows = np.array([row for row, _ in places])
         mine = jax.nn.log_softmax(logits)
         figures = _compare(against.log_probabilities[rows], mine, jnp.asarray(against.continuation[rows]))
-        for (row, number), layers, said in zip(places, held, zip(*map(np.asarray, figures), strict=True), strict=True):
+        for (row, number), layers, said in zip(places, views, zip(*map(np.asarray, figures), strict=True), strict=True):
             kept = np.stack([_kept(each[None], against.prompt.shape[1]) for each in layers])
             found[number][row] = (*said, kept)
     out = []
@@ -96,10 +103,12 @@ def together(params: Params, policies: Sequence[Policy], against: Reference, *, 
 def shares(kept: np.ndarray, mass: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Share of the mass kept, and overlap with the oracle's set of the same size, per layer and head (mean over rows).
 
-    `kept` bool and `mass`, both `[L, B, Hk, T]`. Ties of mass go to the older token, as everywhere.
+    `kept` bool and `mass`, both `[L, B, Hk, T]`. Where a head gave the prompt no mass, none is lost: a share of 1. Of
+    tokens with the same mass those that are kept are the oracle's: behind a sliding window all have none.
     """
-    share = (kept * mass).sum(axis=-1) / mass.sum(axis=-1)
-    rank = np.argsort(np.argsort(-mass, axis=-1, kind="stable"), axis=-1, kind="stable")
+    total = mass.sum(axis=-1)
+    share = np.divide((kept * mass).sum(axis=-1), total, out=np.ones_like(total), where=total > 0)
+    rank = np.argsort(np.lexsort((~kept, -mass), axis=-1), axis=-1)
     counts = kept.sum(axis=-1, keepdims=True)
     overlap = (kept & (rank < counts)).sum(axis=-1) / np.maximum(counts[..., 0], 1)
     return share.mean(axis=1), overlap.mean(axis=1)
@@ -126,13 +135,36 @@ def _mass(params: Params, prompt: np.ndarray, continuation: np.ndarray) -> np.nd
         budget=tokens,
     )
     cache = prefill(params, prompt, policy=watch, scan_layers=True)
-    cache, _ = follow(params, cache, continuation, logits=False)
-    out = np.zeros((len(cache.layers), *cache.layers[0].positions.shape[:2], prompt.shape[1]), np.float32)
-    for index, layer in enumerate(cache.layers):
-        positions, mass = np.asarray(layer.positions), np.asarray(layer.stats["attention"])
-        row, head, slot = np.nonzero((positions >= 0) & (positions < prompt.shape[1]))
-        out[index, row, head, positions[row, head, slot]] = mass[row, head, slot]
-    return out
+    cache = with_room(watch, params.config, cache, continuation.shape[1])
+    _, mass = _added_up(params.weights, cache, continuation, config=params.config, tokens=prompt.shape[1])
+    return np.stack([np.asarray(layer) for layer in mass])
+
+
+@held
+@functools.partial(jax.jit, static_argnames=("config", "tokens"), donate_argnames="cache")
+def _added_up(
+    weights, cache: KVCache, continuation: Int[Array, "B N"], *, config: ModelConfig, tokens: int
+) -> tuple[KVCache, list[Float[Array, "B Hk T"]]]:
+    """The cache behind the continuation, and what each layer's first `tokens` have added up. That is read after every
+    step, for a token that falls out of a sliding window takes its sum along."""
+
+    def step(carry, token: Int[Array, "B"]):
+        cache, mass = carry
+        cache = dataclasses.replace(cache, pending=token)
+        cache, _ = run.decode_logits(weights, cache, token >= 0, config, cache.policy)
+        after = [_by_position(layer, each) for layer, each in zip(cache.layers, mass, strict=True)]
+        return (dataclasses.replace(cache, pending=jnp.full_like(token, -1)), after), None
+
+    nothing = [jnp.zeros((*layer.positions.shape[:2], tokens), jnp.float32) for layer in cache.layers]
+    return lax.scan(step, (cache, nothing), continuation.T)[0]
+
+
+def _by_position(layer: Any, before: Float[Array, "B Hk T"]) -> Float[Array, "B Hk T"]:
+    """The attention that a layer's tokens have added up, by position; as `before` where one is held no more."""
+    batch, heads, tokens = before.shape
+    rows, head = jnp.arange(batch)[:, None, None], jnp.arange(heads)[:, None]
+    at = jnp.where(layer.positions < 0, tokens, layer.positions)  # past the last: nobody's
+    return before.at[rows, head, at].set(layer.stats["attention"], mode="drop")
 
 
 def _kept(positions: np.ndarray, tokens: int) -> np.ndarray:
