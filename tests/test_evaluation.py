@@ -151,6 +151,34 @@ def test_scorers_refuse():
         scorers.score("all", "x", ())
 
 
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        (lambda answer, references: None, "gave None for the answer ''"),
+        (lambda answer, references: 2.0, "gave 2.0 .* number from 0 to 1"),
+        (lambda answer, references: np.float32("nan"), "gave nan"),
+        (lambda answer, references: "1", "gave '1'"),
+        (lambda answer: 1.0, "failed on the answer '' .TypeError: .* takes 1 positional"),
+        (lambda answer, references: answer[0], "failed on the answer '' .IndexError: .*of the answer and a list"),
+    ],
+)
+def test_a_scorer_of_ones_own_is_checked_before_the_model_runs(tmp_path, monkeypatch, lettered, own, words):
+    monkeypatch.setitem(scorers.SCORERS, "own", own)
+    with pytest.raises(BadValue, match=f"the scorer 'own' {words}"):
+        scorers.score("own", "", ("a",))
+    (tmp_path / "some.jsonl").write_text(json.dumps({"context": "c", "question": "q", "answer": "a"}))
+    run = {"policies": ["full"], "tasks": [{"file": str(tmp_path / "some.jsonl"), "scorer": "own"}]}
+    with pytest.raises(BadValue, match=f"the scorer 'own' {words}"):
+        runner.planned(lettered, settings.from_dict(run))
+
+
+@pytest.mark.parametrize("given", [np.float32(0.5), True, 1, np.bool_(False)])
+def test_a_scorer_of_ones_own_may_give_any_number(monkeypatch, given):
+    monkeypatch.setitem(scorers.SCORERS, "own", lambda answer, references: given)
+    found = scorers.score("own", "x", ("a",))
+    assert found == given and type(found) is float, "it is written down as JSON"
+
+
 def test_answers_that_no_score_can_read_are_refused_with_the_data(tmp_path):
     for answer, scorer, words in (
         ("", "any", "every answer would be right"),

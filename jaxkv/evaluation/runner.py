@@ -139,6 +139,8 @@ def planned(params: Params, settings: Settings) -> Work:
         raise BadValue(f"the run {settings.name!r} measures nothing: give it [[tasks]], [fidelity] or [retention]")
     tokenizer, cells = params.tokenizer, [jobs.measurable(params, cell) for cell in settings.cells()]
     examples = examples_of(settings, tokenizer)
+    for example in {example.scorer: example for example in examples}.values():  # one that fails does so before the run
+        score(example.scorer, "", example.questions[0].answers, example.questions[0].classes)
     context = params.config.max_position
     shared = jobs.shares(settings, examples, cells, tokenizer, context) if settings.share_prefill else []
     taken = {key for share in shared for job in share.jobs for key in job.keys}

@@ -7,7 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxkv.errors import BadValue, unknown
+import numpy as np
+
+from jaxkv.checks import fits, shown
+from jaxkv.errors import BadValue, first_line, unknown
 
 CHINESE_MARKS = (  # LongBench's list
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃"  # noqa: RUF001
@@ -200,16 +203,29 @@ SETTLED: dict[str, Callable[[str], bool]] = {  # whether an answer's score stays
 
 def score(name: str, answer: str, references: Sequence[str], classes: Sequence[str] = ()) -> float:
     """The named score. Raises `UnknownName` for one that there is not, `BadValue` without references or `classes` where
-    it needs them."""
+    it needs them, and for a scorer of one's own that fails or gives no number from 0 to 1."""
     if name not in SCORERS:
         raise unknown("scorer", name, SCORERS)
     if not references:
         raise BadValue("no reference answers to score against: expected at least one")
-    if name not in CHOOSING:
-        return SCORERS[name](answer, references)
-    if not classes:
+    if name in CHOOSING and not classes:
         raise BadValue(f"the score {name!r} needs all classes: expected a field all_classes in the data")
-    return SCORERS[name](answer, references, classes)
+    try:
+        found = SCORERS[name](answer, references, *((classes,) if name in CHOOSING else ()))
+    except BadValue:
+        raise
+    except Exception as error:  # of a scorer of one's own
+        raise BadValue(
+            f"the scorer {name!r} failed on the answer {shown(answer)} ({type(error).__name__}: {first_line(error)}): "
+            "expected a function of the answer and a list of references that gives a number from 0 to 1"
+        ) from error
+    if not (fits(found, float | bool) and 0 <= found <= 1):
+        given = shown(found.item() if isinstance(found, np.generic) else found)
+        raise BadValue(
+            f"the scorer {name!r} gave {given} for the answer {shown(answer)}: expected a number from 0 to 1, also for "
+            "an answer that is wrong"
+        )
+    return float(found)
 
 
 def check_references(name: str, references: Sequence[str]) -> None:
