@@ -216,22 +216,33 @@ def _check_text(cache: KVCache, sampler: Sampler, speculative: Speculative | Non
 def checked_pseudo(pseudo: Any, rows: int, policy: Policy, vocab_size: int) -> np.ndarray:
     """The pseudo tokens as int32, -1 behind a row's own. Raises `BadValue` where they don't fit the rows, the policy or
     the vocabulary."""
-    looking = policy.prefill is not None and policy.prefill.observe.extra > 0 and not policy.prefill.observe.drafts
+    if policy.prefill is None or policy.prefill.observe.extra < 1 or policy.prefill.observe.drafts:
+        raise BadValue(
+            f"pseudo={shown(pseudo)} under policy {policy.name!r}: expected none, for its queries are others"
+        )
+    ids = checked_ids("pseudo", pseudo, rows, vocab_size)
+    if (ids[:, 0] < 0).any():
+        raise BadValue(f"row {int(np.argmin(ids[:, 0]))} of pseudo has no ids: expected at least one in each row")
+    return ids
+
+
+def checked_ids(name: str, ids: Any, rows: int, vocab_size: int) -> np.ndarray:
+    """The token ids of so many rows as int32 [B, N], -1 behind a row's own. Raises `BadValue` for what is none."""
     try:
-        pseudo = np.asarray(pseudo)
+        found = np.asarray(ids)
     except (ValueError, TypeError):
         raise BadValue(
-            f"pseudo={shown(pseudo)}: expected integers of shape [{rows}, N]; put -1 behind the ids of shorter rows"
+            f"{name}={shown(ids)}: expected integers of shape [{rows}, N]; put -1 behind the ids of shorter rows"
         ) from None
-    fits = pseudo.ndim == 2 and len(pseudo) == rows and pseudo.shape[1] > 0 and np.issubdtype(pseudo.dtype, np.integer)
-    if not looking or not fits:
-        want = f"integers of shape [{rows}, N]" if looking else "none, for its queries are others"
-        raise BadValue(f"pseudo of {pseudo.dtype} {pseudo.shape} under policy {policy.name!r}: expected {want}")
-    if pseudo.min() < -1 or pseudo.max() >= vocab_size or (pseudo[:, 0] < 0).any():
+    fits = found.ndim == 2 and len(found) == rows and found.shape[1] > 0 and np.issubdtype(found.dtype, np.integer)
+    if not fits:
         raise BadValue(
-            f"pseudo tokens from {pseudo.min()} to {pseudo.max()}: expected ids from 0 to {vocab_size - 1}, at least "
-            "one in each row, and -1 behind them"
+            f"{name} of dtype {found.dtype} and shape {found.shape}: expected integers of shape [B, N], B = {rows} and "
+            "N >= 1"
         )
-    if (np.diff((pseudo >= 0).astype(np.int8), axis=1) > 0).any():
-        raise BadValue("pseudo tokens behind a -1: expected -1 only behind all ids of a row")
-    return pseudo.astype(np.int32)
+    if found.min() < -1 or found.max() >= vocab_size:
+        wrong = found.min() if found.min() < -1 else found.max()
+        raise BadValue(f"id {wrong} in {name}: expected 0 to {vocab_size - 1}, or -1 behind the ids of a row")
+    if (np.diff((found >= 0).astype(np.int8), axis=1) > 0).any():
+        raise BadValue(f"ids behind a -1 in {name}: expected -1 only behind all ids of a row")
+    return found.astype(np.int32)

@@ -13,7 +13,7 @@ import pytest
 import jaxkv
 from jaxkv import cli
 from jaxkv.calibrate import _looked
-from jaxkv.errors import BadValue, UnknownName
+from jaxkv.errors import BadCheckpoint, BadValue, UnknownName
 from jaxkv.evaluation import Example, Question, asking, datasets, jobs, runner, scorers, settings, summary, tasks
 from jaxkv.evaluation.example import fitted
 from jaxkv.evaluation.fidelity import fidelity, reference, shares
@@ -429,6 +429,31 @@ def test_followed_tokens_give_what_generating_them_gives(tiny):
         follow(params, cache, out.tokens[0])
     with pytest.raises(BadValue, match="sampled"):
         follow(params, out.cache, out.tokens)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        ([[160, 6]], "id 160 in tokens: expected 0 to 159"),
+        ([[-7, 6]], "id -7 in tokens"),
+        (np.array([[5.9, 6.9]]), "dtype float64"),
+        ([[5, -1, 6]], "behind a -1 in tokens"),
+        ([[5, 6], [7]], r"tokens=\[\[5, 6\], \[7\]\]: expected integers"),
+        ([[5], [6]], "B = 1"),
+        (np.zeros((1, 0), int), "N >= 1"),
+    ],
+)
+def test_ids_that_the_model_has_not_are_not_followed(tiny, tokens, words):
+    params = tiny("llama3")
+    cache = jaxkv.prefill(params, ids(1, 8), policy=jaxkv.policy("full"))
+    with pytest.raises(BadValue, match=words):
+        follow(params, cache, tokens)
+
+
+def test_another_models_cache_is_not_followed(tiny):
+    cache = jaxkv.prefill(tiny("llama3"), ids(1, 8), policy=jaxkv.policy("full"))
+    with pytest.raises(BadCheckpoint, match="the cache was made by model llama"):
+        follow(tiny("qwen2"), cache, np.array([[5]]))
 
 
 def test_shares_by_hand():

@@ -26,6 +26,7 @@ from jaxkv.policies.observe import CurrentQuery
 from jaxkv.policies.policy import Phase, Policy
 from jaxkv.policies.score import AccumulatedAttention
 from jaxkv.programs import held
+from jaxkv.request import checked_ids
 from jaxkv.store import KVCache
 from jaxkv.weights.params import Params
 
@@ -64,7 +65,8 @@ class Fidelity:
 
 def reference(params: Params, prompt: np.ndarray, continuation: np.ndarray) -> Reference:
     """The full cache's answers for `prompt [B, T]` and `continuation [B, N]` token ids."""
-    prompt, continuation = np.asarray(prompt, np.int32), np.asarray(continuation, np.int32)
+    prompt = np.asarray(prompt)
+    continuation = checked_ids("continuation", continuation, len(prompt), params.config.vocab_size)
     logits = _logits(params, catalogue()["full"], prompt, continuation)[0]
     return Reference(prompt, continuation, logits, _mass(params, prompt, continuation))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,32 +17,38 @@ from jaxkv.models import ModelConfig
 from jaxkv.policies.policy import Policy, check_scores
 from jaxkv.programs import held
 from jaxkv.prompts import right_padded
+from jaxkv.request import check_model, checked_ids, checked_policy
 from jaxkv.store import KVCache
 from jaxkv.weights.params import Params
 
 
 def follow(
-    params: Params, cache: KVCache, tokens: np.ndarray, implementation: str | None = None, logits: bool = True
+    params: Params,
+    cache: KVCache,
+    tokens: np.ndarray | Sequence[Sequence[int]],
+    implementation: str | None = None,
+    logits: bool = True,
 ) -> tuple[KVCache, jax.Array | None]:
     """Run `tokens [B, N]` (-1: none, only at a row's end) through decode under the cache's policy; the cache, and the
     logits `[B, N, V]` after each token, or None.
 
-    Raises `BadValue` for tokens of another shape or a cache that waits for a sampled token.
+    Raises `BadValue` for tokens of another shape, ids that the model has not, and a cache that waits for a sampled
+    token; `BadCheckpoint` for another model's cache.
     """
-    tokens = np.asarray(tokens, np.int32)
-    if tokens.ndim != 2 or tokens.shape[0] != cache.batch or tokens.shape[1] < 1:
-        raise BadValue(f"tokens of shape {tokens.shape} for a cache of {cache.batch} rows: expected [B, N], N >= 1")
+    check_model(params, cache)
+    policy = checked_policy(params, None, cache)
+    ids = checked_ids("tokens", tokens, cache.batch, params.config.vocab_size)
     if int(np.asarray(cache.pending).max()) >= 0:
         raise BadValue("the cache waits for a token that it sampled: expected one straight from prefill")
-    texts, policy = cache.texts(), cache.policy
-    cache = with_room(policy, params.config, cache, tokens.shape[1])
+    texts = cache.texts()
+    cache = with_room(policy, params.config, cache, ids.shape[1])
     cache, out = followed(
-        params.weights, cache, jnp.asarray(tokens), config=params.config, policy=policy,
+        params.weights, cache, jnp.asarray(ids), config=params.config, policy=policy,
         implementation=implementation, logits=logits, learned=params.learned_for(policy.learns, policy.name),
     )  # fmt: skip
     check_scores(policy)
     if texts is not None:
-        texts = right_padded([np.append(text, row[row >= 0]) for text, row in zip(texts, tokens, strict=True)])
+        texts = right_padded([np.append(text, row[row >= 0]) for text, row in zip(texts, ids, strict=True)])
     return dataclasses.replace(cache, tokens=texts), out
 
 
