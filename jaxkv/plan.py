@@ -138,13 +138,7 @@ def planned(
             limits[layer] = np.minimum(limits[layer], window)
         limit = int(limits[layer].max())
         prompt, more = rounded(int(held[layer] + new.max()), SLOT_SIZES), rounded(room, SLOT_SIZES)
-        if policy.decode is not None:
-            count = whole(policy, limit)
-            count = min(count, prompt + more) if _as_needed(policy, limit) else count
-        else:
-            count = min(limit, prompt) + more
-        count = count if window is None or policy.decode is not None else min(count, window)
-        slots.append(in_pieces(count, parts))
+        slots.append(slots_of(policy, limit, window, prompt, more, parts))
 
     more = max(0, -(-int(new.max()) // block) - 1)
     first = int(new.max()) - more * block
@@ -158,6 +152,19 @@ def planned(
         reach = policy.allocate.reach(most_slots, limit, len(sharing), tokens)
     blocks = PromptBlocks(min(rounded(first, sizes), block), more, block)
     return Plan(tuple(slots), bool(scored(policy, config, total, limits).any()), in_pieces(reach)), blocks, limits
+
+
+def slots_of(policy: Policy, limit: int, window: int | None, prompt: int, more: int = 0, parts: int = 1) -> int:
+    """Slots per KV head of a layer of this limit, with its sliding window, for so many tokens of a prompt (what a cache
+    holds already among them) and `more` behind it."""
+    limit = limit if window is None else min(limit, window)
+    if policy.decode is not None:
+        count = whole(policy, limit)
+        count = min(count, prompt + more) if _as_needed(policy, limit) else count
+    else:
+        count = min(limit, prompt) + more
+        count = count if window is None else min(count, window)
+    return in_pieces(count, parts)
 
 
 def limits_of(policy: Policy, config: ModelConfig, total: np.ndarray, learned: Learned = NOTHING) -> np.ndarray:

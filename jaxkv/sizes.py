@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxkv.errors import BadValue
 from jaxkv.models import AttentionSpec, ModelConfig
-from jaxkv.plan import shares, whole
+from jaxkv.plan import shares, slots_of, whole
 from jaxkv.policies.policy import NOTHING, Learned, Policy
 from jaxkv.run import empty_layer
 from jaxkv.store.entries import PIECE, in_pieces
@@ -66,11 +66,13 @@ def _layers(
     return tuple(found)
 
 
-def slots_at(policy: Policy, config: ModelConfig, budget: int, learned: Learned = NOTHING) -> list[int]:
-    """Slots per KV head of each layer under a budget, for a text as long as the model's context; where tokens are only
-    added while decoding, those of the prompt."""
-    sized = dataclasses.replace(policy, budget=budget, ratio=None, bytes=None)
-    return [in_pieces(count) for count in _used_at(sized, config, learned, config.max_position)]
+def slots_at(policy: Policy, config: ModelConfig, budget: int, tokens: int, learned: Learned = NOTHING) -> list[int]:
+    """Slots per KV head of each layer under a budget, for a text of so many tokens; where tokens are only added while
+    decoding, those of the prompt."""
+    limits = dataclasses.replace(policy, budget=budget, ratio=None, bytes=None).budgets(
+        tokens, config.num_layers, learned
+    )
+    return [slots_of(policy, limit, spec.window, tokens) for limit, spec in zip(limits, config.specs, strict=True)]
 
 
 def _used_at(policy: Policy, config: ModelConfig, learned: Learned, tokens: int) -> list[int]:

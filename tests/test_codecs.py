@@ -663,12 +663,27 @@ def test_info_and_stats_agree(tiny, goldens, capsys, name):
     out = jaxkv.generate(
         tiny(FAMILY), ids(90), policy=jaxkv.policy(name, budget=24, **options), max_new_tokens=4, stop_tokens=()
     )
-    said = [word for option, value in options.items() for word in ("--option", f"{option}={value}")]
+    said = ["--option", *(f"{option}={value}" for option, value in options.items())] if options else []
     command = ["info", str(goldens / "tiny" / FAMILY), "--policy", name, "--budget", "24", *said, "--json"]
     assert cli.main(command) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts[f"cache_bytes_under_{name}_at_budget_24"] == out.stats.cache_bytes
     assert facts[f"keys_and_values_bytes_under_{name}_at_budget_24"] == out.cache.kv_bytes
+
+
+@pytest.mark.parametrize(("name", "options"), [("knorm", {"spare": 1}), ("d2o", {"spare": 1, "spare_last": 0})])
+def test_info_counts_the_text_that_it_is_told_of(tiny, goldens, capsys, name, options):
+    """Layers that hold the whole text do so up to --tokens, not to the end of the model's context."""
+    import json
+
+    from jaxkv import cli
+
+    held = jaxkv.prefill(tiny(FAMILY), ids(96), policy=jaxkv.policy(name, budget=24, **options)).nbytes
+    said = ["--option", *(f"{option}={value}" for option, value in options.items())]
+    command = ["info", str(goldens / "tiny" / FAMILY), "--policy", name, "--budget", "24", *said, "--tokens", "96"]
+    assert cli.main([*command, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts[f"cache_bytes_under_{name}_at_budget_24_behind_the_prompt"] == held
 
 
 # ---- as released

@@ -119,7 +119,7 @@ class Info:
 
         count, at = (budget, f"budget_{budget}") if policy.evicts else (self.tokens, f"{self.tokens}_tokens")
         if policy.evicts and not policy.learns and count >= least(policy):
-            slots = slots_at(policy, config, count)
+            slots = slots_at(policy, config, count, self.tokens)
         else:  # what was measured of the layers is not at hand, as if they had equally many; or a ratio keeps it all
             slots = [in_pieces(min(count, spec.window or count)) for spec in config.specs]
         at += "_behind_the_prompt" * (policy.evicts and not policy.bounded)
