@@ -143,10 +143,16 @@ def fitted(policy: Policy, config: ModelConfig, dtype: Any, learned: Learned = N
     low = least(free)
     high = max(config.max_position, low)
     if taken(low) > policy.bytes:
+        remedy = "raise bytes="
+        if not policy.allocate.bounded:
+            remedy = (
+                f"some layers hold the whole text beside it, counted with the model's context of {config.max_position} "
+                "tokens: spare fewer layers with spare= (and spare_last=; 0 for none), raise bytes="
+            )
         raise BadValue(
             f"bytes={policy.bytes} of policy {policy.name!r}: its smallest budget, {low} tokens per KV head, takes "
-            f"{taken(low)} bytes of keys and values per row with this model; raise bytes=, or give keys and values "
-            "fewer bits with store="
+            f"{taken(low)} bytes of keys and values per row with this model; {remedy}, or give keys and values fewer "
+            "bits with store="
         )
     if taken(high) <= policy.bytes:
         low = high

@@ -641,6 +641,11 @@ def test_too_few_bytes_and_other_sizes(tiny):
     params = tiny(FAMILY)
     with pytest.raises(BadValue, match=r"bytes=100 of policy 'h2o': its smallest budget, 1 tokens .* takes 4096 bytes"):
         jaxkv.prefill(params, ids(9), policy=jaxkv.policy("h2o", bytes=100))
+    for name in ("knorm", "d2o"):
+        with pytest.raises(
+            BadValue, match=r"layers hold the whole text .* context of 2048 tokens: spare fewer .*spare="
+        ):
+            jaxkv.prefill(params, ids(9), policy=jaxkv.policy(name, bytes=10_000))
     with pytest.raises(BadValue, match="exactly one of"):
         jaxkv.policy("h2o", bytes=100, budget=64)
     with pytest.raises(BadValue, match="bytes=0"):
