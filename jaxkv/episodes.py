@@ -107,10 +107,11 @@ def episodes(
             f"a history that ends with a message of {shown(history[-1]['role'])}: expected an answer of the assistant "
             "to be last; give what has no answer yet to ask()"
         )
-    if not policy.extra:
+    drafts = policy.prefill is not None and policy.prefill.observe.drafts
+    if drafts or not policy.extra:
         raise BadValue(
-            f"policy {policy.name!r} of episodes: expected one at which tokens look from behind the prompt, such as "
-            "jaxkv.policy('epicache', budget=256)"
+            f"policy {policy.name!r} of episodes: expected one at which tokens look from behind the prompt, and none "
+            "are drafted for that, such as jaxkv.policy('epicache', budget=256)"
         )
     segments = _segments(params, history, rows[0], policy.extra, utterances)
     if len(segments) < count:

@@ -199,6 +199,11 @@ def test_refusals(tiny, history):
             Episodes.nearest(types.SimpleNamespace(params=params), [wrong])
     with pytest.raises(BadValue, match="policy 'knorm' of episodes: expected one at which tokens look from behind"):
         jaxkv.episodes(params, history, policy=jaxkv.policy("knorm", budget=16))
+    for name in ("laq", "tiered-laq"):
+        with pytest.raises(
+            BadValue, match=f"policy '{name}' of episodes: expected .* none are drafted for that, such as"
+        ):
+            jaxkv.episodes(params, history, policy=jaxkv.policy(name, budget=64))
     for count, words in (
         (0, "count=0: expected a whole number of topics"),
         (10, "count=10 topics .* has 9 segments of 6 tokens: give count= at most 9"),
