@@ -31,6 +31,9 @@ def test_what_comes_back_is_what_was_saved(tiny, saved, family):
     for (where, one), (same, other) in zip(ours, theirs, strict=True):
         assert where == same and one[...].dtype == other[...].dtype
         np.testing.assert_array_equal(np.asarray(one[...]), np.asarray(other[...]), err_msg=str(where))
+    assert set(after.learned) == set(before.learned), "what was measured on the model goes with it"
+    for name, array in before.learned.items():
+        np.testing.assert_allclose(np.asarray(after.learned[name]), array, rtol=1e-3, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.long

@@ -21,6 +21,7 @@ from jaxkv.models.linear import Blocks, as_held, packed, packed_table, plain, qu
 from jaxkv.models.rope import Rope
 from jaxkv.sharding.hosts import somewhere, together
 from jaxkv.sharding.layout import Layout, on_host
+from jaxkv.weights import learned
 from jaxkv.weights.params import Params
 from jaxkv.weights.source import INSIDE
 
@@ -28,7 +29,7 @@ FORMAT = 3
 
 
 def save_weights(params: Params, path: str | os.PathLike) -> Path:
-    """Write weights, config and tokenizer to a new folder that `load` reads, all of it or nothing.
+    """Write weights, config, tokenizer and calibration to a new folder that `load` reads, all of it or nothing.
 
     On many hosts each calls this, with a path that all of them see. Raises `BadCheckpoint` where something stands
     already, and `BadValue` for weights in blocks.
@@ -45,12 +46,14 @@ def save_weights(params: Params, path: str | os.PathLike) -> Path:
     }
     weights = unflatten_dict(flat)
     facts = {"format": FORMAT, "config": dataclasses.asdict(params.config)}
-    with appearing_folder(path, sum(leaf.nbytes for leaf in jax.tree.leaves(weights))) as draft:
+    with appearing_folder(path, sum(leaf.nbytes for leaf in jax.tree.leaves((weights, params.learned)))) as draft:
         written(draft / INSIDE, weights=ocp.args.StandardSave(weights), facts=ocp.args.JsonSave(facts))
         if jax.process_index() == 0:
             digests.write(draft / INSIDE)
             if params.tokenizer is not None:
                 params.tokenizer.save_pretrained(draft)
+            if params.learned:  # where `jaxkv calibrate` puts it
+                learned.write(params.learned, draft / learned.file_name(params.fingerprint))
     return path
 
 
