@@ -1,11 +1,14 @@
 """Parts written outside the package keep the contract as the package's own do, with no file of it touched."""
 
+import dataclasses
 import re
 import sys
 import tomllib
 from pathlib import Path
 
 import behaviour
+import jax
+import jax.numpy as jnp
 import numpy as np
 import outside_parts
 import pytest
@@ -13,8 +16,11 @@ import test_contract as contract
 
 import jaxkv
 from jaxkv import cli
-from jaxkv.policies import Codec
+from jaxkv.errors import BadValue
+from jaxkv.policies import Codec, Evicted
 from jaxkv.policies.parts import PARTS
+from jaxkv.store.codecs import Codecs
+from jaxkv.store.entries import Change
 
 H2O = """
 [prefill]
@@ -90,3 +96,76 @@ def test_the_command_line_takes_them(tmp_path, capsys):
     cli.main(["policies", str(path), "--parts", str(Path(outside_parts.__file__)), "--json"])
     assert '"fold"' in capsys.readouterr().out
     assert sys.modules["outside_parts"] is outside_parts
+
+
+class Cut(Codec):
+    """Does not bring channels back."""
+
+    kind = "cut-short"
+
+    def encode(self, x):
+        return x[..., :4]
+
+    def decode(self, code):
+        return code
+
+
+class Turned(Cut):
+    """Channels before the slots."""
+
+    kind = "turned"
+
+    def encode(self, x):
+        return jnp.moveaxis(x, -1, 0)
+
+    def decode(self, code):
+        return jnp.moveaxis(code, 0, -1)
+
+
+class Rule(Evicted):
+    """Survivors alone, or fewer of them, by what is asked."""
+
+    moves = True
+
+    def absorb(self, beside, kept, lost, facts):
+        return kept if self.kind == "alone" else (jax.tree.map(lambda x: x[:, :, 1:], kept), beside)
+
+
+class One(Rule):
+    """Gives the state of a rule that has none."""
+
+    kind, single = "stateful", True
+
+    def absorb(self, beside, kept, lost, facts):
+        return kept, beside
+
+    def take(self, beside, held, takers, gone, facts):
+        return Change(gone.positions[..., 0], gone.keys[:, :, 0], gone.values[:, :, 0]), takers
+
+
+def of_kind(name: str) -> type[Evicted]:
+    return dataclasses.dataclass(frozen=True)(type(name, (Rule,), {"kind": name, "__doc__": Rule.__doc__}))
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"keys": Cut()}, r"codec 'cut-short': decode gives float32 of shape \(1, 2, 8, 4\) .* shape \(1, 2, 8, 16\)"),
+        ({"values": Turned()}, r"codec 'turned': encode gives .* begin with the slots' dimensions, \(1, 2, 8\)"),
+        (of_kind("alone")(), "absorb of evicted kind 'alone': it gives Entries; expected a pair"),
+        (
+            of_kind("fewer")(),
+            r"absorb of evicted kind 'fewer': survivors.keys is \(1, 2, .*, 16\), not \(1, 2, .*, 16\)",
+        ),
+        (One(), r"take of evicted kind 'stateful': state is \(1, 2, .*\), not None"),
+    ],
+)
+def test_a_part_that_gives_other_shapes_is_named(tiny, part, words):
+    h2o = jaxkv.policy("h2o", budget=24)
+    if isinstance(part, Evicted):
+        phases = {name: dataclasses.replace(getattr(h2o, name), evicted=part) for name in ("prefill", "decode")}
+        policy = dataclasses.replace(h2o, **phases)
+    else:
+        policy = dataclasses.replace(h2o, store=Codecs(**part))
+    with pytest.raises(BadValue, match=words):
+        jaxkv.generate(tiny(contract.FAMILY), np.arange(3, 43), policy=policy, max_new_tokens=2)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxkv.policies.allocator import Allocate
-from jaxkv.policies.evicted import Leaving
+from jaxkv.policies.evicted import Leaving, absorb_by
 from jaxkv.policies.policy import Phase, Policy
 from jaxkv.store.entries import Entries
 
@@ -32,7 +32,7 @@ def leaving(
 def absorbed(rule: Any, beside: dict[str, Any], entries: Entries, kept: jax.Array, facts: Leaving) -> Any:
     """The entries and what is beside the slots, after those that are not `kept` have left."""
     stay, gone = entries.masked(kept), entries.masked(~kept)
-    survivors, state = rule.absorb(beside.get(rule.state), stay, gone, facts)
+    survivors, state = absorb_by(rule, beside.get(rule.state), stay, gone, facts)
     if survivors is not stay:  # in their slots; what left lies where it lay, and is not kept
         entries = dataclasses.replace(survivors, positions=entries.positions)
     return entries, beside if not rule.state else {**beside, rule.state: state}

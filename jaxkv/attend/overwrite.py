@@ -16,7 +16,7 @@ from jaxkv.attend.leave import leaving
 from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import rotate
 from jaxkv.policies.allocator import Allocate
-from jaxkv.policies.evicted import Evicted, Leaving
+from jaxkv.policies.evicted import Evicted, Leaving, absorb_by, take_by
 from jaxkv.policies.policy import Policy
 from jaxkv.store.entries import Change
 from jaxkv.store.line import taking
@@ -61,18 +61,18 @@ def _layer(
         return dataclasses.replace(layer, beside={**layer.beside, rule.state: state})
 
     if not rule.moves:
-        _, state = rule.absorb(old, None, gone, Leaving(share.local(learned, store.heads)))
+        _, state = absorb_by(rule, old, None, gone, Leaving(share.local(learned, store.heads)))
         return remembering(state), None
     stay = store.put(jnp.ones(store.positions.shape, bool), jnp.zeros(store.next_slot.shape, bool), active)
     turn = functools.partial(rotate, rope=spec.rope)
     if rule.single:
         takers = store.filled_by_head() & store.seen_by_head(stay)
         facts = _facts(policy, share, store.seen_by_head(store.positions), position, given, turn)
-        change, state = rule.take(old, store.held_plain, takers, gone, facts)
+        change, state = take_by(rule, old, store.held_plain, takers, gone, facts)
         return remembering(state), change
     survivors = store.by_head().masked(store.compared(stay))
     facts = _facts(policy, share, survivors.positions, position, given, turn)
-    moved, state = rule.absorb(old, survivors, gone, facts)
+    moved, state = absorb_by(rule, old, survivors, gone, facts)
     assert moved is not None
     moved = dataclasses.replace(moved, positions=store.positions)
     return policy.read.indexed(remembering(state).holding(moved, moved.filled)), None

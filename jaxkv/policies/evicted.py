@@ -9,10 +9,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jaxkv.checks import Checked
+from jaxkv.checks import Checked, foreign
 from jaxkv.errors import BadValue
 from jaxkv.policies.score import ScoreInputs, draws
 from jaxkv.store import residue, sketch, summary, tier
@@ -95,6 +97,45 @@ class Evicted(Checked):
         of them are each head's and stay, `gone [B, Hk, 1]` what each loses.
         """
         raise NotImplementedError
+
+
+def absorb_by(rule: Evicted, beside: Any, kept: Entries | None, lost: Entries, facts: Leaving) -> Any:
+    """What the rule's `absorb` gives."""
+    return _given(rule, "absorb", rule.absorb(beside, kept, lost, facts), (kept, beside))
+
+
+def take_by(
+    rule: Evicted, beside: Any, held: Entries, takers: Bool[Array, "B Hk S"], gone: Entries, facts: Leaving
+) -> Any:
+    """What the rule's `take` gives."""
+    slot, keys, values, weight = jax.tree.map(
+        lambda x: x[:, :, 0], (gone.positions, gone.keys, gone.values, gone.weight)
+    )
+    found = rule.take(beside, held, takers, gone, facts)
+    return _given(rule, "take", found, (Change(slot, keys, values, weight), beside))
+
+
+def _given(rule: Evicted, method: str, found: Any, wanted: tuple[Any, Any]) -> Any:
+    """What a rule gave. Raises `BadValue` where one of one's own gives no pair, or arrays of other shapes."""
+    if not foreign(rule):
+        return found
+    gives = f"it gives {type(found).__name__}"
+    if isinstance(found, tuple) and len(found) == 2:
+        mine, due = _shapes(found), _shapes(wanted)
+        wrong = next((name for name in [*due, *mine] if mine.get(name) != due.get(name)), None)
+        if wrong is None:
+            return found
+        gives = f"{wrong} is {mine.get(wrong)}, not {due.get(wrong)}"
+    raise BadValue(
+        f"{method} of evicted kind {rule.kind!r}: {gives}; expected a pair, what becomes of the survivors and the "
+        "state, with arrays of the shapes that it was given (a state of None where it keeps none)"
+    )
+
+
+def _shapes(answer: tuple[Any, Any]) -> dict[str, Any]:
+    """The shape of every array of what a rule gave or was given, by name."""
+    leaves = jax.tree_util.tree_leaves_with_path(dict(zip(("survivors", "state"), answer, strict=True)))
+    return {jax.tree_util.keystr(path, simple=True, separator="."): np.shape(leaf) for path, leaf in leaves}
 
 
 @dataclasses.dataclass(frozen=True)

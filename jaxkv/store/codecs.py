@@ -1,11 +1,14 @@
 """Codecs of a store: that of the keys, that of the values, and how many of the newest tokens stay as they are."""
 
 import dataclasses
+import functools
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxkv.checks import Checked
+from jaxkv.checks import Checked, foreign
 from jaxkv.errors import BadValue
 from jaxkv.store import window
 from jaxkv.store.balanced import IntBalanced
@@ -129,9 +132,12 @@ class Codecs(Checked):
         return dataclasses.replace(self, keys=self.keys.fitted(fit.keys), values=self.values.fitted(fit.values))
 
     def check(self, head_dim: int) -> None:
-        """Raises `BadValue` where heads of this width have no code."""
-        self.keys.check(head_dim)
-        self.values.check(head_dim)
+        """Raises `BadValue` where heads of this width have no code, and for a codec of one's own whose arrays have
+        other shapes than they should."""
+        for codec in (self.keys, self.values):
+            codec.check(head_dim)
+            if foreign(codec) and not codec.pairs:
+                _check_shapes(codec, head_dim)
 
     def suits(self, policy: Any) -> None:
         """Raises `BadValue` for a policy whose entries cannot lie so."""
@@ -171,6 +177,32 @@ class Codecs(Checked):
             for name, size in sizes.items()
             if size
         }
+
+
+@functools.lru_cache(maxsize=256)
+def _check_shapes(codec: Codec, head_dim: int) -> None:
+    """Raises `BadValue` where a code does not begin with the slots' dimensions, or stands for other numbers."""
+    slots = (1, 2, 8 * codec.together)
+
+    def there_and_back() -> tuple[Any, Any]:
+        fitted = codec.fitted(codec.unfit(*slots[:2], head_dim))
+        code = fitted.encode_all(jnp.zeros((*slots, head_dim), jnp.float32), jnp.zeros(slots, jnp.int32))
+        return code, fitted.decode(code)
+
+    code, back = jax.eval_shape(there_and_back)
+    back, whole = jax.tree.leaves(back), (*slots, head_dim)
+    if [x.shape for x in back] != [whole] or not jnp.issubdtype(back[0].dtype, jnp.floating):
+        gives = ", ".join(f"{x.dtype} of shape {x.shape}" for x in back) or "nothing"
+        raise BadValue(
+            f"codec {codec.kind!r}: decode gives {gives} for what encode made of shape {whole}: expected floats of "
+            "that shape"
+        )
+    for leaf in jax.tree.leaves(code):
+        if codec.apart and leaf.shape[: len(slots)] != slots:
+            raise BadValue(
+                f"codec {codec.kind!r}: encode gives an array of shape {leaf.shape} for numbers of shape "
+                f"{whole}: expected arrays that begin with the slots' dimensions, {slots}"
+            )
 
 
 PLAIN_BOTH = Codecs()
