@@ -87,12 +87,11 @@ def checked_request(
         stop_tokens = params.config.stop_tokens
     else:
         stop_tokens = sequence_of("stop_tokens", stop_tokens, int, "token ids, () for none, or None for the model's")
-        own, most = params.config.stop_tokens, params.config.vocab_size
-        wrong = [token for token in stop_tokens if not (0 <= token < most or token in own)]
+        wrong = [token for token in stop_tokens if not _of_model(params, token)]
         if wrong:
             raise BadValue(
                 f"stop_tokens={shown(stop_tokens)}, and {wrong[0]} is none of the model's: expected token ids from 0 "
-                f"to {most - 1}"
+                f"to {params.config.vocab_size - 1}"
             )
     stop = (stop,) if isinstance(stop, str) else () if stop is None else stop
     stop = sequence_of("stop", stop, str, "text, or several texts")
@@ -101,7 +100,8 @@ def checked_request(
     if stop and params.tokenizer is None:
         raise BadValue("stop strings need a tokenizer, and these params have none: use stop_tokens=")
     special = {text: token for text in stop if (token := _special(params.tokenizer, text)) is not None}
-    stop_tokens = (*stop_tokens, *(token for token in special.values() if token not in stop_tokens))
+    named = (token for token in special.values() if _of_model(params, token))  # a tokenizer may have more
+    stop_tokens = (*stop_tokens, *(token for token in named if token not in stop_tokens))
     stop = tuple(text for text in stop if text not in special)
     chosen = checked_policy(params, policy, cache)
     check_speculative(params.layout.mesh, speculative)
@@ -112,6 +112,11 @@ def checked_request(
     if cache is not None:
         _check_text(cache, sampler, speculative)
     return Request(chosen, int(max_new_tokens), sampler, int(samples), int(seed), stop_tokens, stop, speculative)
+
+
+def _of_model(params: Params, token: int) -> bool:
+    """Whether a text of the model may end with the token: it can give it, or has it among its own stop tokens."""
+    return 0 <= token < params.config.vocab_size or token in params.config.stop_tokens
 
 
 def _special(tokenizer: Any, text: str) -> int | None:

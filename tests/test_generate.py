@@ -278,6 +278,29 @@ def test_the_name_of_a_special_token_stops_at_the_token(lettered):
     assert out.tokens[0, : out.lengths[0]].tolist() == free[: free.tolist().index(end) + 1].tolist()
 
 
+def test_a_special_token_that_the_model_cannot_give_stops_nothing(lettered):
+    """A tokenizer may have more tokens than the model. What was taken once is taken again, as other hosts do."""
+    beyond = lettered.config.vocab_size
+
+    class Larger(Letters):
+        def __call__(self, text, **more):
+            return {"input_ids": [beyond]} if text == "<image>" else super().__call__(text, **more)
+
+        def decode(self, tokens, skip_special_tokens=False, **_):
+            if tokens == [beyond]:
+                return "" if skip_special_tokens else "<image>"
+            return super().decode(tokens)
+
+    params, given = dataclasses.replace(lettered, tokenizer=Larger()), {"stop_tokens": (5,), "stop": ["<image>", "a"]}
+    for _ in range(2):
+        request = checked_request(
+            params, ids(3), None, policy=None, max_new_tokens=1, sampler=Sampler(), samples=1, seed=0,
+            speculative=None, **given,
+        )  # fmt: skip
+        assert (request.stop_tokens, request.stop) == ((5,), ("a",))
+        given = {"stop_tokens": request.stop_tokens, "stop": request.stop}
+
+
 def test_a_space_is_no_special_token(lettered):
     """Alone it decodes to nothing under a tokenizer that strips what a text begins with."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
