@@ -328,10 +328,9 @@ class Engine:
             self._closed = True
             self._work.notify_all()
         with self._starting:
-            pass
-        if self._thread is None:
-            self._tell_end()
-            return
+            if self._thread is None:
+                self._tell_end()
+                return
         if finish:
             self._thread.join(timeout)
         for answer in self._going():

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxkv.checks import shown
 from jaxkv.errors import BadValue, Busy, JaxkvError
-from jaxkv.serving.answer import FAILED, Answer
+from jaxkv.serving.answer import CANCELLED, FAILED, Answer
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.metrics import Metrics
 from jaxkv.serving.wire import NAMES, Chat, Completion, Reader, Wanted, Written, Wrong, parsed
@@ -304,7 +304,7 @@ class Answering(Response):
                 piece = reader.piece()
                 if piece.finish is not None:
                     del going[index]
-                if piece.finish == FAILED:
+                if piece.finish in (CANCELLED, FAILED):  # which an error tells, and no finish_reason of the API
                     return
                 if piece.text or piece.finish or piece.chances:
                     await send(_event(self._written.event(index, reader, piece)))
@@ -322,7 +322,7 @@ class Answering(Response):
             error = errors[0]
             gone = f"the engine failed ({type(error.__cause__).__name__}): it has to be started again"
             return Wrong(500, str(error) if isinstance(error, BadValue) else gone)
-        if any(reader.answer.finish == "cancelled" for reader in self._readers):
+        if any(reader.answer.finish == CANCELLED for reader in self._readers):
             return Wrong(503, "the server stops, and has ended this answer", code="stopping")
         return None
 

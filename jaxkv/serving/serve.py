@@ -6,13 +6,16 @@ import math
 import os
 import signal
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
 import uvicorn
 
 from jaxkv.errors import BadValue
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.http import DEFAULT, LOOPBACK, Limits, Server
+
+LAST = 10  # seconds for the engine's last turn behind the grace, and to say what it has ended
 
 
 def serve(
@@ -44,12 +47,12 @@ def serve(
     load = engine.load
     config = uvicorn.Config(
         app, host=host, port=port, log_level="warning", access_log=False, server_header=False, timeout_keep_alive=15,
-        timeout_graceful_shutdown=int(grace) + 1,
+        timeout_graceful_shutdown=math.ceil(grace) + LAST,
         limit_concurrency=connections or 4 * load.rows + engine.queue + 256,
         h11_max_incomplete_event_size=64 * 1024, http="h11", ws="none",
     )  # fmt: skip
     try:
-        Stopped(config).run()
+        Stopped(config, lambda: engine.stop(timeout=grace)).run()
     finally:
         engine.stop(finish=False)  # the other hosts too, where the server did not even begin
 
@@ -107,7 +110,18 @@ def _unmoved() -> Iterator[None]:
 
 
 class Stopped(uvicorn.Server):
-    """A server for which being told to stop is the ordinary end, after which the process goes on."""
+    """A server for which being told to stop is the ordinary end, after which the process goes on; `stop` stops the
+    engine."""
+
+    def __init__(self, config: uvicorn.Config, stop: Callable[[], None]):
+        super().__init__(config)
+        self._stop = stop
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, with the engine's stop beside it: an answer that this ends is still told so, while behind
+        uvicorn's it would be cut off."""
+        threading.Thread(target=self._stop, name="jaxkv-stop", daemon=True).start()
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -29,7 +29,7 @@ from jaxkv.serving import Engine
 from jaxkv.serving.engine import Load
 from jaxkv.serving.http import LOOPBACK, Limits, Server, _name_of, _refused
 from jaxkv.serving.metrics import Metrics
-from jaxkv.serving.serve import serve
+from jaxkv.serving.serve import Stopped, serve
 from jaxkv.serving.wire import Chat, Completion, parsed
 from jaxkv.speculative.tally import Speculation
 
@@ -499,6 +499,53 @@ def test_the_stop_finishes_what_runs(params, client):
         pieces += list(stream)
         assert pieces[-1].choices[0].finish_reason == "length"
         until(lambda: engine.closed)
+
+
+@contextlib.contextmanager
+def in_a_thread(engine, **options):
+    """`serve` in a thread, which signals do not reach: its server, and the future of its end."""
+    servers = []
+
+    class Here(Stopped):
+        def capture_signals(self):
+            servers.append(self)
+            return contextlib.nullcontext()
+
+    with pytest.MonkeyPatch.context() as patched, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        patched.setattr("jaxkv.serving.serve.Stopped", Here)
+        ends = pool.submit(serve, engine, "tiny", **{"port": 0, "grace": 30.0, **options})
+        until(lambda: ends.done() or (servers and servers[0].started))
+        try:
+            yield servers[0], ends
+        finally:
+            servers[0].should_exit = True
+
+
+def port_of(server):
+    return server.servers[0].sockets[0].getsockname()[1]
+
+
+def test_what_the_grace_is_too_short_for_is_told_so(params):
+    """Whole answers by their status, and streams by an error before their end; no client is cut off."""
+    engine = made(params, max_new_tokens=1900)
+    turn = engine.turn
+    engine.turn = lambda: time.sleep(0.05) or turn()  # all tokens would take 24 s
+    asked = {"prompt": "abc", "max_tokens": 1900, "temperature": 0, "ignore_eos": True}
+    with in_a_thread(engine, grace=0.3) as (server, ends), concurrent.futures.ThreadPoolExecutor(3) as pool:
+        address = f"http://127.0.0.1:{port_of(server)}"
+        until(lambda: got(address, "/health")[0] == 200)
+        answers = [
+            pool.submit(post, address, "/v1/completions", {**asked, "stream": stream})
+            for stream in (True, False, False)
+        ]
+        until(lambda: engine.load.taken == 2 and engine.load.queued == 1)
+        server.should_exit = True
+        (streamed, events), *whole = [answer.result(60) for answer in answers]
+        ends.result(60)
+    assert [(status, json.loads(body)["error"]["code"]) for status, body in whole] == [(503, "stopping")] * 2
+    *pieces, error, done = events.split(b"data: ")[1:]
+    assert streamed == 200 and done.startswith(b"[DONE]") and b'"code":"stopping"' in error
+    assert pieces and not any(b"cancelled" in piece for piece in pieces)
 
 
 @pytest.mark.parametrize(
