@@ -309,11 +309,16 @@ class Engine:
 
     def start(self) -> "Engine":
         """Compile what short prompts need, and run requests in a thread of the engine's own until `stop`. The other
-        programs are compiled in another thread meanwhile, and prompts that need these wait."""
+        programs are compiled in another thread meanwhile, and prompts that need these wait. Where it cannot, the engine
+        has failed."""
         self._check_leads()
         self._runs = True
         with self._starting:
-            self._make()
+            try:
+                self._make()
+            except Exception as error:
+                self._fail(error)
+                raise
             if self._thread is None and not (self._turns is not None and self._turns.ended):
                 self._thread = threading.Thread(target=self._run, name="jaxkv-engine", daemon=True)
                 self._compiling = threading.Thread(target=self._compile_meanwhile, name="jaxkv-programs", daemon=True)
@@ -570,7 +575,7 @@ class Engine:
 
     def _tell_end(self) -> None:
         """No more turns come, as the other hosts then know."""
-        if self._turns is not None and self._turns.leads:
+        if self._turns is not None and self._turns.leads and not self._turns.ended:
             self._make()  # they are on their way there
             self._turns.end(None)
 

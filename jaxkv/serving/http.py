@@ -60,7 +60,7 @@ class Server:
 
     def __init__(self, engine: Engine, model: str, *, limits: Limits = DEFAULT, token: str | None = None):
         self.engine, self.model, self._limits, self._token = engine, model, limits, token
-        self._metrics, self._ready, self._failed = Metrics(engine), False, None
+        self._metrics, self._ready = Metrics(engine), False
 
     def app(self, hosts: tuple[str, ...] | None = None, grace: float | None = None) -> Starlette:
         """The ASGI application: it starts the engine, and stops it when what runs has ended (or after `grace` s).
@@ -90,11 +90,8 @@ class Server:
         )
 
     def _start(self) -> None:
-        try:
-            self.engine.start()
-            self._ready = True
-        except Exception as error:
-            self._failed = error
+        self.engine.start()
+        self._ready = True
 
     # ---- routes
 
@@ -103,9 +100,8 @@ class Server:
         return HTMLResponse(page, headers={"content-security-policy": PAGE_RULES, "x-frame-options": "DENY"})
 
     async def _health(self, _: Request) -> Response:
-        failure = self._failed or self.engine.failure
-        if failure is not None:
-            return JSONResponse({"status": "failed", "error": type(failure).__name__}, 503)
+        if self.engine.failure is not None:
+            return JSONResponse({"status": "failed", "error": type(self.engine.failure).__name__}, 503)
         return JSONResponse({"status": "ok"}) if self._ready else JSONResponse({"status": "starting"}, 503)
 
     async def _show_metrics(self, request: Request) -> Response:
@@ -174,7 +170,7 @@ class Server:
 
     async def _submit(self, wanted: Wanted) -> list[Reader]:
         """The request's answers, asked for: all of them, or none."""
-        if not self._ready:
+        if not self._ready and self.engine.failure is None:
             raise Wrong(503, "the programs are being compiled: ask again soon", headers={"retry-after": "5"})
         engine, answers = self.engine, []
 
@@ -188,8 +184,8 @@ class Server:
             for answer in answers:
                 answer.cancel()
             if isinstance(error, Busy):
-                status = 503 if engine.closed else 429
-                raise Wrong(status, str(error), code="busy", headers={"retry-after": "1"}) from None
+                again = {"retry-after": "1"} if engine.failure is None else {}
+                raise Wrong(503 if engine.closed else 429, str(error), code="busy", headers=again) from None
             if isinstance(error, JaxkvError):
                 raise _refused(error, wanted) from None
             raise

@@ -2,16 +2,17 @@
 
 import contextlib
 import errno
+import functools
 import math
 import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import uvicorn
 
-from jaxkv.errors import BadValue
+from jaxkv.errors import BadValue, JaxkvError, first_line
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.http import DEFAULT, LOOPBACK, Limits, Server
 
@@ -34,7 +35,8 @@ def serve(
 
     On the loopback it answers to the loopback's names and `host_names`; elsewhere to any, unless there are such names.
     On many hosts process 0 does so, and the others run what it says until it ends: these signals do not end them.
-    Raises `BadValue` as `check` and `check_free` do; `HostFailure` where process 0 fails.
+    Raises `BadValue` as `check` and `check_free` do; `JaxkvError` where the engine cannot start, or fails, and on the
+    other hosts `HostFailure`.
     """
     check(port=port, token=token, grace=grace)
     if not engine.leads:
@@ -52,9 +54,14 @@ def serve(
         h11_max_incomplete_event_size=64 * 1024, http="h11", ws="none",
     )  # fmt: skip
     try:
-        Stopped(config, lambda: engine.stop(timeout=grace)).run()
+        Stopped(config, engine, grace).run()
     finally:
         engine.stop(finish=False)  # the other hosts too, where the server did not even begin
+    if engine.failure is not None:
+        raise JaxkvError(
+            f"the engine failed ({type(engine.failure).__name__}: {first_line(engine.failure)}), and the server has "
+            "ended: start it again; where memory was short, with fewer rows or a smaller budget"
+        ) from engine.failure
 
 
 def check(*, port: int, token: str | None, grace: float) -> None:
@@ -110,17 +117,22 @@ def _unmoved() -> Iterator[None]:
 
 
 class Stopped(uvicorn.Server):
-    """A server for which being told to stop is the ordinary end, after which the process goes on; `stop` stops the
-    engine."""
+    """A server for which being told to stop is the ordinary end, after which the process goes on. It ends as well when
+    its engine has failed."""
 
-    def __init__(self, config: uvicorn.Config, stop: Callable[[], None]):
+    def __init__(self, config: uvicorn.Config, engine: Engine, grace: float):
         super().__init__(config)
-        self._stop = stop
+        self._engine, self._grace = engine, grace
+
+    async def on_tick(self, counter: int) -> bool:
+        """As uvicorn's: whether to end, asked again and again."""
+        return await super().on_tick(counter) or self._engine.failure is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's, with the engine's stop beside it: an answer that this ends is still told so, while behind
         uvicorn's it would be cut off."""
-        threading.Thread(target=self._stop, name="jaxkv-stop", daemon=True).start()
+        stop = functools.partial(self._engine.stop, timeout=self._grace)
+        threading.Thread(target=stop, name="jaxkv-stop", daemon=True).start()
         await super().shutdown(sockets)
 
     @contextlib.contextmanager

@@ -24,7 +24,7 @@ from prometheus_client import generate_latest
 import jaxkv
 from jaxkv import cli
 from jaxkv.cli.serve import Serve
-from jaxkv.errors import BadValue, unknown
+from jaxkv.errors import BadValue, JaxkvError, unknown
 from jaxkv.serving import Engine
 from jaxkv.serving.engine import Load
 from jaxkv.serving.http import LOOPBACK, Limits, Server, _name_of, _refused
@@ -546,6 +546,37 @@ def test_what_the_grace_is_too_short_for_is_told_so(params):
     *pieces, error, done = events.split(b"data: ")[1:]
     assert streamed == 200 and done.startswith(b"[DONE]") and b'"code":"stopping"' in error
     assert pieces and not any(b"cancelled" in piece for piece in pieces)
+
+
+def out_of_memory(*_):
+    raise RuntimeError("out of memory\nand more of it")
+
+
+@pytest.mark.parametrize(("part", "call"), [("_programs", "make"), (None, "turn")], ids=["its start", "later"])
+def test_an_engine_that_fails_ends_the_server(params, monkeypatch, part, call):
+    """It cannot be used again, and whoever started the server hears what was wrong."""
+    engine, printed = made(params), []
+    monkeypatch.setattr(threading, "excepthook", lambda said: printed.append(str(said.exc_value)))
+    monkeypatch.setattr(getattr(engine, part) if part else engine, call, out_of_memory)
+    with (
+        in_a_thread(engine) as (_, ends),
+        pytest.raises(JaxkvError, match=r"the engine failed \(RuntimeError: out of memory\), and the server has ended"),
+    ):
+        ends.result(60)
+    assert len(printed) == 1 and "and more of it" in printed[0]
+
+
+def test_who_asks_an_engine_that_could_not_start_is_not_told_to_come_again(params, monkeypatch):
+    engine = made(params)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    monkeypatch.setattr(engine._programs, "make", out_of_memory)
+    with served(engine) as (address, _):
+        until(lambda: b'"failed"' in got(address, "/health")[1])
+        with opened(address) as client, pytest.raises(openai.InternalServerError, match="out of memory") as error:
+            client.completions.create(model="tiny", prompt="a")
+    assert error.value.status_code == 503 and "retry-after" not in error.value.response.headers
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.start()
 
 
 @pytest.mark.parametrize(
