@@ -49,8 +49,7 @@ class StopStrings:
         if complete:
             return text
         text = text.rstrip(BROKEN)  # the first bytes of a character whose rest is still to come
-        begun = ((stop, n) for stop in self.strings for n in range(1, min(len(stop), len(text) + 1)))
-        return text[: len(text) - max((n for stop, n in begun if text.endswith(stop[:n])), default=0)]
+        return text[: len(text) - max((_begun(stop, text) for stop in self.strings), default=0)]
 
     def _words(self, tokens: list[int]) -> str:
         return decoded(self.tokenizer, tokens, self.front)
@@ -59,6 +58,21 @@ class StopStrings:
         """Where the first stop string begins in the text, if one is there."""
         found = [at for at in (text.find(stop) for stop in self.strings) if at >= 0]
         return min(found) if found else None
+
+
+def _begun(stop: str, text: str) -> int:
+    """How many letters at the end of a text, which does not hold the stop string, are the beginning of it.
+
+    A beginning that the text ends with ends with the text's last letters: it reaches at least to where they first stand
+    in the string, and is that part or a longer one.
+    """
+    found, count = 0, 1
+    while count <= len(text) and (at := stop.find(text[-count:])) >= 0:
+        count += at
+        if text.endswith(stop[:count]):
+            found = count
+        count += 1
+    return found
 
 
 def decoded(tokenizer: Any, tokens: Sequence[int], front: Sequence[int] = ()) -> str:

@@ -1,5 +1,8 @@
 """Stop strings by themselves, in a text of letters."""
 
+import random
+import time
+
 import pytest
 from letters import Letters, Words
 
@@ -26,6 +29,23 @@ def test_a_begun_stop_string_is_not_shown(stops, text, expected):
     assert shown(stops, text) == expected
     assert shown(stops, text, complete=True)[-1] == expected[-1]
     assert shown(stops, "ab", complete=True) == ["a", "ab"]  # when no more comes
+
+
+def test_the_longest_beginning_of_a_stop_string_is_not_shown():
+    """Of texts of few letters, in which many parts of a string are like its beginning."""
+    draw = random.Random(0)
+    for _ in range(3000):
+        stop, text = ("".join(draw.choices("ab", k=draw.randint(1, most))) for most in (7, 12))
+        if stop not in text:
+            begun = max(count for count in range(len(stop)) if text.endswith(stop[:count]))
+            assert StopStrings((stop,), None).shown(text, complete=False) == text[: len(text) - begun], (stop, text)
+
+
+def test_long_stop_strings_are_soon_looked_for():
+    """Not beginning by beginning, which takes many seconds here."""
+    texts = ["".join(random.Random(seed).choices("the quick brown fox", k=100_000)) for seed in range(40)]
+    stop, began = StopStrings(tuple(texts[1:]), None), time.perf_counter()
+    assert len(stop.shown(texts[0], complete=False)) > 99_900 and time.perf_counter() - began < 2
 
 
 @pytest.mark.parametrize("stops", [("bc", "c"), ("c", "bc")])

@@ -23,7 +23,7 @@ from jaxkv.sharding.layout import ROWS
 from jaxkv.store import KVCache
 from jaxkv.weights.params import Params
 
-STOPS = 16  # the most stop tokens of a request
+STOPS = 16  # the most stop tokens of a request, and the most stop strings
 LONGEST = 2048  # prompt tokens that an engine's rows have slots for by default
 EACH = 4096  # lengths that are tried where slots may be most at any of them
 FEW = 4  # a prompt that is scored is longer than a budget: its first block is padded to a quarter of a block, or more
@@ -229,6 +229,11 @@ def asked(
         raise BadValue(
             f"stop_tokens={shown(request.stop_tokens)}: expected at most {STOPS}, the model's own among them, and "
             f"these are {len(request.stop_tokens)}"
+        )
+    if len(request.stop) > STOPS:
+        raise BadValue(
+            f"stop={shown(request.stop)}: expected at most {STOPS} texts, which are looked for after each chunk, and "
+            f"these are {len(request.stop)}; leave some out"
         )
     fresh = rows[0]
     before = np.zeros(0, np.int32)

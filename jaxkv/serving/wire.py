@@ -25,6 +25,7 @@ from pydantic_core import PydanticCustomError, from_json
 
 from jaxkv.errors import BadValue
 from jaxkv.serving.answer import STOP, Answer, Chance
+from jaxkv.serving.asked import STOPS
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.programs import TOP
 from jaxkv.stop_strings import BROKEN, Growing, decoded
@@ -32,6 +33,8 @@ from jaxkv.stop_strings import BROKEN, Growing, decoded
 NAMES = {"max_new_tokens": "max_tokens", "samples": "n", "stop_tokens": "stop_token_ids"}  # the engine's, and ours
 Text = Annotated[str, Field(min_length=1)]
 type Several[T] = Annotated[list[T], FailFast()]  # whose first error is enough
+type Few[T] = Annotated[list[T], FailFast(), Field(max_length=STOPS)]
+Ending = Annotated[str, Field(min_length=1, max_length=1000)]  # looked for whenever there is more text
 
 
 class Strict(BaseModel):
@@ -116,7 +119,7 @@ class Wanted(Strict):
     top_p: float | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     seed: int | None = None
-    stop: Text | Several[Text] | None = None
+    stop: Ending | Few[Ending] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None

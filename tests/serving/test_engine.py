@@ -293,6 +293,7 @@ def test_requests_branch_from_a_stored_prefix(engine, params):
         ({"fewer": 1}, "fewer=1: expected True or False"),
         ({"max_new_tokens": 10_000}, "exceed the model's context"),
         ({"stop": [""]}, "empty string"),
+        ({"stop": ["never"] * 17}, "stop=.*expected at most 16 texts.*are 17"),
         ({"prefix": ["x"]}, "unknown prefix"),
         ({"samples": 2}, r"samples=2 of submit: expected none, .*call submit_all\(prompt, samples=\)"),
     ],
