@@ -6,7 +6,6 @@ from pathlib import Path
 
 from jaxkv.cli.options import Cut, Drafting, Load, Spread
 from jaxkv.cli.statistics import size
-from jaxkv.cli.terminal import note
 from jaxkv.errors import BadValue
 
 SERVED_BLOCK = 256  # tokens of a prompt between two steps of the rows that run
@@ -87,11 +86,10 @@ class Serve:
         )  # fmt: skip
         for name, file in prefixes:
             engine.store(name, jaxkv.prefill(params, file.read_text(encoding="utf-8-sig"), policy=chosen))
-        if engine.leads:
-            note(f"{self.load.model} under {size(chosen)}, {self.rows} rows: http://{self.host}:{self.port}")
+        about = f"{self.load.model} under {size(chosen)}, {self.rows} rows"
         serve(
             engine, self.name or self.load.model, host=self.host, host_names=self.host_names, port=self.port,
-            token=token, grace=self.grace,
+            token=token, grace=self.grace, listens=lambda address: print(f"{about}: {address}", flush=True),
             limits=dataclasses.replace(limits, max_tokens=min(limits.max_tokens, self.max_new_tokens)),
         )  # fmt: skip
         return 0

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 
@@ -30,10 +30,12 @@ def serve(
     limits: Limits = DEFAULT,
     grace: float = 60.0,
     connections: int | None = None,
+    listens: Callable[[str], None] | None = None,
 ) -> None:
     """Answer requests until SIGINT or SIGTERM; then take no more, finish what runs within `grace` seconds, and end.
 
     On the loopback it answers to the loopback's names and `host_names`; elsewhere to any, unless there are such names.
+    `listens` is told the address when it is bound: with port 0, by the port that was free.
     On many hosts process 0 does so, and the others run what it says until it ends: these signals do not end them.
     Raises `BadValue` as `check` and `check_free` do; `JaxkvError` where the engine cannot start, or fails, and on the
     other hosts `HostFailure`.
@@ -54,7 +56,7 @@ def serve(
         h11_max_incomplete_event_size=64 * 1024, http="h11", ws="none",
     )  # fmt: skip
     try:
-        Stopped(config, engine, grace).run()
+        Stopped(config, engine, grace, listens).run()
     finally:
         engine.stop(finish=False)  # the other hosts too, where the server did not even begin
     if engine.failure is not None:
@@ -92,6 +94,11 @@ def check_free(host: str, port: int) -> None:
         )
 
 
+def url(host: str, port: int) -> str:
+    """The address as a browser takes it."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def _refusal(family: int, address: tuple) -> OSError | None:
     """Why a server could not listen there."""
     try:
@@ -120,9 +127,16 @@ class Stopped(uvicorn.Server):
     """A server for which being told to stop is the ordinary end, after which the process goes on. It ends as well when
     its engine has failed."""
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, grace: float):
+    def __init__(self, config: uvicorn.Config, engine: Engine, grace: float, listens: Callable[[str], None] | None):
         super().__init__(config)
-        self._engine, self._grace = engine, grace
+        self._engine, self._grace, self._listens = engine, grace, listens
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's; then the address is told."""
+        await super().startup(sockets)
+        if self._listens is not None:
+            ports = {each.getsockname()[1]: None for server in self.servers for each in server.sockets}
+            self._listens(" and ".join(url(self.config.host, port) for port in ports))
 
     async def on_tick(self, counter: int) -> bool:
         """As uvicorn's: whether to end, asked again and again."""

@@ -548,6 +548,28 @@ def test_what_the_grace_is_too_short_for_is_told_so(params):
     assert pieces and not any(b"cancelled" in piece for piece in pieces)
 
 
+@pytest.mark.parametrize("host, shown", [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
+def test_the_port_that_was_free_is_said(params, host, shown):
+    said = []
+    try:
+        socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError:
+        pytest.skip(f"this machine has no {host}")
+    with in_a_thread(made(params), host=host, listens=said.append) as (server, _):
+        until(lambda: said)
+        assert said == [f"http://{shown}:{port_of(server)}"]
+
+
+def test_the_command_prints_its_address(tiny, monkeypatch, capsys):
+    """For the pipe too: whoever starts it with --port 0 reads there where it is."""
+    params = tiny("llama3")
+    monkeypatch.setattr(jaxkv, "load", lambda *_, **__: params)
+    monkeypatch.setattr("jaxkv.serving.serve.serve", lambda *_, listens, **__: listens("http://[::1]:5"))
+    words = ["--policy", "tova", "--budget", "32", "--longest", "64", "--max-new-tokens", "64"]
+    assert cli.main(["serve", *words, "--port", "0"]) == 0
+    assert capsys.readouterr().out == "smollm2-135m under tova, budget 32, 8 rows: http://[::1]:5\n"
+
+
 def out_of_memory(*_):
     raise RuntimeError("out of memory\nand more of it")
 
