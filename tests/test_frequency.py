@@ -74,7 +74,7 @@ def test_a_text_that_is_cut_again_and_again(tiny, block):
     chosen = jaxkv.policy("freqkv", budget=budget, sinks=sinks, every=every, block=block)
     cache = jaxkv.generate(params, prompt, policy=chosen, max_new_tokens=15, stop_tokens=()).cache
     text = cache.texts()[0]
-    whole = jaxkv.prefill(params, text, policy=jaxkv.policy("streaming-llm", budget=96)).layers[0]
+    whole = jaxkv.prefill(params, text, policy=jaxkv.policy("full", rope="cache")).layers[0]
     for head in range(2):
         order = np.argsort(np.asarray(whole.positions)[0, head])[-len(text) :]
         for name in ("keys", "values"):

@@ -696,7 +696,7 @@ def test_the_command_line(monkeypatch, capsys, lettered):
     assert facts["cache_bytes_at_budget_64"] < left < 1.1 * facts["cache_bytes_at_budget_64"]
     with monkeypatch.context() as on_tpu:
         on_tpu.setattr(jax, "default_backend", lambda: "tpu")
-        for name, runs in (("streaming-llm", "reference"), ("h2o", "mosaic_tpu")):  # the first turns keys as it reads
+        for name, runs in (("lacache", "reference"), ("streaming-llm", "mosaic_tpu")):  # the first turns all keys
             assert cli.main(["info", "llama-3-8b", "--policy", name, "--budget", "64", "--kernels", "--json"]) == 0
             assert json.loads(capsys.readouterr().out)["decode_attend_score"].startswith(runs)
     coded = ["--option", 'store={"keys": {"kind": "int", "bits": 4}, "values": {"kind": "int", "bits": 4}}']

@@ -59,7 +59,7 @@ def test_options_reach_their_parts():
     assert policy.prefill.protects.recent == 16, "the window stays, however long it is"
     both = jaxkv.policy("streaming-llm", ratio=0.5, sinks=2, rope="text")
     assert (both.prefill.select.sinks, both.decode.select.sinks, both.rope) == (2, 2, "text")
-    one = jaxkv.policy("streaming-llm", budget=40, decode_sinks=2)
+    one = jaxkv.policy("streaming-llm", budget=40, decode_sinks=2, rope="cache")
     assert (one.prefill.select.sinks, one.decode.select.sinks) == (4, 2)
     for share in (Global(most=3.0), {"kind": "global", "most": 3.0}):
         assert jaxkv.policy("dapq", budget=40, allocate=share).allocate == Global(most=3.0)
