@@ -51,7 +51,7 @@ PLAIN = {
     "select": "What stays whatever its score, and whether tokens or chunks stay.",
     "reserve": "Slots left free for new tokens.",
     "every": "New tokens between two cuts.",
-    "rope": "Where keys are turned: to their places in the text, or in the cache.",
+    "rope": "Where keys are turned: to their places in the text, or in the cache (`sinks` or `cache`).",
     "block": "Tokens of the prompt that run at a time.",
     "store": "How keys and values lie in a slot.",
 }

@@ -30,11 +30,13 @@ def choices(
     platform: str | None = None,
     codes: tuple[Form, Form] | None = None,
     rotate: bool = False,
+    apart: bool = False,
 ) -> dict[str, Choice]:
     """By operation, what runs in a layer of this shape: `slots` per KV head, and `tokens` queries at prefill. Nothing
     runs, and nothing is compiled. `platform` is the default backend's, or another one, as jax names it. `codes` make
     of keys and of values what decode reads of them; a block of a prompt is given floats. With `rotate` decode of equal
-    heads turns keys as it reads them, for caches that hold keys before RoPE.
+    heads turns all keys as it reads them; with `apart` it gives the mass of each query head, for a merge with what is
+    read beside the slots.
     """
     platform = platform or jax.default_backend()
     scale = head_dim**-0.5
@@ -51,6 +53,7 @@ def choices(
         codes = (x if isinstance(x, Codes) else None for x in new)
         token = Token(floats(batch, heads, key.shape[-1]), key, value, ints(batch), *codes)
         judge = Judge(ints(batch), ints(batch), rule=Rule("each"))
+        judge = judge._replace(rule=None, group="each") if apart else judge
         return call(token, held, ints(batch, kv_heads), judge, scale=scale, **how)
 
     def equal(call: Callable) -> Any:

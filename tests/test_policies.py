@@ -115,7 +115,7 @@ def test_any_policy_can_be_bounded_while_decoding(name, tmp_path):
         (lambda: jaxkv.policy("dapq", budget=100, content="poem"), BadValue, "'prompt', 'random' or 'last'"),
         (lambda: jaxkv.policy("tova", ratio=1.0), BadValue, "ratio=1.0"),
         (lambda: jaxkv.policy("tova", budget=True), BadValue, "whole number"),
-        (lambda: jaxkv.policy("tova", budget=9, rope="cash"), BadValue, "'text' or 'cache'"),
+        (lambda: jaxkv.policy("tova", budget=9, rope="cash"), BadValue, "'text', 'cache' or 'sinks'"),
         (lambda: jaxkv.policy("snapkv", budget=99, kernel=4), BadValue, "odd"),
         (lambda: from_dict({"name": "x", "prefil": {}}), UnknownName, "did you mean 'prefill'"),
         (lambda: from_dict({"name": "x", "prefill": {"score": {"kind": "recent"}}}), UnknownName, "recency"),

@@ -9,7 +9,7 @@ import jaxkv
 from jaxkv.errors import BadValue
 from jaxkv.evaluation.forced import follow
 from jaxkv.models.rope import FAR, Rope, frequencies, rotate
-from jaxkv.speculative import PromptLookup
+from jaxkv.speculative import PromptLookup, SelfDraft
 from jaxkv.store.entries import EMPTY, before_gap, gap_in
 
 CODES = {"kind": "int", "bits": 8}
@@ -77,6 +77,16 @@ def test_drafts_say_what_plain_decoding_says(tiny, name):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("seed", range(3))
+def test_drafts_may_hold_sinks(tiny, seed):
+    """A text shorter than its sinks, behind which the gap opens inside a tree."""
+    params, ids = tiny("llama3"), _ids(1, 2, seed)
+    policy, asked = jaxkv.policy("streaming-llm", budget=9, sinks=8), {"max_new_tokens": 24, "stop_tokens": ()}
+    drafted = jaxkv.generate(params, ids, policy=policy, speculative=SelfDraft(policy, depth=12), **asked)
+    assert np.array_equal(jaxkv.generate(params, ids, policy=policy, **asked).tokens, drafted.tokens)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["streaming-llm", "cam"])
 @pytest.mark.parametrize("axes", [{"model": 2}, {"context": 2}], ids=str)
 def test_meshes_say_it_too(goldens, name, axes):
@@ -95,10 +105,13 @@ def test_meshes_say_it_too(goldens, name, axes):
         {"decode_score": {"kind": "key-norm"}},
         {"prefill": "snapkv"},
         {"flow": {"kind": "propagate"}},
+        {"prefill_observe": {"kind": "lookahead", "count": 4}},
+        {"evicted": {"kind": "merge"}},
     ],
     ids=str,
 )
-def test_what_leaves_more_than_one_gap_is_refused(options):
+def test_what_it_cannot_say_is_refused(options):
+    """Two gaps, queries that stand elsewhere, and rules that read keys, which lie otherwise."""
     with pytest.raises(BadValue, match="rope='cache'"):
         jaxkv.policy("streaming-llm", budget=64, **options)
 

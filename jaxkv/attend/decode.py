@@ -62,7 +62,7 @@ def decode_layer(
     )  # fmt: skip
     if policy.rope != "cache":
         query, key = (rotate(x, position[:, None], spec.rope) for x in (query, key))
-    at_read = _at_read(policy, spec, store.slots)
+    at_read = _at_read(policy, spec, store.slots, rotation)
 
     if LOOKS in store.beside:
         seen = store.beside[LOOKS].with_one(query, active)
@@ -201,15 +201,14 @@ def _evicted(
     return cut(store, active & store.packed_full() & due, jnp.maximum(each, guard))
 
 
-def _at_read(policy: Policy, spec: AttentionSpec, slots: int) -> RotateAtRead | TurnSinks | None:
+def _at_read(policy: Policy, spec: AttentionSpec, slots: int, rotation: Any) -> RotateAtRead | TurnSinks | None:
     """How keys are turned as they are read, so that they stand where their place among the entries held is, instead of
     in the text; None where they stand in the text."""
     phase = policy.decode
     if policy.rope == "text":
         return None
     if policy.rope == "sinks":
-        turn = functools.partial(rotate, rope=spec.rope)
-        return TurnSinks(policy.sinks, functools.partial(gap_in, window=spec.window), turn)
+        return TurnSinks(policy.sinks, functools.partial(gap_in, window=spec.window), rotation)
     # a cut leaves a ring of slots, but where slots expire they are filled in any order
     ring = phase is not None and phase.every > 1 and spec.window is None
 

@@ -95,7 +95,7 @@ def prefill_layer(
     elif policy.rope == "sinks":
         first = jnp.min(jnp.where(positions >= 0, positions, now[:, None]), axis=1)
         sinks = TurnSinks(policy.sinks, functools.partial(gap_in, window=spec.window, first=first), rotation)
-        read = sinks.among(joined.keys, joined.positions)
+        read = sinks.turned(joined.keys, sinks.how_far(joined.positions))
 
     softmax = {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap, "implementation": implementation}
     softmax |= {} if joined.bias is None else {"bias": joined.bias}

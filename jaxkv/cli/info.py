@@ -131,16 +131,21 @@ class Info:
         """What runs of each attention operation in the model's first layer, as the policy holds its entries, and why
         others do not."""
         from jaxkv.store.reading import reading
+        from jaxkv.store.sinks import read_apart
         from pallas_kernels.choices import choices
 
-        codes, spec = None, config.specs[0]
+        codes, spec, turns, apart = None, config.specs[0], False, False
         if policy is not None:
-            store = policy.store
+            store, weighs = policy.store, policy.weighs_at_decode
+            beside = {"windows": store.windows, "weighs": weighs, "on_mesh": False}
+            alone = policy.rope == "sinks" and read_apart(policy.decoding.sinks, **beside)
+            turns = policy.rope != "text" and not alone
             fitted = store.fitted(store.unfit(1, spec.num_kv_heads, spec.head_dim))
             how = reading(
-                fitted, windows=store.windows, rotates=_turns(policy), capped=spec.softcap is not None,
-                at_once=policy.weighs_at_decode and policy.allocate.pooled,
+                fitted, windows=store.windows, rotates=turns, capped=spec.softcap is not None,
+                at_once=weighs and policy.allocate.pooled,
             )  # fmt: skip
+            apart = weighs and (alone or (store.windows and how.codes))
 
             def form(codec: Any, x: Any) -> Any:
                 return how.form(codec.fitted(codec.unfit(*x.shape[:2], x.shape[-1])), x)
@@ -148,14 +153,9 @@ class Info:
             codes = functools.partial(form, store.keys), functools.partial(form, store.values)
         found = choices(
             heads=config.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, slots=budget,
-            dtype=self.dtype, batch=self.batch, codes=codes, rotate=policy is not None and _turns(policy),
+            dtype=self.dtype, batch=self.batch, codes=codes, rotate=turns, apart=apart,
         )  # fmt: skip
         return {name: "; ".join((chosen.implementation, *chosen.reasons)) for name, chosen in found.items()}
-
-
-def _turns(policy: Any) -> bool:
-    """Whether an attention pass has to turn all keys as it reads them."""
-    return policy.rope == "cache" or (policy.rope == "sinks" and (policy.decode is None or policy.store.windows))
 
 
 def _shape_table(model: str) -> dict[str, Any] | None:

@@ -52,6 +52,7 @@ class Evicted(Checked):
     kind: ClassVar[str]
     state: ClassVar[str] = ""  # the name under which its state lies beside the slots; "" for none
     moves: ClassVar[bool] = False  # whether survivors change
+    reads_keys: ClassVar[bool] = True  # whether it looks at keys, or changes them
     single: ClassVar[bool] = False  # whether at an overwrite at most one survivor of a head does: `take`
     attended: ClassVar[bool] = False  # whether its state is attended to
     weighs: ClassVar[bool] = False  # whether survivors may stand for several tokens
@@ -143,6 +144,7 @@ class Drop(Evicted):
     """What leaves is gone."""
 
     kind: ClassVar[str] = "drop"
+    reads_keys: ClassVar[bool] = False
 
     def absorb(self, beside, kept, lost, facts):
         return kept, beside

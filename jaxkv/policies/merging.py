@@ -336,6 +336,7 @@ class Spread(Evicted):
     seed: int = 0
     kind: ClassVar[str] = "spread"
     moves: ClassVar[bool] = True
+    reads_keys: ClassVar[bool] = False
     attentive: ClassVar[bool] = True
 
     def __post_init__(self):

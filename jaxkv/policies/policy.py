@@ -150,7 +150,8 @@ class Policy(Checked):
         if self.rope == "sinks" and not self._streams:
             raise BadValue(
                 f"policy {self.name!r} with rope='sinks': expected sinks and the newest tokens to be all that stays "
-                "(score kind 'recency', as many sinks in both phases, and every layer the whole text); or rope='cache'"
+                "(score kind 'recency', as many sinks in both phases, equal heads, flow kind 'straight'), no queries "
+                "from behind the prompt, and evicted kind 'drop' or 'spread'; or rope='cache', which suits any"
             )
         if self.block < 1:
             raise BadValue(f"block={self.block}: expected at least 1 token")
@@ -225,14 +226,17 @@ class Policy(Checked):
 
     @property
     def _streams(self) -> bool:
-        """Whether all that stays are the first tokens, as many in both phases, and the newest."""
+        """Whether all that stays are the first tokens, as many in both phases, and the newest; keys are as they came,
+        and nobody looks from elsewhere in the text."""
         sinks = {phase.select.sinks for phase in self.phases}
-        newest = all(phase.score.newest and phase.select.plain for phase in self.phases)
-        return newest and len(sinks) < 2 and self.flow == Straight() and not self.allocate.pooled
+        newest = all(phase.score.newest and not _foreign(phase.score) and phase.select.plain for phase in self.phases)
+        keyless = not any(phase.evicted.reads_keys for phase in self.phases)
+        whole = self.flow == Straight() and not self.allocate.pooled
+        return newest and len(sinks) < 2 and keyless and whole and not self.extra
 
     @property
     def sinks(self) -> int | None:
-        """The first tokens that stay whatever comes, in every phase; None where nothing ever leaves."""
+        """The first tokens that stay whatever comes, in every phase; None where no phase says so."""
         return min((phase.select.sinks for phase in self.phases), default=None)
 
     @property

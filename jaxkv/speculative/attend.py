@@ -22,8 +22,9 @@ from jaxkv.policies.policy import Policy
 from jaxkv.speculative.tree import Placed
 from jaxkv.store import EMPTY, Entries, KVCache, Slots
 from jaxkv.store.codecs import Codecs
-from jaxkv.store.entries import before_gap, gap_in, ranks
+from jaxkv.store.entries import gap_in, ranks
 from jaxkv.store.fit import FIT
+from jaxkv.store.sinks import TurnSinks
 from jaxkv.store.window import WINDOWS
 from pallas_kernels.arguments import Token
 from pallas_kernels.decode_attend_score.reference import GROUP
@@ -292,6 +293,8 @@ def _by_depth(
     else:
         along = jnp.moveaxis(keys.along(grid_paths, grid), (2, 0, 3), (0, 1, 2))  # [levels, B, W, Hk, levels, D]
         turning = {"query": by_level(query.reshape(batch, kv_heads, group, nodes, dim)), "keys": along}
+    gap, turn = functools.partial(gap_in, window=spec.window), functools.partial(rotate, rope=spec.rope)
+    sinks = TurnSinks(policy.sinks, gap, turn)
 
     phase = policy.decode
     changing: set[str] = set()
@@ -318,7 +321,7 @@ def _by_depth(
             here = held_keys[:, None]
             if mixed:
                 here = jnp.where(exact[..., None], here, coded_keys[:, None])
-            turned = _turned if policy.rope == "cache" else functools.partial(_sinks_turned, policy.sinks)
+            turned = _turned if policy.rope == "cache" else functools.partial(_sinks_turned, sinks)
             logits, own = turned(spec, layer, here, given, held, homes, fold, split)
         for number in range(levels):
             logits = jnp.where((owner == number)[..., None, :], own[..., number, None], logits)
@@ -408,12 +411,13 @@ def _turned(spec: AttentionSpec, layer: Slots, keys: Array, given: dict, held, h
 
 
 def _sinks_turned(
-    sinks: int | None, spec: AttentionSpec, layer: Slots, keys: Array, given: dict, held, homes, fold, split
+    sinks: TurnSinks, spec: AttentionSpec, layer: Slots, keys: Array, given: dict, held, homes, fold, split
 ):
-    """The same where all but the first tokens lie as they are read; a path has none of those before a gap."""
-    gap, first = split(gap_in(fold(held), spec.window)), split(before_gap(fold(held), sinks))  # [B, W, Hk, 1 or C]
-    turned = rotate(jnp.broadcast_to(keys, (*first.shape, keys.shape[-1])), gap, spec.rope)
-    return _all_logits(spec, layer, given["query"], jnp.where(first[..., None], turned, keys), given["keys"])
+    """The same where all but the sinks lie as they are read; in a short text a path may hold some of these, too."""
+    how_far = split(sinks.how_far(fold(held)))  # [B, W, Hk, C]
+    of_path = jnp.take_along_axis(how_far, jnp.maximum(homes, 0), axis=-1)
+    keys = sinks.turned(jnp.broadcast_to(keys, (*how_far.shape, keys.shape[-1])), how_far)
+    return _all_logits(spec, layer, given["query"], keys, sinks.turned(given["keys"], of_path))
 
 
 def _all_logits(spec: AttentionSpec, layer: Slots, query: Array, keys: Array, own: Array):

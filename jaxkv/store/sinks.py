@@ -18,6 +18,12 @@ from pallas_kernels.masking import MASKED, visible
 from pallas_kernels.partial import attend_few
 
 
+def read_apart(count: int | None, *, windows: bool, weighs: bool, on_mesh: bool) -> bool:
+    """Whether the sinks can be a part of their own: not where nobody knows how many there are, where they may lie in a
+    window, and where their mass would have to go to slots of several devices. Else all keys go through one pass."""
+    return count is not None and not windows and not (weighs and on_mesh)
+
+
 class TurnSinks(NamedTuple):
     """How the keys of the first `count` tokens are turned on when they are read; of all before the gap, for None."""
 
@@ -25,23 +31,19 @@ class TurnSinks(NamedTuple):
     gap: Callable[[Int[Array, "B Hk S"]], Int[Array, "B Hk 1"]]  # of positions
     by: Callable[[Float[Array, "*lead D"], Int[Array, "..."]], Float[Array, "*lead D"]]  # keys, how far
 
-    def among(self, keys: Float[Array, "B Hk S D"], positions: Int[Array, "B Hk S"]) -> Float[Array, "B Hk S D"]:
-        """All keys as they are read: those of the sinks turned on by the gap, which one angle a head does."""
-        turned = self.by(keys, self.gap(positions))
-        return jnp.where(before_gap(positions, self.count)[..., None], turned, keys)
+    def how_far(self, positions: Int[Array, "B Hk S"]) -> Int[Array, "B Hk S"]:
+        """How far each entry's key is turned on: by the gap, or not at all."""
+        return jnp.where(before_gap(positions, self.count), self.gap(positions), 0)
+
+    def turned(self, keys: Float[Array, "*B S D"], how_far: Int[Array, "*B S"]) -> Float[Array, "*B S D"]:
+        """The keys as they are read; there is one angle a head."""
+        turned = self.by(keys, jnp.max(how_far, axis=-1, keepdims=True))
+        return jnp.where((how_far > 0)[..., None], turned, keys)
 
     @property
     def everywhere(self) -> RotateAtRead:
         """The same in one pass over all keys, wherever a device's slots lie."""
-
-        def how_far(positions: Int[Array, "B Hk S"]) -> Int[Array, "B Hk S"]:
-            return jnp.where(before_gap(positions, self.count), self.gap(positions), 0)
-
-        def by(query: Any, keys: Any, how_far: Int[Array, "B Hk S"], _: Any) -> tuple[Any, Any]:
-            turned = self.by(keys, jnp.max(how_far, axis=-1, keepdims=True))
-            return query, jnp.where((how_far > 0)[..., None], turned, keys)
-
-        return RotateAtRead(how_far, by)
+        return RotateAtRead(self.how_far, lambda query, keys, how_far, _: (query, self.turned(keys, how_far)))
 
     def left_out(self, store: Any, token: Token) -> Float[Array, "B Hk C"]:
         """What takes the sinks out of the logits of all of the store's slots, as the token comes into one of them."""

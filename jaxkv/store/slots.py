@@ -30,7 +30,7 @@ from jaxkv.store.entries import (
     put_all,
     taken,
 )
-from jaxkv.store.sinks import TurnSinks
+from jaxkv.store.sinks import TurnSinks, read_apart
 from jaxkv.store.store import Absorb, Choose, Store, Worth
 from pallas_kernels.arguments import Held, Judge, Token
 from pallas_kernels.decode_attend_score.victim import aim, alive, victim
@@ -153,8 +153,8 @@ class Slots(Store):
         weighs, implementation, window = (softmax[name] for name in ("with_mass", "implementation", "window"))
         sinks = None
         if isinstance(rotate, TurnSinks):  # their keys are turned alone, or with all others
-            few = rotate.count is not None and not self._windows and not (weighs and layout.mesh is not None)
-            sinks, rotate = (rotate, None) if few else (None, rotate.everywhere)
+            facts = {"windows": bool(self._windows), "weighs": weighs, "on_mesh": layout.mesh is not None}
+            sinks, rotate = (rotate, None) if read_apart(rotate.count, **facts) else (None, rotate.everywhere)
         how = self.reading(layout, rotate is not None, softmax["softcap"] is not None, weighs)
         bias, others = self.beside_codes(how, token, implementation, softmax["scale"], window, softmax["softcap"])
         if sinks is not None:

@@ -47,8 +47,8 @@ def decode_attend_score(
     (`[B, Hk, G, C]` where that is "each"); None without `with_mass`, where the judge weighs none.
     `next_slot` is the slot for the token after this one: an empty or expired slot while the row holds fewer than its
     limit, else the lowest weight * mass + bias under the rule; with no rule, the first empty or expired one. A row
-    whose position is -1 changes nothing. `rotate(query, keys, positions)` turns query and keys at read time, for caches
-    that hold keys before RoPE.
+    whose position is -1 changes nothing. `rotate(query, keys, positions)` turns query and keys at read time, for keys
+    that do not lie as they are multiplied.
     """
     query, position = token.query, token.position
     keys, values, positions, bias = attended = exact(token, held, slot)
