@@ -194,8 +194,9 @@ def test_what_a_warmup_is_given(asked, monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines() == ["48 tokens: 1.5 s", "96 tokens: 1.5 s"]
 
 
-def test_what_a_server_is_given(asked, monkeypatch, tmp_path):
-    """The engine's sizes, the limits of a request, and a text to branch from."""
+def test_what_a_server_is_given(asked, monkeypatch, capsys, tmp_path):
+    """The engine's sizes, the limits of a request, a text to branch from, and what prints its address: for the pipe
+    too, where whoever starts it with --port 0 reads it."""
     found, file = {}, tmp_path / "facts.txt"
     file.write_text("facts", encoding="utf-8")
 
@@ -224,6 +225,8 @@ def test_what_a_server_is_given(asked, monkeypatch, tmp_path):
     assert found["stored"] == ("known", ("facts", 48))
     limits = found["served"].pop("limits")
     assert (limits.body, limits.seconds, limits.max_tokens) == (4096, 9.0, 17)
+    found["served"].pop("listens")("http://[::1]:5")
+    assert capsys.readouterr().out == "smollm2-135m under h2o, budget 24, 3 rows: http://[::1]:5\n"
     assert found["served"] == {
         "name": "mine", "host": "0.0.0.0", "host_names": ("a.b",), "port": 8431, "token": "secret", "grace": 2.0,
     }  # fmt: skip

@@ -560,16 +560,6 @@ def test_the_port_that_was_free_is_said(params, host, shown):
         assert said == [f"http://{shown}:{port_of(server)}"]
 
 
-def test_the_command_prints_its_address(tiny, monkeypatch, capsys):
-    """For the pipe too: whoever starts it with --port 0 reads there where it is."""
-    params = tiny("llama3")
-    monkeypatch.setattr(jaxkv, "load", lambda *_, **__: params)
-    monkeypatch.setattr("jaxkv.serving.serve.serve", lambda *_, listens, **__: listens("http://[::1]:5"))
-    words = ["--policy", "tova", "--budget", "32", "--longest", "64", "--max-new-tokens", "64"]
-    assert cli.main(["serve", *words, "--port", "0"]) == 0
-    assert capsys.readouterr().out == "smollm2-135m under tova, budget 32, 8 rows: http://[::1]:5\n"
-
-
 def out_of_memory(*_):
     raise RuntimeError("out of memory\nand more of it")
 
