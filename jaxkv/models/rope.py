@@ -12,6 +12,8 @@ from jaxtyping import Array, Float, Int
 from jaxkv.checks import Checked, finite
 from jaxkv.errors import BadValue
 
+FAR = 8192  # tokens; a float32 angle of a position beyond loses what a bfloat16 key would show
+
 
 @dataclasses.dataclass(frozen=True)
 class Rope(Checked):
@@ -60,9 +62,6 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     speed = speed.astype(np.float32)
     speed.setflags(write=False)
     return speed
-
-
-FAR = 8192  # tokens; a float32 angle of a position beyond loses what a bfloat16 key would show
 
 
 def angles(positions: Int[Array, "..."], speed: np.ndarray) -> Float[Array, "... F"]:
