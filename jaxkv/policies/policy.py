@@ -147,12 +147,6 @@ class Policy(Checked):
     def __post_init__(self):
         if self.rope not in ("text", "cache", "sinks"):
             raise BadValue(f"rope={self.rope!r}: expected 'text', 'cache' or 'sinks'")
-        if self.rope == "sinks" and not self._streams:
-            raise BadValue(
-                f"policy {self.name!r} with rope='sinks': expected sinks and the newest tokens to be all that stays "
-                "(score kind 'recency', as many sinks in both phases, equal heads, flow kind 'straight'), no queries "
-                "from behind the prompt, and evicted kind 'drop' or 'spread'; or rope='cache', which suits any"
-            )
         if self.block < 1:
             raise BadValue(f"block={self.block}: expected at least 1 token")
         if self.prefill is None and self.decode is not None:
@@ -205,6 +199,12 @@ class Policy(Checked):
             )
         for part in (self.allocate, self.flow, self.read, *(phase.evicted for phase in self.phases)):
             part.check(self)
+        if self.rope == "sinks" and not self._streams:
+            raise BadValue(
+                f"policy {self.name!r} with rope='sinks': expected sinks and the newest tokens to be all that stays "
+                "(score kind 'recency', as many sinks in both phases, flow kind 'straight'), no queries from behind "
+                "the prompt, and evicted kind 'drop' or 'spread'; or rope='cache'"
+            )
         self.store.suits(self)
         if self.budget is not None and self.budget < self.floor:
             raise BadValue(
@@ -231,8 +231,7 @@ class Policy(Checked):
         sinks = {phase.select.sinks for phase in self.phases}
         newest = all(phase.score.newest and not _foreign(phase.score) and phase.select.plain for phase in self.phases)
         keyless = not any(phase.evicted.reads_keys for phase in self.phases)
-        whole = self.flow == Straight() and not self.allocate.pooled
-        return newest and len(sinks) < 2 and keyless and whole and not self.extra
+        return newest and len(sinks) < 2 and keyless and self.flow == Straight() and not self.extra
 
     @property
     def sinks(self) -> int | None:
