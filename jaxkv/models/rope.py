@@ -66,10 +66,11 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
 
 def angles(positions: Int[Array, "..."], speed: np.ndarray) -> Float[Array, "... F"]:
     """positions * speed in radians, float32; beyond FAR but for whole turns, so that it stays exact however far."""
-    near, far = positions[..., None] % FAR, positions[..., None] // FAR
+    size, sign = jnp.abs(positions)[..., None], jnp.sign(positions)[..., None].astype(jnp.float32)
+    near, far = size % FAR, size // FAR
     turns = jnp.asarray((FAR * speed.astype(np.float64) / (2 * math.pi)) % 1.0, jnp.float32)
     rest = far.astype(jnp.float32) * turns
-    return near.astype(jnp.float32) * speed + 2 * math.pi * (rest - jnp.floor(rest))
+    return sign * (near.astype(jnp.float32) * speed + 2 * math.pi * (rest - jnp.floor(rest)))
 
 
 def rotate(
