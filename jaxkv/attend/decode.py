@@ -23,7 +23,7 @@ from jaxkv.policies.policy import Phase, Policy, sound
 from jaxkv.policies.score import ScoreInputs
 from jaxkv.sharding.attention import RotateAtRead
 from jaxkv.sharding.layout import Layout
-from jaxkv.store.entries import WORTH, around, gap_in, ranks
+from jaxkv.store.entries import WORTH, around, ranks
 from jaxkv.store.looks import LOOKS
 from jaxkv.store.pool import dropped
 from jaxkv.store.sinks import TurnSinks
@@ -208,7 +208,7 @@ def _at_read(policy: Policy, spec: AttentionSpec, slots: int, rotation: Any) -> 
     if policy.rope == "text":
         return None
     if policy.rope == "sinks":
-        return TurnSinks(policy.sinks, functools.partial(gap_in, window=spec.window), rotation)
+        return TurnSinks(policy.sinks, rotation, spec.window)
     # a cut leaves a ring of slots, but where slots expire they are filled in any order
     ring = phase is not None and phase.every > 1 and spec.window is None
 

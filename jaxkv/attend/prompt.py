@@ -23,7 +23,7 @@ from jaxkv.policies.policy import Phase, Policy, priority
 from jaxkv.policies.score import Score, ScoreInputs
 from jaxkv.sharding.attention import awaiting, prefill_attend, prefill_attend_mass
 from jaxkv.sharding.layout import Layout
-from jaxkv.store.entries import EMPTY, WORTH, Entries, appended, counted, gap_in, owners
+from jaxkv.store.entries import EMPTY, WORTH, Entries, appended, counted, owners
 from jaxkv.store.looks import LOOKS
 from jaxkv.store.sinks import TurnSinks
 from pallas_kernels.decode_attend_score.victim import alive
@@ -94,7 +94,7 @@ def prefill_layer(
         inputs = dataclasses.replace(inputs, query_places=mine[:, 0, :own])
     elif policy.rope == "sinks":
         first = jnp.min(jnp.where(positions >= 0, positions, now[:, None]), axis=1)
-        sinks = TurnSinks(policy.sinks, functools.partial(gap_in, window=spec.window, first=first), rotation)
+        sinks = TurnSinks(policy.sinks, rotation, spec.window, first)
         read = sinks.turned(joined.keys, sinks.how_far(joined.positions))
 
     softmax = {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap, "implementation": implementation}

@@ -15,9 +15,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv import run
 from jaxkv.evaluation import one_prefill
-from jaxkv.evaluation.forced import follow
+from jaxkv.evaluation.forced import follow, step_on
 from jaxkv.generate import prefill, with_room
 from jaxkv.models import ModelConfig
 from jaxkv.policies.aggregate import Aggregate
@@ -152,10 +151,8 @@ def _added_up(
 
     def step(carry, token: Int[Array, "B"]):
         cache, mass = carry
-        cache = dataclasses.replace(cache, pending=token)
-        cache, _ = run.decode_logits(weights, cache, token >= 0, config, cache.policy)
-        after = [_by_position(layer, each) for layer, each in zip(cache.layers, mass, strict=True)]
-        return (dataclasses.replace(cache, pending=jnp.full_like(token, -1)), after), None
+        cache, _ = step_on(weights, cache, token, config, cache.policy)
+        return (cache, [_by_position(layer, each) for layer, each in zip(cache.layers, mass, strict=True)]), None
 
     nothing = [jnp.zeros((*layer.positions.shape[:2], tokens), jnp.float32) for layer in cache.layers]
     return lax.scan(step, (cache, nothing), continuation.T)[0]

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,12 +68,21 @@ def followed(
 ) -> tuple[KVCache, Float[Array, "B N V"] | None]:
     """`follow`, compiled."""
 
+    how = {"implementation": implementation, "learned": learned}
+
     def step(cache: KVCache, token: Int[Array, "B"]):
-        cache = dataclasses.replace(cache, pending=token)
-        cache, after = run.decode_logits(
-            weights, cache, token >= 0, config, policy, implementation=implementation, learned=learned
-        )
-        return dataclasses.replace(cache, pending=jnp.full_like(token, -1)), after if logits else None
+        cache, after = step_on(weights, cache, token, config, policy, **how)
+        return cache, after if logits else None
 
     cache, out = lax.scan(step, cache, tokens.T)
     return cache, None if out is None else jnp.swapaxes(out, 0, 1)
+
+
+def step_on(
+    weights, cache: KVCache, token: Int[Array, "B"], config: ModelConfig, policy: Policy, **how: Any
+) -> tuple[KVCache, Float[Array, "B V"]]:
+    """The cache behind one forced token of each row (-1: none), and the logits after it; `how` as `decode_logits` has
+    it."""
+    cache = dataclasses.replace(cache, pending=token)
+    cache, after = run.decode_logits(weights, cache, token >= 0, config, policy, **how)
+    return dataclasses.replace(cache, pending=jnp.full_like(token, -1)), after

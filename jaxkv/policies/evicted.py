@@ -101,31 +101,32 @@ class Evicted(Checked):
 
 
 def absorb_by(rule: Evicted, beside: Any, kept: Entries | None, lost: Entries, facts: Leaving) -> Any:
-    """What the rule's `absorb` gives."""
-    return _given(rule, "absorb", rule.absorb(beside, kept, lost, facts), (kept, beside))
+    """What the rule's `absorb` gives. Raises `BadValue` as `_check_given` does."""
+    found = rule.absorb(beside, kept, lost, facts)
+    if foreign(rule):
+        _check_given(rule, "absorb", found, (kept, beside))
+    return found
 
 
 def take_by(
     rule: Evicted, beside: Any, held: Entries, takers: Bool[Array, "B Hk S"], gone: Entries, facts: Leaving
 ) -> Any:
-    """What the rule's `take` gives."""
-    slot, keys, values, weight = jax.tree.map(
-        lambda x: x[:, :, 0], (gone.positions, gone.keys, gone.values, gone.weight)
-    )
+    """What the rule's `take` gives. Raises `BadValue` as `_check_given` does."""
     found = rule.take(beside, held, takers, gone, facts)
-    return _given(rule, "take", found, (Change(slot, keys, values, weight), beside))
+    if foreign(rule):
+        one = jax.tree.map(lambda x: x[:, :, 0], (gone.positions, gone.keys, gone.values, gone.weight))
+        _check_given(rule, "take", found, (Change(*one), beside))
+    return found
 
 
-def _given(rule: Evicted, method: str, found: Any, wanted: tuple[Any, Any]) -> Any:
-    """What a rule gave. Raises `BadValue` where one of one's own gives no pair, or arrays of other shapes."""
-    if not foreign(rule):
-        return found
+def _check_given(rule: Evicted, method: str, found: Any, wanted: tuple[Any, Any]) -> None:
+    """Raises `BadValue` where a rule gave no pair, or arrays of other shapes than wanted."""
     gives = f"it gives {type(found).__name__}"
     if isinstance(found, tuple) and len(found) == 2:
         mine, due = _shapes(found), _shapes(wanted)
         wrong = next((name for name in [*due, *mine] if mine.get(name) != due.get(name)), None)
         if wrong is None:
-            return found
+            return
         gives = f"{wrong} is {mine.get(wrong)}, not {due.get(wrong)}"
     raise BadValue(
         f"{method} of evicted kind {rule.kind!r}: {gives}; expected a pair, what becomes of the survivors and the "

@@ -22,7 +22,7 @@ from jaxkv.policies.policy import Policy
 from jaxkv.speculative.tree import Placed
 from jaxkv.store import EMPTY, Entries, KVCache, Slots
 from jaxkv.store.codecs import Codecs
-from jaxkv.store.entries import gap_in, ranks
+from jaxkv.store.entries import ranks
 from jaxkv.store.fit import FIT
 from jaxkv.store.sinks import TurnSinks
 from jaxkv.store.window import WINDOWS
@@ -293,8 +293,10 @@ def _by_depth(
     else:
         along = jnp.moveaxis(keys.along(grid_paths, grid), (2, 0, 3), (0, 1, 2))  # [levels, B, W, Hk, levels, D]
         turning = {"query": by_level(query.reshape(batch, kv_heads, group, nodes, dim)), "keys": along}
-    gap, turn = functools.partial(gap_in, window=spec.window), functools.partial(rotate, rope=spec.rope)
-    sinks = TurnSinks(policy.sinks, gap, turn)
+    turned = _turned
+    if policy.rope == "sinks":
+        sinks = TurnSinks(policy.sinks, functools.partial(rotate, rope=spec.rope), spec.window)
+        turned = functools.partial(_sinks_turned, sinks)
 
     phase = policy.decode
     changing: set[str] = set()
@@ -321,7 +323,6 @@ def _by_depth(
             here = held_keys[:, None]
             if mixed:
                 here = jnp.where(exact[..., None], here, coded_keys[:, None])
-            turned = _turned if policy.rope == "cache" else functools.partial(_sinks_turned, sinks)
             logits, own = turned(spec, layer, here, given, held, homes, fold, split)
         for number in range(levels):
             logits = jnp.where((owner == number)[..., None, :], own[..., number, None], logits)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv.sharding.attention import RotateAtRead
 from jaxkv.store.beside import Beside
-from jaxkv.store.entries import EMPTY, before_gap, taken
+from jaxkv.store.entries import EMPTY, before_gap, gap_in, taken
 from pallas_kernels.arguments import Token
 from pallas_kernels.masking import MASKED, visible
 from pallas_kernels.partial import attend_few
@@ -25,11 +25,17 @@ def read_apart(count: int | None, *, windows: bool, weighs: bool, on_mesh: bool)
 
 
 class TurnSinks(NamedTuple):
-    """How the keys of the first `count` tokens are turned on when they are read; of all before the gap, for None."""
+    """How the keys of the first `count` tokens are turned on when they are read; of all before the gap, for None.
+    `window` and `first` are those of `gap_in`."""
 
     count: int | None
-    gap: Callable[[Int[Array, "B Hk S"]], Int[Array, "B Hk 1"]]  # of positions
     by: Callable[[Float[Array, "*lead D"], Int[Array, "..."]], Float[Array, "*lead D"]]  # keys, how far
+    window: int | None
+    first: Int[Array, "B"] | None = None
+
+    def gap(self, positions: Int[Array, "B Hk S"]) -> Int[Array, "B Hk 1"]:
+        """How far the sinks are turned on."""
+        return gap_in(positions, self.window, self.first)
 
     def how_far(self, positions: Int[Array, "B Hk S"]) -> Int[Array, "B Hk S"]:
         """How far each entry's key is turned on: by the gap, or not at all."""
