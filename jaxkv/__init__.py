@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxkv import errors as errors
     from jaxkv import policies as policies
+    from jaxkv.about import About as About
+    from jaxkv.about import about as about
     from jaxkv.calibrate import calibrate as calibrate
     from jaxkv.checkpoint import restore as restore
     from jaxkv.checkpoint import save as save
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 HOMES = {
+    "About": "jaxkv.about",
+    "about": "jaxkv.about",
     "calibrate": "jaxkv.calibrate",
     "restore": "jaxkv.checkpoint",
     "save": "jaxkv.checkpoint",

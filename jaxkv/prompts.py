@@ -174,7 +174,7 @@ def _chat(messages: Any, tokenizer: Any, vocab_size: int, pending: int | None) -
     if pending is not None and all(message["role"] != "assistant" for message in messages):
         raise BadValue(
             "chat messages without an answer of the model, on a cache: expected the whole conversation, of which what "
-            "follows the last answer is run; or what is new as text"
+            "follows the last answer is run; or what is new as text; `jaxkv.about` asks about a text that a cache holds"
         )
     try:
         ids = next_turn(tokenizer, messages, pending)

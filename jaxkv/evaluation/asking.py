@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv.about import ids, parted
 from jaxkv.errors import BadValue
 from jaxkv.evaluation.example import Example, Question
-
-MARK = "\ue000\ue001\ue000"  # of a range for private use: no text holds it
 
 
 def asked(tokenizer: Any, example: Example, question: Question) -> tuple[np.ndarray, np.ndarray]:
@@ -25,17 +24,11 @@ def asked(tokenizer: Any, example: Example, question: Question) -> tuple[np.ndar
     if not example.chat:
         context, rest = ids(tokenizer, example.context, True), ids(tokenizer, question.text + question.prefix)
         return (context, rest) if len(rest) else (context[:-1], context[-1:])
-    between = "" if not question.text or question.text.startswith("\n") else "\n\n"
-    template = getattr(tokenizer, "chat_template", None)
-    if template:
-        turns = [{"role": role, "content": content} for role, content in example.turns]
-        last = {"role": "user", "content": f"{example.context}{MARK}{between}{question.text}"}
-        text = tokenizer.apply_chat_template([*turns, last], tokenize=False, add_generation_prompt=True)
-    else:
-        talk = "".join(f"{role}: {content}\n" for role, content in example.turns)
-        text = f"{talk}{example.context}{MARK}{between}{question.text}\n"
-    context, _, rest = text.partition(MARK)
-    return ids(tokenizer, context, not template), ids(tokenizer, rest + question.prefix)
+    turns = [{"role": role, "content": content} for role, content in example.turns]
+    context, rest = parted(tokenizer, turns, example.context, question.text)
+    return ids(tokenizer, context, not getattr(tokenizer, "chat_template", None)), ids(
+        tokenizer, rest + question.prefix
+    )
 
 
 def shortened(tokenizer: Any, example: Example, longest: int | None) -> Example:
@@ -46,12 +39,6 @@ def shortened(tokenizer: Any, example: Example, longest: int | None) -> Example:
     ends = (tokens[: longest // 2], tokens[len(tokens) - (longest - longest // 2) :])
     texts = [tokenizer.decode(each, skip_special_tokens=True, clean_up_tokenization_spaces=False) for each in ends]
     return dataclasses.replace(example, context="".join(texts))
-
-
-def ids(tokenizer: Any, text: str, begins: bool = False) -> np.ndarray:
-    """Token ids of text that may hold the chat format's special tokens; where it `begins` a prompt, behind what the
-    model's texts begin with."""
-    return np.asarray(tokenizer(text, add_special_tokens=begins)["input_ids"], np.int32)
 
 
 def size(tokenizer: Any, example: Example) -> int:
