@@ -29,19 +29,20 @@ REGISTERS = ((8, 4, 64), (8, 2, 128), (16, 4, 64), (8, 8, 80))  # KV heads whose
 DTYPES = {"float32": 2e-5, "bfloat16": 2e-2}
 ON_TPU = jax.default_backend() == "tpu"
 HOW = {"reference": {}, "mosaic_tpu": {} if ON_TPU else {"interpret": pltpu.InterpretParams(detect_races=True)}}
+PREFILL = HOW | {"numba_cpu": {}}  # decode's kernel for CPUs has tests of its own
 
 
-def cases(**axes):
+def cases(ways=HOW, **axes):
     """Parameters (how, *values): every implementation by the product of the axes, or by its diagonal (see above)."""
     every = list(itertools.product(*axes.values()))
     longest = max(len(axis) for axis in axes.values())
     diagonal = [tuple(axis[i % len(axis)] for axis in axes.values()) for i in range(longest)]
-    chosen = {"reference": every, "mosaic_tpu": every if ON_TPU else diagonal}
+    chosen = {"reference": every, "mosaic_tpu": every if ON_TPU else diagonal, "numba_cpu": every}
     return pytest.mark.parametrize(
         ["how", *axes],
         [
             pytest.param({"implementation": name, **how}, *case, id="-".join(map(str, (name, *case))))
-            for name, how in HOW.items()
+            for name, how in ways.items()
             for case in chosen[name]
         ],
     )
@@ -288,6 +289,7 @@ def test_decode_attend_score_over_many_blocks(how, heads, rule):
 
 @pytest.mark.some(1)
 @cases(
+    ways=PREFILL,
     dtype=list(DTYPES),
     heads=[(3, 3, 64), (2, 4, 128), (2, 1, 96), (1, 16, 80), (1, 2, 256)],
     slots=[(37, 5, None, None), (600, 40, 50, 20.0), (20, 1030, None, None)],
@@ -317,6 +319,7 @@ def test_prefill_attend(how, dtype, heads, slots):
 
 @pytest.mark.some(1)
 @cases(
+    ways=PREFILL,
     dtype=list(DTYPES),
     heads=[(2, 3, 64), (1, 4, 128)],
     slots=[(37, 5, None, None), (600, 40, 50, 20.0), (20, 600, None, None)],
@@ -334,6 +337,8 @@ def test_prefill_with_a_bias_and_the_log_sum_exp(how, dtype, heads, slots):
     options = dict(scale=dim**-0.5, window=window, softcap=cap, bias=jnp.asarray(bias), **how)
     out, lse = attend_api.prefill_attend(*arrays, values, *places, with_lse=True, **options)
     mass = mass_api.prefill_attend_mass(*arrays, *places, **options)
+    known = mass_api.prefill_attend_mass(*arrays, *places, lse=lse, **options)
+    np.testing.assert_allclose(known, mass, atol=1e-5, rtol=1e-4)
     assert lse.dtype == jnp.float32 and lse.shape == out.shape[:3]
     for b, head in np.ndindex(2, kv_heads * group):
         h = head // group
@@ -347,7 +352,7 @@ def test_prefill_with_a_bias_and_the_log_sum_exp(how, dtype, heads, slots):
 
 
 @pytest.mark.some(1)
-@cases(dtype=list(DTYPES), sizes=[(600, 200, None), (1100, 300, 250)])
+@cases(ways=PREFILL, dtype=list(DTYPES), sizes=[(600, 200, None), (1100, 300, 250)])
 def test_prefill_attend_when_the_own_keys_are_last(how, dtype, sizes):
     """Saying so changes nothing, and neither does a second run."""
     slots, length, window = sizes
@@ -373,6 +378,7 @@ def test_prefill_attend_when_the_own_keys_are_last(how, dtype, sizes):
 
 @pytest.mark.some(5)
 @cases(
+    ways=PREFILL,
     reduce=["sum", "mean", "max"],
     heads=[
         (2, 3, 64, "float32"), (1, 16, 80, "bfloat16"), (2, 1, 96, "float32"), (2, 4, 128, "bfloat16"),
@@ -399,7 +405,7 @@ def test_prefill_attend_mass(how, reduce, heads, slots):
 
 
 @pytest.mark.some(2)
-@cases(reduce=["sum", "max"], heads=[(2, 3, 64, "float32")], slots=[(37, 5, None, None)])
+@cases(ways=PREFILL, reduce=["sum", "max"], heads=[(2, 3, 64, "float32")], slots=[(37, 5, None, None)])
 def test_queries_that_weigh_more_than_others(how, reduce, heads, slots):
     (kv_heads, group, dim, dtype), (slots, length, window, cap) = heads, slots
     rng = np.random.default_rng(length)

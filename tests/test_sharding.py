@@ -22,7 +22,7 @@ from jaxkv.errors import BadValue, UnknownName
 from jaxkv.lowering import held_by_one, lower
 from jaxkv.policies import catalogue
 from jaxkv.sharding import Layout, on_host
-from jaxkv.sharding.attention import prefill_attend_mass
+from jaxkv.sharding.attention import prefill_attend, prefill_attend_mass
 from jaxkv.sharding.mesh import parsed
 from jaxkv.sharding.traffic import collectives
 
@@ -125,11 +125,14 @@ def test_queries_are_shared_along_the_text(goldens, reduce, family, queries):
     at = jnp.broadcast_to(jnp.arange(held, dtype=jnp.int32), (2, held))
     weights = None if reduce == "mean" else jnp.asarray(rng.uniform(0.1, 10, (2, queries)), jnp.float32)
     arrays = query, keys, at[:, -queries:], jnp.broadcast_to(at[:, None], (2, heads, held))
-    one, many = (
-        prefill_attend_mass(Layout.of(mesh, config), *arrays, reduce=reduce, weights=weights, scale=0.3)
-        for mesh in (None, on((2, 2, 2)))
-    )
-    np.testing.assert_allclose(one, on_host(many), rtol=1e-5)
+    layouts = [Layout.of(mesh, config) for mesh in (None, on((2, 2, 2)))]
+    looked = [prefill_attend(layout, *arrays[:2], *arrays[1:], scale=0.3, with_lse=True) for layout in layouts]
+    np.testing.assert_allclose(looked[0].lse, on_host(looked[1].lse), rtol=1e-5)
+    mass = functools.partial(prefill_attend_mass, reduce=reduce, weights=weights, scale=0.3)
+    one, many = (mass(layout, *arrays) for layout in layouts)
+    known = (mass(layout, *arrays, lse=part.lse) for layout, part in zip(layouts, looked, strict=True))
+    for other in (many, *known):
+        np.testing.assert_allclose(one, on_host(other), rtol=1e-5)
 
 
 @pytest.mark.long

@@ -29,6 +29,7 @@ from jaxkv.store.sinks import TurnSinks
 from pallas_kernels.decode_attend_score.victim import alive
 from pallas_kernels.masking import filled
 from pallas_kernels.partial import merge
+from pallas_kernels.prefill_attend_mass import spared_by_lse
 
 
 def prefill_layer(
@@ -104,17 +105,22 @@ def prefill_layer(
         for state in store.beside.values()
         if state.attends
     ]
+    mass, lead, known = None, lead if spec.window is None else None, False
+    phase = policy.prefill if ask.look and lead is None else None
+    if phase is not None and MASS in phase.needs:
+        looking = phase.observe.looking(positions, ask.extra).shape[1]
+        known = phase.observe.own_keys and spared_by_lse(looking, positions.shape[1], implementation)
     looked = prefill_attend(
-        layout, query, read, joined.values, positions, joined.positions, with_lse=bool(beside), **softmax
+        layout, query, read, joined.values, positions, joined.positions, with_lse=bool(beside) or known, **softmax
     )
     context = merge(looked, *beside).output
 
     going = None
     if ask.going:
         going = _going(policy.flow, layout, query, read, positions, joined.positions, given, softmax)
-    mass, lead = None, lead if spec.window is None else None
-    if policy.prefill is not None and MASS in policy.prefill.needs and ask.look and lead is None:
-        mass, by_query = _mass(policy.prefill, layout, query, read, positions, joined, now, given, softmax, sizes)
+    if phase is not None and MASS in phase.needs:
+        lse = looked.lse if known else None
+        mass, by_query = _mass(phase, layout, query, read, positions, joined, now, given, softmax, sizes, lse)
         inputs = dataclasses.replace(inputs, by_query=by_query)
     if ask.extra:  # the pseudo tokens have looked: empty their slots
         joined = dataclasses.replace(joined, positions=joined.positions.at[:, :, -ask.extra :].set(EMPTY))
@@ -156,12 +162,14 @@ def _mass(
     given: LayerIn,
     softmax: dict,
     sizes: Float[Array, "B T"] | None,
+    lse: Float[Array, "B Hq T"] | None,
 ) -> tuple[Float[Array, "B Hk S"], Float[Array, "B Hq S"]]:
     """The attention mass of every entry from the phase's observing queries, pooled and reduced over the group, and as
-    each query head gave it."""
+    each query head gave it. `lse` are the queries' log-sum-exps, where they look at what attention saw."""
     observe, aggregate, key_positions = phase.observe, phase.aggregate, joined.positions
     at = observe.looking(query_positions, given.ask.extra)
     query = query[:, :, -at.shape[1] :]
+    softmax = softmax if lse is None else {**softmax, "lse": lse[:, :, -at.shape[1] :]}
     if not observe.own_keys:
         key_positions = key_positions.at[:, :, -(given.ask.extra or at.shape[1]) :].set(EMPTY)
     weights = aggregate.weights(at, now, None if sizes is None else sizes[:, -at.shape[1] :])

@@ -96,12 +96,17 @@ def prefill_attend_mass(
     reduce: str,
     weights: Float[Array, "B T"] | None = None,
     bias: Float[Array, "B Hk S"] | None = None,
+    lse: Float[Array, "B Hq T"] | None = None,
     **options: Any,
 ) -> Float[Array, "B Hq S"]:
-    """`prefill_attend_mass`; queries that the devices along the text can share equally are shared, and summed up."""
+    """`prefill_attend_mass`; queries that the devices along the text can share equally are shared, and summed up.
+
+    `lse` are their log-sum-exps over these keys, where these are known.
+    """
     kernel = functools.partial(mass_kernel.prefill_attend_mass, **options)
     more = {} if bias is None else {"bias": bias}
     if layout.mesh is None:
+        more |= {} if lse is None else {"lse": lse}
         options = {"reduce": reduce, "own_keys_last": True, "weights": weights, **more}
         return kernel(query, keys, query_positions, key_positions, **options)
     grouped = _grouped(query, keys.shape[1])
@@ -110,10 +115,13 @@ def prefill_attend_mass(
     kv = layout.spec(keys.shape, layout.slot_axes(4, slots=None))
     over = at[1]  # context, spare, both or neither: what divides the queries without a rest
     more |= {} if weights is None else {"weights": weights}
-    of = {"bias": _but_last(kv), "weights": at}
+    more |= {} if lse is None else {"lse": lse.reshape(grouped.shape[:4])}
+    of = {"bias": _but_last(kv), "weights": at, "lse": _but_last(q)}
 
     def local(query, keys, query_positions, key_positions, more):
         each = "sum" if over and reduce == "mean" else reduce
+        if "lse" in more:
+            more = {**more, "lse": more["lse"].reshape(_flat(query).shape[:3])}
         mass = kernel(_flat(query), keys, query_positions, key_positions, reduce=each, **more)
         if over:
             mass = (lax.pmax if reduce == "max" else lax.psum)(mass, over)

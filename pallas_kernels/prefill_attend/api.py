@@ -8,7 +8,7 @@ from pallas_kernels.prefill_attend import reference
 OPERATION = Operation(
     "prefill_attend",
     reference.prefill_attend,
-    {"mosaic_tpu": "tpu", "mosaic_gpu_sm90": "gpu"},
+    {"mosaic_tpu": "tpu", "mosaic_gpu_sm90": "gpu", "numba_cpu": "cpu"},
 )
 
 

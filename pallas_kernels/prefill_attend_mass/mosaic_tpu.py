@@ -1,5 +1,6 @@
 """prefill_attend_mass for TPU in two passes: each query's log-sum-exp over all keys, then each key's sum over all
-queries of exp(logit - log-sum-exp). Neither holds a queries x keys array; K is read twice.
+queries of exp(logit - log-sum-exp). Neither holds a queries x keys array; K is read twice, or once where the
+log-sum-exps are given.
 """
 
 import functools
@@ -32,6 +33,7 @@ def prefill_attend_mass(
     own_keys_last: bool = False,
     weights: Float[Array, "B T"] | None = None,
     bias: Float[Array, "B Hk S"] | None = None,
+    lse: Float[Array, "B Hq T"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B Hq S"]:
     """`reference.prefill_attend_mass`, without a queries x keys array. Codes become numbers on the chip.
@@ -153,20 +155,24 @@ def prefill_attend_mass(
         *([] if bias is None else [bias[:, :, None]]),
     )
     *inner, lse_block, _ = specs("ij")
-    lse = call(
-        lse_kernel,
-        out_shape=jax.ShapeDtypeStruct((batch, kv_heads, group, length, 1), jnp.float32),
-        grid=(batch, kv_heads, tiles, blocks),
-        in_specs=inner,
-        out_specs=lse_block,
-        scratch_shapes=[pltpu.VMEM((rows, 1), jnp.float32), pltpu.VMEM((rows, 1), jnp.float32)],
-        cost_estimate=pl.CostEstimate(
-            flops=2 * pairs * dim, transcendentals=pairs, bytes_accessed=query_bytes + tiles * key_bytes
-        ),
-        name="prefill_attend_lse",
-    )(*arrays)
+    lses = (batch, kv_heads, group, length, 1)
+    if lse is not None:
+        found = lse.reshape(lses)
+    else:
+        found = call(
+            lse_kernel,
+            out_shape=jax.ShapeDtypeStruct(lses, jnp.float32),
+            grid=(batch, kv_heads, tiles, blocks),
+            in_specs=inner,
+            out_specs=lse_block,
+            scratch_shapes=[pltpu.VMEM((rows, 1), jnp.float32), pltpu.VMEM((rows, 1), jnp.float32)],
+            cost_estimate=pl.CostEstimate(
+                flops=2 * pairs * dim, transcendentals=pairs, bytes_accessed=query_bytes + tiles * key_bytes
+            ),
+            name="prefill_attend_lse",
+        )(*arrays)
     if weights is not None:  # w exp(x - lse) = exp(x - (lse - log w))
-        lse = lse - jnp.log(weights)[:, None, None, :, None]
+        found = found - jnp.log(weights)[:, None, None, :, None]
     *inner, mass_block = specs("ji")
     mass = call(
         mass_kernel,
@@ -180,7 +186,7 @@ def prefill_attend_mass(
             bytes_accessed=key_bytes + blocks * query_bytes + 4 * batch * heads * slots,
         ),
         name="prefill_attend_mass",
-    )(*arrays, lse)
+    )(*arrays, found)
     mass = mass.reshape(batch, heads, slots)
     if reduce == "mean":
         count = jnp.sum(query_positions >= 0, axis=-1, dtype=jnp.float32)

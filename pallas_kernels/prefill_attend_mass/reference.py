@@ -21,13 +21,15 @@ def prefill_attend_mass(
     own_keys_last: bool = False,
     weights: Float[Array, "B T"] | None = None,
     bias: Float[Array, "B Hk S"] | None = None,
+    lse: Float[Array, "B Hq T"] | None = None,
 ) -> Float[Array, "B Hq S"]:
     """Each key's softmax weight, summed over the queries ("sum"), averaged ("mean") or their maximum ("max"), float32.
 
     Queries at position -1 are padding: they give nothing and the mean does not count them. `own_keys_last` says that
     the last T keys are the queries' own, in order, so that none need look further. `weights` (positive) multiply what
     each query gives, before the sum or the maximum. `bias` is added to the logits of each key, after the soft cap. Keys
-    that are codes count as the numbers that they stand for.
+    that are codes count as the numbers that they stand for. `lse`, the queries' log-sum-exps over these keys, change
+    nothing: they spare the kernels for CPUs and TPUs the pass that finds them.
     """
     batch, heads, slots = queries.shape[0], queries.shape[1], keys.shape[2]
     keys = numbers(keys)

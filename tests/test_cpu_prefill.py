@@ -1,0 +1,83 @@
+"""Prefill on a CPU by the kernel that numba compiles: what is its own, beside the suite of all kernels."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small import SMALL
+
+import jaxkv
+from pallas_kernels.choices import choices
+from pallas_kernels.prefill_attend import api as attend_api
+from pallas_kernels.prefill_attend_mass import api as mass_api
+
+TINY = Path(__file__).parent / "goldens" / "tiny"
+
+
+def attention(rng, batch=2, kv_heads=2, group=3, slots=700, dim=32, length=300):
+    """Queries, keys, values and positions, some slots empty and NaN, the queries' own keys last."""
+    query = rng.normal(size=(batch, kv_heads * group, length, dim)).astype(np.float32)
+    keys, values = rng.normal(size=(2, batch, kv_heads, slots, dim)).astype(np.float32)
+    at = np.tile(np.arange(slots - length, slots, dtype=np.int32), (batch, 1))
+    at[0, :70] = -1  # padding on the left
+    positions = np.tile(np.arange(slots, dtype=np.int32), (batch, kv_heads, 1))
+    positions[:, :, 5 : slots - length : 3] = -1
+    positions[:, :, slots - length :] = at[:, None]
+    keys[positions < 0] = values[positions < 0] = np.nan
+    return tuple(map(jnp.asarray, (query, keys, values, at, positions)))
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
+@pytest.mark.parametrize("last", [300, 32])
+def test_with_the_log_sum_exps_of_attention_the_mass_is_the_same(reduce, last):
+    query, keys, values, at, positions = attention(np.random.default_rng(0))
+    options = dict(scale=0.2, window=400, softcap=30.0, own_keys_last=True, implementation="numba_cpu")
+    _, lse = attend_api.prefill_attend(query, keys, values, at, positions, with_lse=True, **options)
+    looks = query[:, :, -last:], keys, at[:, -last:], positions
+    found = mass_api.prefill_attend_mass(*looks, reduce=reduce, **options)
+    given = mass_api.prefill_attend_mass(*looks, reduce=reduce, lse=lse[:, :, -last:], **options)
+    assert np.array_equal(found, given) and np.isfinite(found).all()
+    options["implementation"] = "reference"
+    plain = mass_api.prefill_attend_mass(*looks, reduce=reduce, lse=lse[:, :, -last:], **options)
+    np.testing.assert_allclose(given, plain, atol=2e-6, rtol=1e-4)
+
+
+def test_no_logits_are_written_out():
+    """The temporary memory of both is that of keys, values and queries laid out, whatever they are multiplied to."""
+    shapes = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype) for x in attention(np.random.default_rng(0), 1, 2, 3, 4096, 32, 2048)
+    ]
+    options = dict(scale=0.2, own_keys_last=True)
+
+    def both(query, keys, values, at, positions):
+        out, lse = attend_api.prefill_attend(query, keys, values, at, positions, with_lse=True, **options)
+        return out, mass_api.prefill_attend_mass(query, keys, at, positions, lse=lse, **options)
+
+    memory = jax.jit(both).lower(*shapes).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 2 * memory.argument_size_in_bytes < 2048 * 4096
+
+
+def test_it_is_chosen_where_heads_fill_registers():
+    shape = dict(heads=4, kv_heads=2, slots=64, dtype="bfloat16", platform="cpu")
+    for name in ("prefill_attend", "prefill_attend_mass"):
+        assert choices(head_dim=64, **shape)[name].implementation == "numba_cpu"
+        narrow = choices(head_dim=20, **shape)[name]
+        assert narrow.implementation == "reference" and "20 channels: a multiple of" in narrow.reasons[0]
+
+
+@pytest.mark.parametrize("name", ["h2o", "laq", "kvzip", "dapq-longflow", "keepkv", "streaming-llm"])
+def test_policies_keep_what_they_keep_by_the_reference(name):
+    """Sums over all queries, over tokens behind the prompt that keep no keys, over the block itself, beside biases."""
+    params = jaxkv.load(TINY / "qwen3", dtype=jnp.float32)
+    assert params.config.head_dim % 16 == 0
+    prompt = np.random.default_rng(0).integers(3, 160, 90)
+    small = SMALL.get(name, {}) | ({"allocate": {"kind": "uniform"}} if name == "kvzip" else {})
+    policy = jaxkv.policy(name, budget=24, block=48, **small)
+    options = {"policy": policy, "max_new_tokens": 4, "stop_tokens": ()}
+    want = jaxkv.generate(params, [prompt], **options, implementation="reference")
+    got = jaxkv.generate(params, [prompt], **options)
+    np.testing.assert_array_equal(got.tokens, want.tokens)
+    for ours, theirs in zip(got.cache.layers, want.cache.layers, strict=True):
+        np.testing.assert_array_equal(ours.positions, theirs.positions)
