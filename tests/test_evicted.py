@@ -469,8 +469,10 @@ def test_reading_every_page_is_reading_everything(tiny):
     paged = jaxkv.generate(params, rows, policy=jaxkv.policy("quest", count=512, page=4, dense=0), **options)
     assert paged.tokens.tolist() == full.tokens.tolist()
     for mine, theirs in zip(paged.cache.layers, full.cache.layers, strict=True):
-        held = np.asarray(theirs.positions)[..., None] >= 0
-        np.testing.assert_allclose(np.where(held, mine.values, 0), np.where(held, theirs.values, 0), atol=1e-4)
+        ours, others = (layer.in_time_order() for layer in (dataclasses.replace(mine, beside={}), theirs))
+        assert np.array_equal(ours.positions, others.positions)
+        held = np.asarray(others.positions)[..., None] >= 0
+        np.testing.assert_allclose(np.where(held, ours.values, 0), np.where(held, others.values, 0), atol=1e-4)
 
 
 @pytest.mark.long
@@ -497,7 +499,7 @@ def test_few_pages_are_read(tiny, together):
     begun = jaxkv.generate(params, ids(44, 1), policy=policy, max_new_tokens=1, stop_tokens=()).cache
     first, second = begun.layers
     pages = second.beside["pages"].low.shape[2]
-    assert not (np.asarray(second.positions)[0, :, :4] >= 0).any(), "the new token's page holds nothing yet"
+    assert not (np.asarray(second.positions)[0, :, 44:48] >= 0).any(), "the new token's page holds nothing yet"
 
     def following(hit, *names):
         """The token behind a step that finds NaN in these pages `[Hk, P]` of the second layer."""
@@ -507,7 +509,7 @@ def test_few_pages_are_read(tiny, together):
         return int(jaxkv.generate(params, cache=spoilt, max_new_tokens=1, stop_tokens=()).tokens[0, 0])
 
     every = np.eye(pairs * pages, dtype=bool).reshape(-1, pairs, pages)
-    want = following(every[0], "values")
+    want = following(np.zeros_like(every[0]), "values")
     matter = np.array([following(one, "values") != want for one in every]).reshape(pairs, pages)
     if together:
         assert matter.sum(axis=1).tolist() == [2, 2], "of three pages one is the new token's"
@@ -525,6 +527,23 @@ def test_reading_few_of_a_bounded_cache(tiny):
     assert np.asarray(out.cache.held()).max() <= 32
     with pytest.raises(BadValue, match="reads pages"):
         jaxkv.policy("adakv-h2o", budget=32, read=Pages())
+
+
+@pytest.mark.parametrize("page", [12, 16, 32])
+def test_pages_begin_with_the_text(tiny, page):
+    """Whatever slots there are for other rows, or for tokens to come: a page is the same entries."""
+    params, policy = tiny(FAMILY), jaxkv.policy("quest", count=2 * page, page=page, dense=0)
+    prompts = [ids(90, 0), ids(130, 1)]
+    both = jaxkv.generate(params, prompts, policy=policy, max_new_tokens=12, stop_tokens=())
+    for row, prompt in enumerate(prompts):
+        one = jaxkv.generate(params, prompt, policy=policy, max_new_tokens=12, stop_tokens=())
+        assert both.tokens[row].tolist() == one.tokens[0].tolist()
+        begun = jaxkv.generate(params, prompt, policy=policy, max_new_tokens=1, stop_tokens=())
+        rest = jaxkv.generate(params, cache=begun.cache, max_new_tokens=11, stop_tokens=())
+        assert [*begun.tokens[0], *rest.tokens[0]] == one.tokens[0].tolist()
+        for layer in one.cache.layers:
+            held = np.asarray(layer.positions[0])
+            assert (held[:, : len(prompt)] == np.arange(len(prompt))).all()
 
 
 @pytest.mark.long

@@ -213,6 +213,18 @@ def test_windows_are_read_whole_where_others_are_read_in_pages(goldens):
 
 
 @pytest.mark.long
+def test_pages_do_not_know_how_many_slots_a_mesh_divides(goldens):
+    folder, devices = goldens / "tiny" / "llama3", jax.devices()[:2]
+    policy = jaxkv.policy("h2o", budget=40, read={"kind": "pages", "count": 16, "page": 16, "dense": 0})
+    one, many = (
+        jaxkv.generate(jaxkv.load(folder, mesh=mesh), prompts(), policy=policy, max_new_tokens=12, stop_tokens=())
+        for mesh in (None, jaxkv.mesh(context=2, devices=devices))
+    )
+    assert one.cache.layers[0].slots < many.cache.layers[0].slots
+    assert many.tokens.tolist() == one.tokens.tolist()
+
+
+@pytest.mark.long
 def test_weights_over_fsdp(goldens):
     folder = goldens / "tiny" / "llama3"
     params = jaxkv.load(folder, mesh=jaxkv.mesh(fsdp=4, model=2))

@@ -10,7 +10,7 @@ from jax import lax
 from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
 from jaxkv.store.entries import EMPTY, Change, taken
-from jaxkv.store.pages import empty
+from jaxkv.store.pages import PAGES, empty
 from pallas_kernels.arguments import Judge, Token
 from pallas_kernels.decode_attend_score.victim import aim
 from pallas_kernels.masking import visible
@@ -64,7 +64,7 @@ class All(Read):
 class Pages(Read):
     """The `count` entries in the pages of `page` adjacent slots whose keys may have the largest q . k.
 
-    A page's bound is sum_d max(q_d min k_d, q_d max k_d) over its keys; the page of the new token is always read. Each
+    Where nothing has left, a page is so many tokens in a row, the first one begins with the text. A page's bound is sum_d max(q_d min k_d, q_d max k_d) over its keys; the page of the new token is always read. Each
     query head chooses pages for itself, or, `together`, the query heads of a KV head choose those with the highest
     bound for one of them. The first `dense` layers and those with a sliding window read everything. At a step the index
     is read, and `count` entries (one page at least) for each that chooses: where query heads choose apart, that is less
@@ -77,7 +77,7 @@ class Pages(Read):
     dense: int = 2
     together: bool = False
     kind: ClassVar[str] = "pages"
-    state: ClassVar[str] = "pages"
+    state: ClassVar[str] = PAGES
 
     def __post_init__(self):
         if self.page < 1 or self.count < 1 or self.dense < 0:

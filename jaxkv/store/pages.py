@@ -1,4 +1,8 @@
-"""An index of pages: the lowest and highest key of every page of adjacent slots, channel by channel."""
+"""An index of pages: the lowest and highest key of every page of adjacent slots, channel by channel.
+
+Where pages lie beside them, a head's entries begin with the first slot: so a page holds the same entries, however many
+slots there are for other rows, for tokens to come, or for a mesh to divide.
+"""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -6,6 +10,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+PAGES = "pages"  # the name under which it lies beside the slots
 
 
 @jax.tree_util.register_dataclass

@@ -1,8 +1,8 @@
 """Slots: C slots for every KV head of a layer.
 
 Attention needs no order among the slots. A cut leaves the kept entries in time order behind the empty ones, or before
-them where slots share their code, so that its blocks begin with the first slot. An overwrite leaves entries where they
-are.
+them where slots share their code, or are read in pages, so that blocks and pages begin with the first slot. An
+overwrite leaves entries where they are.
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ from jaxkv.store.entries import (
     put_all,
     taken,
 )
+from jaxkv.store.pages import PAGES
 from jaxkv.store.sinks import TurnSinks, read_apart
 from jaxkv.store.store import Absorb, Choose, Store, Worth
 from pallas_kernels.arguments import Held, Judge, Token
@@ -84,13 +85,13 @@ class Slots(Store):
         return self.plain(self.loose())
 
     def in_time_order(self) -> "Slots":
-        """The slots in time order, the empty ones first; last where slots share their code."""
+        """The slots in time order, the empty ones first; last where `_entries_first`."""
         return dataclasses.replace(self, entries=self.settling(in_time_order(self.loose(), self._entries_first)))
 
     @property
     def _entries_first(self) -> bool:
         """Whether a cut puts the entries before the empty slots."""
-        return not self.codecs.apart
+        return not self.codecs.apart or PAGES in self.beside
 
     def holding(
         self, entries: Entries, chosen: Bool[Array, "B Hk S"], slots: Int[Array, "B Hk C"] | None = None
@@ -104,7 +105,7 @@ class Slots(Store):
         self, entries: Entries, chosen: Bool[Array, "B Hk S"], slots: int, room: Int[Array, "B"], beside: dict[str, Any]
     ) -> "Slots":
         """The chosen ones of plain entries, which stand in time order, in `slots` slots behind the empty ones, or
-        before them where slots share their code."""
+        before them where `_entries_first`."""
         index = packed(chosen, slots, self._entries_first)
         return dataclasses.replace(self, beside=beside).holding(entries, chosen, index)
 
@@ -243,7 +244,7 @@ class Slots(Store):
 
     def grown(self, held: int, tokens: int, window: int | None, lacking: int = 0) -> "Slots":
         """The store with slots for `tokens` more than the `held` ones (or its window's), in steps of GROW; the next
-        token goes to the first new slot, or behind the entries where slots share their code."""
+        token goes to the first new slot, or behind the entries where `_entries_first`."""
         more, tokens = tokens, held + tokens
         slots = -(-tokens // GROW) * GROW
         slots = slots if window is None else min(slots, in_pieces(window))
