@@ -4,9 +4,11 @@ import dataclasses
 import json
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import ClassVar
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from letters import Letters
@@ -18,6 +20,7 @@ from jaxkv.errors import BadCheckpoint, BadValue, UnknownName
 from jaxkv.evaluation import settings
 from jaxkv.evaluation.results import Store
 from jaxkv.policies import MASS, Across, Attention, Observer, Score, Uniform, load_parts, register
+from jaxkv.policies.combine import Scaled
 from jaxkv.policies.needs import learned_names
 from jaxkv.policies.parts import PARTS
 from jaxkv.policies.policy import from_dict, to_dict
@@ -241,6 +244,21 @@ def test_parts_that_are_refused(make, words):
     with pytest.raises((BadValue, UnknownName), match=words):
         register(make())
     assert before == {name: kinds.parts for name, kinds in PARTS.items()}
+
+
+@pytest.mark.parametrize(
+    "said, words",
+    [
+        ({}, "'mine' does not say whether it can be negative.*True, or False"),
+        ({"signed": True}, "'mine' can be negative"),
+        ({"signed": False}, None),
+    ],
+)
+def test_a_score_says_whether_it_can_be_negative(mine, said, words):
+    score = part(linear=False, score=lambda self, stats, inputs: -jnp.linalg.norm(inputs.k, axis=-1), **said)()
+    with nullcontext() if words is None else pytest.raises(BadValue, match=words):
+        jaxkv.policy("snapkv", budget=64, score=Scaled(score))
+    jaxkv.policy("snapkv", budget=64, score=score)  # alone nobody asks
 
 
 def test_a_class_may_come_again(mine):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.checks import Checked, shown
+from jaxkv.checks import Checked, foreign, shown
 from jaxkv.errors import BadValue
 from jaxkv.policies.needs import MASS
 from jaxkv.policies.order import BIG
@@ -245,7 +245,14 @@ class Score(Checked):
 
     @property
     def negative(self) -> bool:
-        """Whether it may be negative, or one that it is made of."""
+        """Whether it may be negative, or one that it is made of. Raises `BadValue` for one of one's own that does not
+        say so."""
+        said = any("signed" in vars(each) for each in (self, *type(self).__mro__) if each is not Score)
+        if foreign(self) and not said:
+            raise BadValue(
+                f"score {self.kind!r} does not say whether it can be negative, and here it may not be: write "
+                "signed: ClassVar[bool] = True, or False, in its class"
+            )
         return self.signed or any(part.negative for part in self.parts)
 
     def leaves(self) -> tuple["Score", ...]:
