@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.errors import BadValue
+from jaxkv.errors import BadValue, JaxkvError
 
 MOST = 2**31 - 1  # the largest whole number that programs hold; seeds are larger
 LARGEST = float(np.finfo(np.float32).max)
@@ -111,15 +111,20 @@ def plain_field(part: Any, name: str, hint: Any = Any) -> Any:
 
 def check_fields(part: Any) -> None:
     """Raises `BadValue` for a field whose value is not of its declared type, a whole number beyond 31 bits (a seed or
-    bytes: 63), and in jaxkv's own classes for infinity. Numbers of NumPy become Python's, so that they can be written
-    down, and lists tuples.
+    bytes: 63), in jaxkv's own classes for infinity, and in others for what can't be hashed. Numbers of NumPy become
+    Python's, so that they can be written down, and lists tuples.
     """
     own = not foreign(part)
     for name, hint in hints(type(part)).items():
         value = plain_field(part, name, hint)
-        where = getattr(part, "kind", None) or type(part).__name__.lower()
+        where = _called(part)
         if not fits(value, hint):
             raise BadValue(f"{name}={shown(value)} of {where}: expected {words(hint)}")
+        if not own and not _hashes(value):
+            raise BadValue(
+                f"{name}={shown(value)} of {where}: expected what can be hashed, for programs are kept by it: a tuple "
+                "in place of a list or an array, and a frozen dataclass in place of a table"
+            )
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, float) and own and math.isinf(number):
                 raise BadValue(f"{name}={number} of {where}: expected a finite number")
@@ -128,8 +133,21 @@ def check_fields(part: Any) -> None:
                 raise BadValue(f"{name}={shown(number)} of {where}: expected a number of at most {most}")
 
 
+def _called(part: Any) -> str:
+    return getattr(part, "kind", None) or type(part).__name__.lower()
+
+
+def _hashes(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
 class Checked:
-    """A frozen dataclass whose fields are checked by their declared types before its own `__post_init__` runs."""
+    """A frozen dataclass whose fields are checked by their declared types before its own `__post_init__` runs. A
+    ValueError of that is a `BadValue`, which names the part."""
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -139,7 +157,12 @@ class Checked:
             @functools.wraps(own)
             def checked(self: Any) -> None:
                 check_fields(self)
-                own(self)
+                try:
+                    own(self)
+                except JaxkvError:
+                    raise
+                except ValueError as error:
+                    raise BadValue(f"{_called(self)}: {error}") from error
 
             cls.__post_init__ = checked  # pyright: ignore[reportAttributeAccessIssue]
 

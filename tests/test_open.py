@@ -19,7 +19,7 @@ from jaxkv.cli.options import Cut
 from jaxkv.errors import BadCheckpoint, BadValue, UnknownName
 from jaxkv.evaluation import settings
 from jaxkv.evaluation.results import Store
-from jaxkv.policies import MASS, Across, Attention, Observer, Score, Uniform, load_parts, register
+from jaxkv.policies import MASS, Across, Attention, Evicted, Observer, Score, Uniform, load_parts, register
 from jaxkv.policies.combine import Scaled
 from jaxkv.policies.needs import learned_names
 from jaxkv.policies.parts import PARTS
@@ -236,6 +236,7 @@ def part(base=Score, decorate=FROZEN, **body):
         (lambda: part(__annotations__={"first": float}, first=0.5), "another name"),
         (lambda: part(Observer, extra=3), "a method behind"),
         (lambda: part(Uniform), "a method budgets"),
+        (lambda: part(Evicted, absorb=lambda *_: 0, state="mine"), "keeps the state 'mine': expected begin"),
         (lambda: part(Across, profile=lambda *_: 0), "a method quotas"),
     ],
 )
@@ -259,6 +260,43 @@ def test_a_score_says_whether_it_can_be_negative(mine, said, words):
     with nullcontext() if words is None else pytest.raises(BadValue, match=words):
         jaxkv.policy("snapkv", budget=64, score=Scaled(score))
     jaxkv.policy("snapkv", budget=64, score=score)  # alone nobody asks
+
+
+def least(self):
+    if self.least < 0:
+        raise ValueError("least is below 0")
+
+
+def test_what_a_part_refuses_names_it(mine, monkeypatch, tmp_path, capsys):
+    own = part(__annotations__={"least": int}, least=0, __post_init__=least)
+    monkeypatch.setitem(PARTS["score"].parts, "mine", own)
+    file = tmp_path / "own.toml"
+    file.write_text('[prefill]\nscore = { kind = "mine" }')
+    run = ["generate", "x", "--budget", "64", "--policy", str(file), "--option", "least=-1"]
+    assert cli.main(run) == 2 and "mine: least is below 0" in capsys.readouterr().err
+    file.write_text('[prefill]\nscore = { kind = "mine", least = -1 }')
+    assert cli.main(run[:-2]) == 2 and "own.toml: mine: least is below 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [[1.0, 2.0], np.ones(2), jnp.ones(2), {"a": 1}])
+def test_a_field_that_cannot_be_hashed_is_refused(value):
+    own = part(__annotations__={"weights": object}, weights=None)
+    with pytest.raises(BadValue, match=r"weights=.* of mine: expected what can be hashed"):
+        own(value)
+
+
+def test_a_state_says_what_it_is(lettered):
+    rule = part(Evicted, absorb=lambda self, beside, kept, lost, facts: (kept, beside), state="mine")()
+    policy = jaxkv.policy("h2o", budget=16, evicted=rule)
+    with pytest.raises(BadValue, match="'mine' gives NoneType without attends and kv_bytes"):
+        said(lettered, policy)
+
+
+def test_a_calibration_that_nobody_measures(lettered):
+    for name, words in (("retrievel", "did you mean 'retrieval'.*own"), ("key_predictor", "--predictors once")):
+        own = part(needs=frozenset({f"calibrated:{name}"}))()
+        with pytest.raises(BadValue, match=words):
+            said(lettered, jaxkv.policy("h2o", budget=16, score=own))
 
 
 def test_a_class_may_come_again(mine):

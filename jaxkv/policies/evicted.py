@@ -100,6 +100,17 @@ class Evicted(Checked):
         raise NotImplementedError
 
 
+def begin_by(rule: Evicted, batch: int, heads: int, head_dim: int, dtype: Any) -> Any:
+    """What the rule's `begin` gives. Raises `BadValue` where that does not say what it is beside the slots."""
+    found = rule.begin(batch, heads, head_dim, dtype)
+    if lacking := [name for name in ("attends", "kv_bytes") if not hasattr(found, name)]:
+        raise BadValue(
+            f"begin of evicted kind {rule.kind!r} gives {type(found).__name__} without {' and '.join(lacking)}: "
+            "expected a state that says whether it is attended to, and the bytes of keys and values in it"
+        )
+    return found
+
+
 def absorb_by(rule: Evicted, beside: Any, kept: Entries | None, lost: Entries, facts: Leaving) -> Any:
     """What the rule's `absorb` gives. Raises `BadValue` as `_check_given` does."""
     found = rule.absorb(beside, kept, lost, facts)

@@ -105,6 +105,8 @@ def register[Part: type](part: Part) -> Part:
         _check_score(part, where)
     if issubclass(part, Observer):
         _check_observer(part, where)
+    if issubclass(part, Evicted) and part.state and part.begin is Evicted.begin:
+        raise BadValue(f"{where} keeps the state {part.state!r}: expected begin, which makes it, or no state")
     for kinds in mine:
         kinds.parts[kind] = part
     if issubclass(part, Codec):

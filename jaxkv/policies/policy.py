@@ -13,7 +13,7 @@ from jaxkv.checks import Checked, foreign, shown
 from jaxkv.errors import BadValue, UnknownName, unknown
 from jaxkv.policies.aggregate import Aggregate
 from jaxkv.policies.allocator import UNLIMITED, Allocate, Learned
-from jaxkv.policies.evicted import Drop, Evicted
+from jaxkv.policies.evicted import Drop, Evicted, begin_by
 from jaxkv.policies.flow import Flow, Straight
 from jaxkv.policies.layers import Uniform
 from jaxkv.policies.needs import HIDDEN, MASS, QUERIES, learned_names
@@ -321,7 +321,7 @@ class Policy(Checked):
 
     def beside(self, batch: int, heads: int, head_dim: int, dtype: Any) -> dict[str, Any]:
         """What lies beside a layer's slots before anything has left them, by the name of the rule's state."""
-        return {name: rule.begin(batch, heads, head_dim, dtype) for name, rule in self.sized.rules.items()}
+        return {name: begin_by(rule, batch, heads, head_dim, dtype) for name, rule in self.sized.rules.items()}
 
     def begun(self, beside: dict[str, Any], entries: Entries, block: ScoreInputs) -> dict[str, Any]:
         """The same with what the rules take from a block of the prompt and the `entries` held with it."""

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.errors import BadValue
+from jaxkv.errors import BadValue, unknown
 from jaxkv.models import ModelConfig
 from jaxkv.sharding.layout import ONE_DEVICE, Layout
-from jaxkv.weights.learned import ASKED_FOR
+from jaxkv.weights.learned import ASKED_FOR, shapes
 
 
 @jax.tree_util.register_dataclass
@@ -41,7 +41,12 @@ class Params:
 
     def learned_for(self, names: tuple[str, ...], policy: str) -> dict[str, Any]:
         """The named arrays of `learned`. Raises `BadValue` where one is missing."""
-        lost = [name for name in names if name not in self.learned]
+        lost, measured = [name for name in names if name not in self.learned], shapes(self.config)
+        for name in (name for name in lost if name not in measured):
+            raise BadValue(
+                f"policy {policy!r}: {unknown('calibration', name, measured)}. An array of one's own, which jaxkv "
+                "calibrate does not measure, has to be in the learned of these params"
+            )
         if lost:
             more = " --predictors" if set(lost) & set(ASKED_FOR) else ""
             raise BadValue(
