@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv.checks import shown
 from jaxkv.errors import BadValue
 
 MARK = "(the answer that the cache holds)"  # stands for it while the template is rendered
@@ -35,6 +36,42 @@ def next_turn(tokenizer: Any, messages: list[Any], pending: int | None) -> np.nd
         if not tokenizer.decode(ids[:at]).strip():  # some templates write a space before the end of turn
             ids = ids[at + 1 :]
     return np.asarray(ids, np.int32)
+
+
+def check_held(tokenizer: Any, messages: list[Any], held: np.ndarray, new: np.ndarray) -> None:
+    """Raises `BadValue` where a system or user message before the last answer is not in the text that the cache has
+    seen, `held`: the cache is then of another conversation, or an earlier message was changed.
+
+    Users' messages are looked for in their order, a system message also in what is `new`: some templates write it in
+    front of the last question. White space does not count. Answers are not looked for, which may have been cut, nor is
+    what the template does not write as it was given.
+    """
+    answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+    begun = len(answers) > 1 and answers[-1] == len(messages) - 1
+    written = _packed(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False))
+    text, at = _packed(tokenizer.decode(held.tolist())), 0
+    whole = text + _packed(tokenizer.decode(new.tolist()))
+    for number, message in enumerate(messages[: answers[-2 if begun else -1]]):
+        role, said = message["role"], message["content"]
+        if role not in ("system", "user") or not isinstance(said, str) or _packed(said) not in written:
+            continue
+        where, since = (text, at) if role == "user" else (whole, 0)
+        ids = tokenizer(said, add_special_tokens=False)["input_ids"]
+        forms = _packed(said), _packed(tokenizer.decode(ids))  # some tokenizers change letters
+        ends = [begin + len(form) for form in forms if (begin := where.find(form, since)) >= 0]
+        if not ends:
+            raise BadValue(
+                f"message {number} ({role}: {shown(said)}) is not in the text of this cache: expected the conversation "
+                "that the cache holds, its earlier messages as they were; or give the whole conversation anew, without "
+                "the cache"
+            )
+        if role == "user":
+            at = min(ends)
+
+
+def _packed(text: str) -> str:
+    """The text without white space."""
+    return "".join(text.split())
 
 
 def _behind(tokenizer: Any, messages: list[Any], answer: int, asks: bool) -> str | None:

@@ -135,7 +135,7 @@ def stream(
         speculative=speculative,
     )  # fmt: skip
     if prompt is not None:
-        rows = len(rows_of(prompt, params.tokenizer, params.config.vocab_size, _pending(cache))[0])
+        rows = len(rows_of(prompt, params.tokenizer, params.config.vocab_size, *_so_far(cache))[0])
     else:
         assert cache is not None  # checked with the request
         rows = cache.batch
@@ -165,7 +165,7 @@ def prefill(
     """
     check_model(params, cache)
     check_arguments(room=room)
-    rows, _ = rows_of(prompt, params.tokenizer, params.config.vocab_size, _pending(cache))
+    rows, _ = rows_of(prompt, params.tokenizer, params.config.vocab_size, *_so_far(cache))
     chosen = checked_policy(params, policy, cache)
     if pseudo is not None:
         pseudo = checked_pseudo(pseudo, len(rows), chosen, params.config.vocab_size)
@@ -179,9 +179,9 @@ def _told_apart(rows: list[np.ndarray], apart: bool) -> list[np.ndarray]:
     return [np.append(place, row) for place, row in enumerate(rows)] if apart else rows
 
 
-def _pending(cache: KVCache | None) -> np.ndarray | None:
-    """The tokens that a cache's rows have still to run; None without a cache."""
-    return None if cache is None else np.asarray(cache.pending)
+def _so_far(cache: KVCache | None) -> tuple[np.ndarray | None, list[np.ndarray] | None]:
+    """The tokens that a cache's rows have still to run, and their texts; None without a cache."""
+    return (None, None) if cache is None else (np.asarray(cache.pending), cache.texts())
 
 
 def _begin(params: Params, prompt: Prompt, cache: KVCache | None, request: Request, execution: Execution) -> Decoding:
@@ -205,7 +205,7 @@ def _begin(params: Params, prompt: Prompt, cache: KVCache | None, request: Reque
             session.check_room(np.asarray(cache.lengths), later)
         cache = with_room(policy, config, cache, later)
     else:
-        rows, single = rows_of(prompt, params.tokenizer, config.vocab_size, _pending(cache))
+        rows, single = rows_of(prompt, params.tokenizer, config.vocab_size, *_so_far(cache))
         prompt_tokens = sum(map(len, rows))
         top, limit = 0, 0
         if session is not None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jax.core import Tracer
 
-from jaxkv.chat import next_turn
+from jaxkv.chat import check_held, next_turn
 from jaxkv.checks import fits, shown
 from jaxkv.errors import BadValue, first_line
 from jaxkv.stop_strings import FRONT
@@ -16,14 +16,19 @@ Prompt = Any  # a string, strings, chat messages, conversations, token ids, or r
 
 
 def rows_of(
-    prompt: Prompt, tokenizer: Any, vocab_size: int, pending: np.ndarray | None = None
+    prompt: Prompt,
+    tokenizer: Any,
+    vocab_size: int,
+    pending: np.ndarray | None = None,
+    texts: Sequence[np.ndarray] | None = None,
 ) -> tuple[list[np.ndarray], bool]:
     """One int32 array of ids per row, and whether the prompt was a single one.
 
     A list of messages (`{"role": ..., "content": ...}`) goes through the model's chat template. With `pending [B]` the
     prompt goes on from a cache whose rows have these tokens still to be run (-1: none): text gets none of the tokens
     that a model's texts begin with, and messages are a whole conversation, of which what follows the last answer is
-    run. Raises `BadValue` for an empty prompt, ids outside the vocabulary, a wrong type, and text without a tokenizer.
+    run. `texts` are what these rows have seen (None: not known). Raises `BadValue` for an empty prompt, ids outside the
+    vocabulary, a wrong type, text without a tokenizer, and a conversation that the cache does not hold.
     """
     begins = pending is None
     if isinstance(prompt, str):
@@ -40,23 +45,28 @@ def rows_of(
         raise BadValue("the prompt is empty: expected at least one token")
     first = prompt[0]
     if isinstance(first, Mapping):
-        return [_chat(prompt, tokenizer, vocab_size, *_left(pending, 1))], True
+        return [_chat(prompt, tokenizer, vocab_size, *_of_row(pending, texts, 0))], True
     if isinstance(first, str):
         return [_encode(text, tokenizer, vocab_size, begins, row) for row, text in enumerate(prompt)], False
     if isinstance(first, int | np.integer):
         return [_ids(prompt, vocab_size)], True
     if isinstance(first, Sequence) and first and isinstance(first[0], Mapping):
-        left = _left(pending, len(prompt))
-        return [_chat(each, tokenizer, vocab_size, last) for each, last in zip(prompt, left, strict=True)], False
+        return [
+            _chat(each, tokenizer, vocab_size, *_of_row(pending, texts, row)) for row, each in enumerate(prompt)
+        ], False
     if not all(isinstance(row, Sequence | np.ndarray) or hasattr(row, "__array__") for row in prompt):
         strange = next(row for row in prompt if not isinstance(row, Sequence) and not hasattr(row, "__array__"))
         raise BadValue(f"{shown(strange)} in a list of prompts: expected rows of token ids, or messages of a chat")
     return [_ids(row, vocab_size) for row in prompt], False
 
 
-def _left(pending: np.ndarray | None, rows: int) -> list[int | None]:
-    """What each row has still to run; a cache of one row is every prompt's. Other numbers of rows are refused later."""
-    return [None if pending is None else int(pending[row % len(pending)]) for row in range(rows)]
+def _of_row(
+    pending: np.ndarray | None, texts: Sequence[np.ndarray] | None, row: int
+) -> tuple[int | None, np.ndarray | None]:
+    """What the row has still to run, and what it has seen; a cache of one row is every prompt's. Other numbers of rows
+    are refused later."""
+    left = None if pending is None else int(pending[row % len(pending)])
+    return left, None if texts is None else texts[row % len(texts)]
 
 
 def are_messages(prompt: Prompt) -> bool:
@@ -166,7 +176,7 @@ def _text_of(part: Any, number: int) -> str:
     return part["text"]
 
 
-def _chat(messages: Any, tokenizer: Any, vocab_size: int, pending: int | None) -> np.ndarray:
+def _chat(messages: Any, tokenizer: Any, vocab_size: int, pending: int | None, text: np.ndarray | None) -> np.ndarray:
     template = getattr(_needed(tokenizer), "chat_template", None)
     if not template:
         raise BadValue("chat messages, but the model's tokenizer has no chat template: give the prompt as text")
@@ -183,6 +193,8 @@ def _chat(messages: Any, tokenizer: Any, vocab_size: int, pending: int | None) -
             f"the model's chat template can't take these messages ({type(error).__name__}: {first_line(error)}): "
             "expected user and assistant in turn, each with text"
         ) from error
+    if text is not None:
+        check_held(tokenizer, messages, text, ids)
     return _ids(ids, vocab_size)
 
 

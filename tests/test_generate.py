@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import types
+from contextlib import nullcontext
 
 import chex
 import jax
@@ -104,6 +105,64 @@ def test_a_begun_answer_goes_on_from_its_cache(lettered):
     assert lettered.tokenizer.decode(again.cache.texts()[0]).startswith(f"<u>hi<a>{out.text}<u>go on<assistant>I w")
     whole = [token for part in again.cache.texts() for token in part]
     assert jaxkv.generate(lettered, np.array(whole[: -len(again.text) + 1]), **options).text == again.text
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({0: "be brave"}, r"message 0 \(system: 'be brave'\) is not in the text of this cache"),
+        ({1: "Where is Wick?"}, r"message 1 \(user: 'Where is Wick\?'\) is not in the text"),
+        ({1: "And Thurso?", 3: "Where  is Wick"}, "message 3 .*give the whole conversation anew, without the cache"),
+        ({2: "another answer"}, None),
+        ({1: " Where is\nWick"}, None),  # white space does not count
+    ],
+)
+def test_a_conversation_that_the_cache_does_not_hold_is_refused(lettered, tmp_path, changed, words):
+    """Over several turns, in a bounded cache, from disk and behind copies."""
+    texts = {"system": ["be brief"], "user": ["Where is Wick", "And Thurso?"]}
+    messages = [{"role": "system", "content": texts["system"][0]}]
+    options = {"max_new_tokens": 3, "stop_tokens": ()}
+    cache, policy = None, jaxkv.policy("h2o", budget=24)
+    for text in texts["user"]:
+        messages.append({"role": "user", "content": text})
+        more = {"policy": policy} if cache is None else {"cache": cache}
+        out = jaxkv.generate(lettered, messages, **more, **options)
+        cache = out.cache
+        messages.append({"role": "assistant", "content": out.text})
+    jaxkv.save(cache, tmp_path / "cache")
+    messages = [{**message, "content": changed.get(n, message["content"])} for n, message in enumerate(messages)]
+    asked = [*messages, {"role": "user", "content": "And then?"}]
+    with nullcontext() if words is None else pytest.raises(BadValue, match=words):
+        jaxkv.prefill(lettered, asked, cache=jaxkv.restore(tmp_path / "cache", lettered))
+    with nullcontext() if words is None else pytest.raises(BadValue, match=words):
+        jaxkv.prefill(lettered, [asked, asked], cache=cache)
+    jaxkv.prefill(lettered, asked, cache=dataclasses.replace(cache, tokens=None))  # nobody knows
+
+
+class Particular(Letters):
+    """Writes the system's message in front of the last question, as Mistral's template, and small letters alone."""
+
+    def __call__(self, text, **_):
+        return super().__call__(text.lower())
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        last = max(n for n, message in enumerate(messages) if message["role"] == "user")
+        system = "".join(message["content"] for message in messages if message["role"] == "system")
+        spoken = [(n, message) for n, message in enumerate(messages) if message["role"] in ("user", "assistant")]
+        return "".join(f"<{m['role'][0]}>{system * (n == last)} {m['content'].strip()} " for n, m in spoken)
+
+
+def test_what_a_template_moves_or_leaves_out_is_not_missed():
+    words = (("system", "Be brief"), ("tool", "7"), ("user", " One "), ("assistant", "a"), ("user", "TWO"))
+    messages, tokenizer = [{"role": role, "content": text} for role, text in words], Particular()
+    (held,), _ = rows_of(messages[:4], tokenizer, 128)
+    seen = [held, rows_of(messages, tokenizer, 128)[0][0]]
+    (new,), _ = rows_of(messages, tokenizer, 128, np.array([-1]), seen[:1])
+    assert "bebrief" in "".join(tokenizer.decode(new).split())
+    more = [*messages, {"role": "assistant", "content": "b"}, {"role": "user", "content": "three"}]
+    rows_of(more, tokenizer, 128, np.array([-1]), seen[1:])
+    with pytest.raises(BadValue, match="message 4"):
+        rows_of(more, tokenizer, 128, np.array([-1]), seen[:1])
 
 
 class Thoughtful(Letters):
