@@ -111,6 +111,8 @@ def _array_rows(array: np.ndarray, vocab_size: int) -> tuple[list[np.ndarray], b
         raise BadValue(f"token ids of dtype {array.dtype}: expected integers")
     if array.ndim not in (1, 2):
         raise BadValue(f"token ids of shape {array.shape}: expected [T] or [B, T]")
+    if len(array) == 0:
+        raise BadValue(f"token ids of shape {array.shape}: expected at least one row of at least one token")
     return [_ids(row, vocab_size) for row in np.atleast_2d(array)], array.ndim == 1
 
 

@@ -18,7 +18,8 @@ from jaxkv.errors import BadValue, BadWeights, UnknownName
 from jaxkv.evaluation import Settings, Tasks
 from jaxkv.models import ModelConfig
 from jaxkv.plan import plan
-from jaxkv.policies import KeyDiff, LastQueries, Phase, Policy, Score, Select
+from jaxkv.policies import Adaptive, KeyDiff, LastQueries, Phase, Policy, Score, Select
+from jaxkv.policies.catalogue import named
 from jaxkv.policies.policy import from_dict
 from jaxkv.serving import Engine
 
@@ -134,7 +135,10 @@ def test_a_temperature_that_float32_cannot_divide_by_is_greedy(lettered):
         (lambda: jaxkv.policy("h2o", budget=9, evicted=4), "evicted=4"),
         (lambda: jaxkv.policy("kivi", score="any"), "score= of policy 'kivi', which has no phase: add prefill="),
         (lambda: jaxkv.policy("h2o", budget=9, score=KeyDiff), "score=the class KeyDiff of phase: expected Score"),
-        (lambda: jaxkv.policy("h2o", budget=9, decode=Phase), "decode=the class Phase of policy: expected Phase"),
+        (lambda: jaxkv.policy("h2o", budget=9, decode=Phase), "decode=the class Phase: expected the name"),
+        (lambda: jaxkv.policy("snapkv", budget=99, decode=named("h2o")), "decode=.*expected the name of a policy"),
+        (lambda: jaxkv.policy("elastic-cache", budget=99, allocate=Adaptive()), "set grow=false"),
+        (lambda: jaxkv.policy("scope-adaptive", budget=99, allocate=Adaptive()), "set grow=0"),
         (lambda: jaxkv.policy("h2o", budget=9, decay="x"), "decay='x'"),
         (lambda: jaxkv.policy("h2o", budget=2**30, sinks=2**30, recent=0.9, reserve=0.0989), "expected at least"),
         (lambda: Phase(select=Select(sinks=True)), "sinks=True"),

@@ -171,6 +171,14 @@ def test_a_reader_of_notes_that_goes(asked, monkeypatch, capsys):
     assert capsys.readouterr().out == "the answer\n"
 
 
+def test_policies_say_the_same_in_json(capsys):
+    assert cli.main(["policies", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    facts = {"bounded": False, "query_aware": True, "calibration": ["retrieval"], "floor": 9}
+    assert {name: told["compresskv"][name] for name in facts} == facts
+    assert told["h2o"]["bounded"] and told["h2o"]["calibration"] == []
+
+
 def test_info_takes_the_sizes_of_generate(capsys):
     for words, budget in ((["--ratio", "0.5"], 4096), (["--bytes", str(2**22)], 88)):
         assert cli.main(["info", "--policy", "h2o", *words]) == 0

@@ -659,6 +659,8 @@ def test_repetition_penalty():
     [
         (lambda p: jaxkv.generate(p, []), "empty"),
         (lambda p: jaxkv.generate(p, [[]]), "empty"),
+        (lambda p: jaxkv.generate(p, np.zeros((0, 3), int)), r"shape \(0, 3\): expected at least one row"),
+        (lambda p: jaxkv.prefill(p, np.zeros((0, 3), int)), r"shape \(0, 3\): expected at least one row"),
         (lambda p: jaxkv.generate(p, np.ones(4, np.float32)), "float32: expected integers"),
         (lambda p: jaxkv.generate(p, [5, 10_000]), "10000"),
         (lambda p: jaxkv.generate(p, "text"), "no tokenizer"),

@@ -145,7 +145,7 @@ def test_refusals_name_the_value_and_the_remedy(call, error, words):
     "name, options, words",
     [
         ([], {}, r"policy \[\]: expected a name"),
-        ("snapkv", {"decode": 5}, "expected Phase or None"),
+        ("snapkv", {"decode": 5}, "decode=5: expected the name of a policy"),
         ("snapkv", {"score": 5}, "expected Score"),
     ],
 )

@@ -27,7 +27,7 @@ class Policies:
         register(self.parts)
         known = [*catalogue().values()] if self.name is None else [named(self.name)]
         if self.json:
-            print(json.dumps({policy.name: to_dict(policy) for policy in known}))
+            print(json.dumps({policy.name: to_dict(policy) | _facts(policy) for policy in known}))
             return 0
         if self.name is not None:
             (policy,) = known
@@ -72,6 +72,12 @@ def _parts(policy: Any) -> dict[str, str]:
     if "read" in to_dict(policy):
         words["decode"] += f"; reads {_phrase(to_dict(policy)['read'])}"
     return words
+
+
+def _facts(policy: Any) -> dict[str, Any]:
+    """What its parts say of it together."""
+    facts = {"bounded": policy.bounded, "query_aware": policy.query_aware}
+    return {**facts, "calibration": policy.learns, "floor": policy.floor}
 
 
 def _bounds(policy: Any) -> str:

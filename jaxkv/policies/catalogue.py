@@ -10,7 +10,7 @@ from typing import Any
 from jaxkv.checks import shown
 from jaxkv.configs import config_files
 from jaxkv.errors import BadValue, JaxkvError, first_line, unknown
-from jaxkv.policies.policy import Policy, from_dict, made
+from jaxkv.policies.policy import Phase, Policy, from_dict, made
 
 SIZES = ("budget", "ratio", "bytes")
 OF_THE_METHOD = ("name", "title", "paper", "fidelity", "differs", *SIZES)  # fields that are no options
@@ -155,8 +155,13 @@ def _checked(part: Any) -> Any:
 
 def _phase(which: str, value: Any) -> Any:
     """A phase given itself, as its tables, or by the name of a policy that has it."""
-    if not isinstance(value, str | os.PathLike):
+    if value is None or isinstance(value, Phase | dict):
         return made(which, value)
+    if not isinstance(value, str | os.PathLike):
+        raise BadValue(
+            f"{which}={shown(value)}: expected the name of a policy that has this phase, such as 'h2o', a Phase, its "
+            "table, or None"
+        )
     found = getattr(named(value), which)
     if found is None:
         raise BadValue(f"{which}={str(value)!r}: that policy has no {which} phase; expected one that has")

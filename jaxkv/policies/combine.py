@@ -11,7 +11,7 @@ from jaxkv.errors import BadValue
 from jaxkv.policies.aggregate import Aggregate
 from jaxkv.policies.needs import OUTPUT
 from jaxkv.policies.order import BIG, best_first, count, in_time
-from jaxkv.policies.score import Entering, Score, ScoreInputs, Stats
+from jaxkv.policies.score import Entering, Score, ScoreInputs, Stats, still
 from pallas_kernels.decode_attend_score.victim import Factor
 
 
@@ -23,7 +23,7 @@ class Combined(Score):
             if part.grows:
                 raise BadValue(
                     f"score {part.kind!r} lets the cache grow, which a score that is made of others does not: expected "
-                    "it by itself, or grow=0"
+                    f"it by itself, or {still(part)}"
                 )
         names = tuple(dict.fromkeys(name for part in parts for name in part.stats))
         needs = frozenset[str]().union(*(part.needs for part in parts))

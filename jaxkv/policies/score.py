@@ -260,6 +260,11 @@ class Score(Checked):
         return tuple(leaf for part in self.parts for leaf in part.leaves()) if self.parts else (self,)
 
 
+def still(score: Score) -> str:
+    """The option under which a score that `grows` does not."""
+    return f"grow={str(type(getattr(score, 'grow', 0))()).lower()}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Recency(Score):
     """score = position: keep the newest. Source: StreamingLLM (arXiv 2309.17453)."""

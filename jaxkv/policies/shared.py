@@ -9,6 +9,7 @@ from jaxtyping import Array, Int
 
 from jaxkv.errors import BadValue
 from jaxkv.policies.allocator import Allocate
+from jaxkv.policies.score import still
 
 
 class Shared(Allocate):
@@ -32,7 +33,7 @@ class Shared(Allocate):
         if policy.decode is not None and policy.decode.score.grows:
             raise BadValue(
                 f"{where}, and score {policy.decode.score.kind!r} lets it grow while decoding, which heads with "
-                "shares of their own cannot: set grow=0, or allocate kind 'uniform'"
+                f"shares of their own cannot: set {still(policy.decode.score)}, or allocate kind 'uniform'"
             )
         for phase in policy.phases:
             together = [leaf.kind for leaf in phase.score.leaves() if leaf.together]
