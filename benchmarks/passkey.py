@@ -5,6 +5,7 @@ python -m benchmarks.passkey
 
 import argparse
 import ast
+import itertools
 import random
 import time
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import numpy as np
 
 import jaxkv
+from benchmarks.arguments import place, policy_name, positive, result_name
 from benchmarks.report import prose, table, write
-from jaxkv.errors import BadValue
+from jaxkv.errors import BadValue, UnknownName
 from jaxkv.evaluation.texts import NOISE
 from jaxkv.policies.catalogue import catalogue
 
@@ -83,21 +85,30 @@ def main() -> None:
     """Ask, print one table per length, store the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--policies", nargs="+", default=None, help="default: every one in the catalogue")
-    parser.add_argument("--budgets", type=int, nargs="+", default=[64, 128, 256, 512])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 2000])
-    parser.add_argument("--depths", type=float, nargs="+", default=[0.1, 0.3, 0.5, 0.7, 0.9])
-    parser.add_argument("--batch", type=int, default=10)
+    parser.add_argument(
+        "--policies", type=policy_name, nargs="+", default=None, help="default: every one in the catalogue"
+    )
+    parser.add_argument("--budgets", type=positive, nargs="+", default=[64, 128, 256, 512])
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[1000, 2000])
+    parser.add_argument("--depths", type=place, nargs="+", default=[0.1, 0.3, 0.5, 0.7, 0.9])
+    parser.add_argument("--batch", type=positive, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--name", default="passkey", help="of the JSON file in benchmarks/results")
+    parser.add_argument("--name", type=result_name, default="passkey", help="of the JSON file in benchmarks/results")
     parser.add_argument(
         "--options", nargs="+", default=[], metavar="NAME=VALUE", help="of the policies: content=random"
     )
     options = parser.parse_args()
     chosen = {name: _value(text) for name, _, text in (each.partition("=") for each in options.options)}
+    names = options.policies or [name for name, policy in catalogue().items() if policy.evicts]
+    policies: dict[tuple[str, int], jaxkv.Policy] = {}
+    for name, budget in itertools.product(names, options.budgets):
+        try:
+            policies[name, budget] = jaxkv.policy(name, budget=budget, **chosen)
+        except UnknownName as error:
+            parser.error(str(error))
+        except BadValue as error:  # the budget cannot hold what the policy protects
+            print(f"{name} at {budget}: {error}", flush=True)
     params = jaxkv.load(options.model)
-    evicting = [name for name, policy in catalogue().items() if policy.evicts]
-    names = options.policies or evicting
 
     results = []
     for tokens in options.tokens:
@@ -105,13 +116,11 @@ def main() -> None:
         columns = [("full", None)] + [(name, budget) for name in names for budget in options.budgets]
         scores: dict[tuple[str, int | None], np.ndarray | None] = {}
         for name, budget in columns:
-            started = time.perf_counter()
-            try:
-                policy = None if budget is None else jaxkv.policy(name, budget=budget, **chosen)
-            except BadValue as error:  # the budget cannot hold what the policy protects
-                print(f"{tokens} tokens, {name} at {budget}: {error}", flush=True)
+            policy = None if budget is None else policies.get((name, budget))
+            if budget is not None and policy is None:
                 scores[name, budget] = None
                 continue
+            started = time.perf_counter()
             right = hits(params, policy, asked, options.batch)
             scores[name, budget] = right
             took = time.perf_counter() - started

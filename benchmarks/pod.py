@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 import jaxkv
+from benchmarks.arguments import cases_of, positive
 from benchmarks.report import RESULTS, into_page, table, write, written
 from jaxkv.configs import config_files
 from jaxkv.lowering import Lowered, held_by_one, lower
@@ -205,7 +206,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose name holds one of these")
     parser.add_argument("--scaling", action="store_true", help="the weak-scaling series instead, decode only")
     parser.add_argument(
-        "--prefill-layers", type=int, default=2, help="prefill is compiled with so many layers, for they are alike"
+        "--prefill-layers", type=positive, default=2, help="prefill is compiled with so many layers, for they are alike"
     )
     parser.add_argument("--phases", nargs="+", default=["decode", "prefill"], choices=["decode", "prefill"])
     options = parser.parse_args()
@@ -214,9 +215,7 @@ def main() -> None:
     stored = written(name).get("results", [])
     done = {result["name"]: result for result in stored}
     cases = SCALING if options.scaling else CASES
-    for case in cases:
-        if not any(part in case.name for part in options.only):
-            continue
+    for case in cases_of(parser, cases, options.only):
         result = done.setdefault(case.name, {})
         for phase in ("decode",) if options.scaling else tuple(options.phases):
             found = measured(case, options.prefill_layers if phase == "prefill" else None, phase)

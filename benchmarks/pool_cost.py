@@ -17,6 +17,7 @@ import numpy as np
 
 import jaxkv
 from benchmarks import peer_kvpress
+from benchmarks.arguments import policies_at, policy_name, positive, python, result_name
 from benchmarks.family_cost import decoded, prefilled
 from benchmarks.flat_cost import TURNS, in_turns, ratios
 from benchmarks.report import prose_rows, table, write
@@ -73,15 +74,20 @@ def main() -> None:
     """Measure, print the tables, store the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--policies", nargs="+", default=["adakv-h2o", "global-h2o"], help="for the times")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--budget", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--oracle-python", default=None, help="a Python with torch, transformers and kvpress")
-    parser.add_argument("--name", default="pool_cost", help="of the JSON file in benchmarks/results")
+    parser.add_argument(
+        "--policies", type=policy_name, nargs="+", default=["adakv-h2o", "global-h2o"], help="for the times"
+    )
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 8])
+    parser.add_argument("--budget", type=positive, default=256)
+    parser.add_argument("--tokens", type=positive, default=1024)
+    parser.add_argument("--new-tokens", type=positive, default=64)
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument(
+        "--oracle-python", type=python, default=None, help="a Python with torch, transformers and kvpress"
+    )
+    parser.add_argument("--name", type=result_name, default="pool_cost", help="of the JSON file in benchmarks/results")
     options = parser.parse_args()
+    policies = policies_at(parser, options.policies, options.budget)
     params = jaxkv.load(options.model)
     pooled = [name for name, policy in catalogue().items() if policy.allocate.pooled and policy.floor <= options.budget]
     rows = prose_rows(params.tokenizer, 1, options.tokens)
@@ -97,9 +103,9 @@ def main() -> None:
     )
 
     times = []
-    for name in options.policies:
+    for name, policy in policies.items():
         for batch in options.batch:
-            times.append(costs(params, jaxkv.policy(name, budget=options.budget), batch, options))
+            times.append(costs(params, policy, batch, options))
             print(name, batch, times[-1]["ratio"], flush=True)
     shown = [(row["policy"], row["batch"], row["ratio"]["step"], row["ratio"]["prefill"]) for row in times]
     print(table("pool over uniform, median of the rounds", ("policy", "batch", "step", "prefill"), shown))

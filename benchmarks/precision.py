@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from benchmarks.arguments import policy_name, positive, result_name
 from benchmarks.family_cost import decoded, first_layers
 from benchmarks.flat_cost import TURNS, in_turns, ratios
 from benchmarks.report import RESULTS, check_same, prose_rows, table, write, written
@@ -127,16 +128,16 @@ def main() -> None:
     """Measure, print the tables, store the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--policy", default="h2o")
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--texts", type=int, default=2)
-    parser.add_argument("--shares", type=int, nargs="+", default=list(SHARES), help="1/2 of the bytes, 1/4, ...")
-    parser.add_argument("--least", type=int, default=8, help="the smallest budget that is measured")
+    parser.add_argument("--policy", type=policy_name, default="h2o")
+    parser.add_argument("--tokens", type=positive, default=1024)
+    parser.add_argument("--new-tokens", type=positive, default=32)
+    parser.add_argument("--texts", type=positive, default=2)
+    parser.add_argument("--shares", type=positive, nargs="+", default=list(SHARES), help="1/2 of the bytes, 1/4, ...")
+    parser.add_argument("--least", type=positive, default=8, help="the smallest budget that is measured")
     parser.add_argument("--time", action="store_true", help="time decode steps instead")
-    parser.add_argument("--rounds", type=int, default=5, help="with --time")
-    parser.add_argument("--layers", type=int, help="only the model's first ones: sooner compiled, for --time")
-    parser.add_argument("--name", default="precision", help="of the JSON file in benchmarks/results")
+    parser.add_argument("--rounds", type=positive, default=5, help="with --time")
+    parser.add_argument("--layers", type=positive, help="only the model's first ones: sooner compiled, for --time")
+    parser.add_argument("--name", type=result_name, default="precision", help="of the JSON file in benchmarks/results")
     options = parser.parse_args()
     if options.layers and not options.time:
         parser.error("--layers: fewer layers say nothing about KL; expected it with --time")

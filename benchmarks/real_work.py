@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import bootstrap
 
+from benchmarks.arguments import positive, result_name
 from benchmarks.report import write
 from jaxkv.evaluation import summary
 from jaxkv.evaluation.results import Record, Store
@@ -87,9 +88,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="what jaxkv eval --out wrote")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--name", help="of the JSON file in benchmarks/results")
+    what.add_argument("--name", type=result_name, help="of the JSON file in benchmarks/results")
     what.add_argument(
-        "--first", type=int, help="print the tables of each task's shortest so many questions, and write nothing"
+        "--first", type=positive, help="print the tables of each task's shortest so many questions, and write nothing"
     )
     options = parser.parse_args()
     store = Store(options.folder)

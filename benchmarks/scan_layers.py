@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 import jaxkv
+from benchmarks.arguments import policies_at, policy_name, positive
 from benchmarks.report import prose_rows, table, write
 
 WAYS = {"in a row": False, "in a loop": True}
@@ -31,18 +32,18 @@ def main() -> None:
     """Measure, print the table, store the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--policies", nargs="+", default=["full", "snapkv", "dapq-longflow", "adakv"])
-    parser.add_argument("--budget", type=int, default=128)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--policies", type=policy_name, nargs="+", default=["full", "snapkv", "dapq-longflow", "adakv"])
+    parser.add_argument("--budget", type=positive, default=128)
+    parser.add_argument("--length", type=positive, default=512)
+    parser.add_argument("--batch", type=positive, default=1)
+    parser.add_argument("--rounds", type=positive, default=3)
     options = parser.parse_args()
+    policies = policies_at(parser, options.policies, options.budget)
     params = jaxkv.load(options.model)
     rows = prose_rows(params.tokenizer, options.batch, options.length)
 
     results, lines = [], []
-    for name in options.policies:
-        policy = jaxkv.policy(name, **({} if name == "full" else {"budget": options.budget}))
+    for name, policy in policies.items():
         found: dict[str, dict[str, list[float]]] = {way: {which: [] for which in CALLS} for way in WAYS}
         for turn in range(options.rounds):
             for way in list(WAYS) if turn % 2 == 0 else reversed(WAYS):

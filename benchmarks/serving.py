@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from benchmarks.arguments import above_zero, policy_name, positive, python, result_name
 from benchmarks.decode_speed import find_gguf
 from benchmarks.peer import Peer
 from benchmarks.report import cores, prose_rows, table, write
@@ -188,22 +189,22 @@ def step_cost(engine: Engine, options: argparse.Namespace, rows: int) -> dict[st
 def main() -> None:
     """Measure, print the tables, store the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policy", default="dapq-longflow")
-    parser.add_argument("--budget", type=int, default=256)
-    parser.add_argument("--block", type=int, default=256)
-    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--policy", type=policy_name, default="dapq-longflow")
+    parser.add_argument("--budget", type=positive, default=256)
+    parser.add_argument("--block", type=positive, default=256)
+    parser.add_argument("--rows", type=positive, default=8)
     parser.add_argument("--weights", default="file", help="as of jaxkv.load, or floats")
-    parser.add_argument("--steps", type=int, default=8, help="decode steps of a chunk")
-    parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--rate", type=float, default=2.0, help="requests per second")
-    parser.add_argument("--shortest", type=int, default=50)
-    parser.add_argument("--longest", type=int, default=2000)
-    parser.add_argument("--rounds", type=int, default=7, help="of the cost per step")
+    parser.add_argument("--steps", type=positive, default=8, help="decode steps of a chunk")
+    parser.add_argument("--requests", type=positive, default=16)
+    parser.add_argument("--rate", type=above_zero, default=2.0, help="requests per second")
+    parser.add_argument("--shortest", type=positive, default=50)
+    parser.add_argument("--longest", type=positive, default=2000)
+    parser.add_argument("--rounds", type=positive, default=7, help="of the cost per step")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--oracle-python", help="a Python that has torch and transformers")
-    parser.add_argument("--llama-python", help="a Python that has xllamacpp")
+    parser.add_argument("--oracle-python", type=python, help="a Python that has torch and transformers")
+    parser.add_argument("--llama-python", type=python, help="a Python that has xllamacpp")
     parser.add_argument("--steps-only", action="store_true")
-    parser.add_argument("--name", default="serving", help="of the JSON file in benchmarks/results")
+    parser.add_argument("--name", type=result_name, default="serving", help="of the JSON file in benchmarks/results")
     options = parser.parse_args()
 
     jaxkv.keep_programs()

@@ -20,9 +20,9 @@ from unittest import mock
 import jax
 
 import jaxkv
+from benchmarks.arguments import at_least, policies_at, policy_name, positive, result_name
 from benchmarks.report import DATA, RESULTS, cores, table, write
 from jaxkv.evaluation import texts as texts_of
-from jaxkv.policies.catalogue import catalogue
 from jaxkv.speculative import AASD, Conditional, PromptLookup, SelfDraft
 
 generation = importlib.import_module("jaxkv.generate")  # the module; the name alone is the function's
@@ -182,22 +182,22 @@ def main() -> None:
     """Measure, print one table per task, store JSON and plots."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--policy", default="dapq-longflow")
-    parser.add_argument("--budget", type=int, default=256)
+    parser.add_argument("--policy", type=policy_name, default="dapq-longflow")
+    parser.add_argument("--budget", type=positive, default=256)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     parser.add_argument("--methods", nargs="+", default=["lookup", "aasd", "aasd, conditional"], choices=list(METHODS))
-    parser.add_argument("--prompts", type=int, default=4, help="of each task")
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--prompts", type=positive, default=4, help="of each task")
+    parser.add_argument("--new-tokens", type=at_least(2), default=128)
+    parser.add_argument("--batch", type=positive, default=1)
+    parser.add_argument("--rounds", type=positive, default=2)
     parser.add_argument("--clock", default="wall", choices=["wall", "processor"], help="processor: on one core only")
-    parser.add_argument("--name", default="speculative", help="of the files in benchmarks/results")
+    parser.add_argument("--name", type=result_name, default="speculative", help="of the files in benchmarks/results")
     options = parser.parse_args()
     if options.clock == "processor" and cores() > 1:
         parser.error(f"--clock processor on {cores()} cores would add their times: pin the process to one (taskset)")
+    policy = policies_at(parser, [options.policy], options.budget)[options.policy]
+    bounded = policy.evicts
     params = jaxkv.load(options.model)
-    bounded = catalogue()[options.policy].evicts
-    policy = jaxkv.policy(options.policy, **({"budget": options.budget} if bounded else {}))
     methods = {name: METHODS[name] for name in options.methods}
     about = f"{options.policy}{f' at {options.budget}' if bounded else ''}, batch {options.batch}, "
     about += f"{options.new_tokens} new tokens, float32, {cores()} threads, {options.clock} time"

@@ -21,6 +21,7 @@ import unittest.mock
 import urllib.request
 from pathlib import Path
 
+from benchmarks.arguments import positive
 from benchmarks.report import table, write
 
 QUESTIONS = (
@@ -84,7 +85,7 @@ def until_ready(cache: Path) -> float:
 def main() -> None:
     """Measure, print the table, store the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--others", type=int, default=3000)
     options = parser.parse_args()
     python, found = [sys.executable], {}

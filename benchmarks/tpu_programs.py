@@ -17,10 +17,12 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
 from benchmarks import tpu_schedule
+from benchmarks.arguments import cases_of, positive
 from benchmarks.pod import Case, into_page, lowered, measured
 from benchmarks.report import RESULTS, table, write
 from jaxkv.lowering import held_by_one
@@ -181,11 +183,11 @@ def stored(name: str) -> dict[str, dict[str, Any]]:
     return {each["name"]: each for each in json.loads(path.read_text())["results"]} if path.exists() else {}
 
 
-def bounds(options: argparse.Namespace) -> None:
+def bounds(cases: Sequence[Case], options: argparse.Namespace) -> None:
     """Compile, print and store the table of bounds, or compare with it; with `--layers` print alone."""
     done, said = stored(BOUNDS), []
-    for case, phase in itertools.product(CASES, ("decode", "prefill")):
-        if phase not in options.phases or not any(part in case.name for part in options.only):
+    for case, phase in itertools.product(cases, ("decode", "prefill")):
+        if phase not in options.phases:
             continue
         found = bound_of(case, phase, options.layers or (FEW if phase == "prefill" else None))
         if options.layers:
@@ -215,16 +217,15 @@ def main() -> None:
     parser.add_argument("--bounds", action="store_true", help="bytes, bundles and milliseconds instead")
     parser.add_argument("--check", action="store_true", help="compare bounds with those stored, and fail if worse")
     parser.add_argument("--bytes", action="store_true", help="bounds without the schedules, whose dumps take minutes")
-    parser.add_argument("--layers", type=int, help="bounds of so many layers, printed alone")
+    parser.add_argument("--layers", type=positive, help="bounds of so many layers, printed alone")
     options = parser.parse_args()
+    cases = cases_of(parser, CASES, options.only)
     if options.bounds:
-        bounds(options)
+        bounds(cases, options)
         return
 
     done = stored(NAME)
-    for case in CASES:
-        if not any(part in case.name for part in options.only):
-            continue
+    for case in cases:
         for phase in options.phases:
             program, scan_layers = PHASES[phase]
             found = measured(case, None, program, "mosaic_tpu", scan_layers)

@@ -29,6 +29,7 @@ from typing import Any
 
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to ask about
 
+from benchmarks.arguments import cases_of
 from benchmarks.report import RESULTS, into_page, write
 
 NAME = "tpu_schedule"
@@ -468,9 +469,7 @@ def main() -> None:
         return
 
     done, said = stored(), []
-    for case in CASES:
-        if not any(part in case.name for part in options.only):
-            continue
+    for case in cases_of(parser, CASES, options.only):
         found = measured(case)
         print("  ".join(row_of(found)), flush=True)
         if options.check:

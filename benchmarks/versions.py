@@ -21,6 +21,7 @@ KINDS = {  # six policies of each kind of store
     "pool": ("adakv", "adakv-h2o", "critical-adakv", "headkv", "duo", "razorattention"),
     "line": ("global-h2o", "cake", "prefixkv", "simlayerkv", "layer-defensivekv", "full"),
 }
+OPTIONS: dict[str, dict[str, Any]] = {"duo": {"sinks": 16, "recent": 32}}
 
 
 def serve(options: argparse.Namespace) -> None:
@@ -37,7 +38,7 @@ def serve(options: argparse.Namespace) -> None:
         if (name, what) not in runs:
             runs.clear()  # one policy's programs at a time
             size = {"budget": options.budget} if jaxkv.policies.catalogue()[name].evicts else {}
-            policy = jaxkv.policy(name, **size, **({"sinks": 16, "recent": 32} if name == "duo" else {}))
+            policy = jaxkv.policy(name, **size, **OPTIONS.get(name, {}))
             steps = options.new_tokens
             run = prefilled(params, policy, rows) if what == "prefill" else decoded(params, policy, rows, steps)
             run()  # compiles
@@ -48,8 +49,8 @@ def serve(options: argparse.Namespace) -> None:
 class Version:
     """A version in a process of its own."""
 
-    def __init__(self, path: Path, arguments: list[str]):
-        command = [sys.executable, str(Path(__file__).resolve()), "--serve", *arguments]
+    def __init__(self, path: Path, settings: dict[str, Any]):
+        command = [sys.executable, str(Path(__file__).resolve()), "--serve", json.dumps(settings)]
         environment = {**os.environ, "PYTHONPATH": str(path)}
         self.process = subprocess.Popen(
             command, cwd=path, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -68,26 +69,30 @@ class Version:
 
 def main() -> None:
     """Measure, print the table, store the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--other", type=Path, default=None)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--policies", nargs="+", default=[name for names in KINDS.values() for name in names])
-    parser.add_argument("--budget", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.serve:
-        serve(options)
+    if sys.argv[1:2] == ["--serve"]:
+        serve(argparse.Namespace(**json.loads(sys.argv[2])))
         return
-    if options.other is None:
-        parser.error("--other: expected the folder of another checkout")
+    from benchmarks.arguments import policies_at, policy_name, positive  # not above: another version may lack them
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--other", type=Path, required=True, help="the folder of another checkout")
+    parser.add_argument("--model", default="smollm2-135m")
+    every = [name for names in KINDS.values() for name in names]
+    parser.add_argument("--policies", type=policy_name, nargs="+", default=every)
+    parser.add_argument("--budget", type=positive, default=256)
+    parser.add_argument("--tokens", type=positive, default=1024)
+    parser.add_argument("--new-tokens", type=positive, default=48)
+    parser.add_argument("--batch", type=positive, default=1)
+    parser.add_argument("--layers", type=positive, default=6)
+    parser.add_argument("--rounds", type=positive, default=7)
+    options = parser.parse_args()
+    if not (options.other / "jaxkv").is_dir():
+        parser.error(f"--other {str(options.other)!r}: expected the folder of another checkout")
+    for name in options.policies:
+        policies_at(parser, [name], options.budget, **OPTIONS.get(name, {}))
     shared = ("model", "budget", "tokens", "new_tokens", "batch", "layers")
-    arguments = [word for name in shared for word in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
-    versions = [Version(path, arguments) for path in (Path(__file__).resolve().parent.parent, options.other.resolve())]
+    settings = {name: getattr(options, name) for name in shared}
+    versions = [Version(path, settings) for path in (Path(__file__).resolve().parent.parent, options.other.resolve())]
     results = []
     for name in options.policies:
         row: dict[str, Any] = {"policy": name}
@@ -106,7 +111,7 @@ def main() -> None:
         print(f"median of the policies' medians, {what}: {each[len(each) // 2]:.3f}")
     shown = [(row["policy"], row["prefill"], row["decode"]) for row in results]
     print(table("time over the other version's (median of the rounds)", ("policy", "prefill", "decode"), shown))
-    facts = {name: value for name, value in vars(options).items() if name not in ("other", "serve")}
+    facts = {name: value for name, value in vars(options).items() if name != "other"}
     print("written to", write("versions", {**facts, "results": results}))
     for version in versions:
         version.process.terminate()

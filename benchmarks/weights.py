@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 import jaxkv
+from benchmarks.arguments import positive
 from benchmarks.family_cost import decoded, prefilled
 from benchmarks.flat_cost import TURNS, in_turns, ratios
 from benchmarks.report import prose_rows, table, write
@@ -33,11 +34,11 @@ def main() -> None:
     """Measure, print the table, store the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8], help="none: KL and bytes alone")
-    parser.add_argument("--budget", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=positive, default=512)
+    parser.add_argument("--new-tokens", type=positive, default=64)
+    parser.add_argument("--batches", type=positive, nargs="*", default=[1, 8], help="none: KL and bytes alone")
+    parser.add_argument("--budget", type=positive, default=256)
+    parser.add_argument("--rounds", type=positive, default=5)
     options = parser.parse_args()
     loaded = {kind or "floats": jaxkv.load(options.model, weights=kind) for kind in KINDS}
     policy = jaxkv.policy("dapq-longflow", budget=options.budget)
