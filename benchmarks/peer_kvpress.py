@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import positive, python
 from benchmarks.peer import Peer, serve
 
 # Our policy -> the press that is its twin, or nearest: kvpress' ObservedAttention averages where H2O sums, and protects
@@ -52,10 +53,12 @@ def main() -> None:
     parser.add_argument(
         "run", nargs="?", default="default", help="a TOML file or a shipped run, as of jaxkv eval, or what it wrote"
     )
-    parser.add_argument("--oracle-python", help="a Python with torch, transformers and kvpress")
+    parser.add_argument("--oracle-python", type=python, help="a Python with torch, transformers and kvpress")
     parser.add_argument("--out", default=None, help="results/NAME-kvpress by default")
-    parser.add_argument("--every", type=int, default=16, help="new tokens between two cuts of a press that decodes")
-    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument(
+        "--every", type=positive, default=16, help="new tokens between two cuts of a press that decodes"
+    )
+    parser.add_argument("--threads", type=positive, default=None)
     parser.add_argument("--model", default=None, help="instead of the run's")
     parser.add_argument("--presses", nargs="*", default=list(OTHERS), help="besides the twins of the run's policies")
     parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
@@ -82,13 +85,13 @@ def ask(options: argparse.Namespace) -> None:
     settings = found or evaluation.load(options.run)
     settings = dataclasses.replace(settings, model=options.model or settings.model, fidelity=None, retention=None)
     params = jaxkv.load(settings.model, weights="file" if settings.weights == "file" else None)
+    peer = started(options.oracle_python, settings.model, options.threads)  # first: what is opened is begun
+    print("kvpress side:", peer.about, file=sys.stderr)
     store = Store(options.out or f"results/{settings.name}-kvpress")
     done = store.open(
         {**evaluation.settings.to_dict(settings), "presses": options.presses, "every": options.every},
         f"kvpress: {params.fingerprint}",
     )
-    peer = started(options.oracle_python, settings.model, options.threads)
-    print("kvpress side:", peer.about, file=sys.stderr)
     examples = [each for each in runner.examples_of(settings, params.tokenizer) if not each.output]
     examples.sort(key=lambda example: asking.size(params.tokenizer, example))
     sizes = [(budget, None) for budget in settings.budgets] + [(None, ratio) for ratio in settings.ratios]
