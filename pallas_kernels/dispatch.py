@@ -11,6 +11,7 @@ import jax
 
 REFERENCE = "reference"  # plain jnp, on every platform
 COMPILERS = ("numba", "llvmlite")  # of the kernels for CPUs
+INSTALL = "pip install 'jaxkv[cpu]'"
 LOG = logging.getLogger("pallas_kernels")
 
 
@@ -88,7 +89,7 @@ class Operation:
             try:
                 module = importlib.import_module(f"pallas_kernels.{self.name}.{name}")
             except ImportError as error:
-                remedy = "; pip install 'jaxkv[cpu]'" if error.name in COMPILERS else ""
+                remedy = f"; {INSTALL}" if error.name in COMPILERS else ""
                 raise NotImplementedError(f"{error}{remedy}") from error
             return getattr(module, self.name)(*args, **kwargs)
 
@@ -97,8 +98,9 @@ class Operation:
 
 @functools.cache
 def _say(operation: str, name: str, refused: str) -> None:
-    """One line for each choice. A warning where a device has a kernel that was refused: its speed is XLA's then."""
-    slower = name == REFERENCE and refused and jax.default_backend() != "cpu"
+    """One line for each choice. A warning where a device has a kernel that was refused, or a CPU one that only lacks
+    its compiler: its speed is XLA's then."""
+    slower = name == REFERENCE and refused and (jax.default_backend() != "cpu" or INSTALL in refused)
     LOG.log(
         logging.WARNING if slower else logging.INFO, "%s runs as %s%s", operation, name, refused and f" ({refused})"
     )

@@ -5,6 +5,7 @@ the diagonal of each product of cases; on a TPU they run all.
 """
 
 import functools
+import importlib
 import itertools
 from typing import Any
 
@@ -565,14 +566,25 @@ def test_a_named_kernel_that_does_not_take_the_arguments():
         product_api.block_product(jnp.ones((1, 1)), whole, whole, implementation="mosaic_tpu")
 
 
-def test_without_numba(monkeypatch):
-    def absent(module):
-        raise ModuleNotFoundError("No module named 'numba'", name="numba")
+def test_without_numba(monkeypatch, caplog):
+    """The reference runs, and one line says what would be faster."""
+
+    found_module = importlib.import_module
+
+    def absent(module, *more):
+        if module.endswith("numba_cpu"):
+            raise ModuleNotFoundError("No module named 'numba'", name="numba")
+        return found_module(module, *more)
 
     monkeypatch.setattr("importlib.import_module", absent)
     found = choices(heads=4, kv_heads=2, head_dim=64, slots=64, dtype="float32", platform="cpu")["ragged_decode"]
     assert found.implementation == "reference"
     assert found.reasons == ["numba_cpu does not: No module named 'numba'; pip install 'jaxkv[cpu]'"]
+    queries, at = jnp.ones((1, 2, 3, 16)), jnp.arange(3, dtype=jnp.int32)[None]
+    for _ in range(2):
+        attend_api.prefill_attend(queries, queries, queries, at, jnp.stack([at, at], 1), scale=0.25)
+    (line,) = (line for line in caplog.records if line.name == "pallas_kernels")
+    assert line.levelname == "WARNING" and line.getMessage().endswith("'numba'; pip install 'jaxkv[cpu]')")
 
 
 def test_a_refusal_is_logged_once(monkeypatch, caplog):
@@ -600,7 +612,8 @@ def test_what_runs_where():
     ):
         found = choices(**shape, dtype=dtype, platform=platform)
         assert (found["decode_attend_score"].implementation, found["ragged_decode"].implementation) == (decode, pool)
-        assert len({choice.implementation for choice in found.values()}) == 1
+        others = {found[name].implementation for name in ("prefill_attend", "prefill_attend_mass")}
+        assert others == {"numba_cpu" if platform == "cpu" else decode}
     assert found["ragged_decode"].reasons == ["numba_cpu does not: bfloat16: float32"]
 
 

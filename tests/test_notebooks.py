@@ -39,7 +39,7 @@ def test_the_first_cell_installs_what_is_there(path, tmp_path, monkeypatch):
     """A clone beside the notebook, an address, or it says what to do."""
     book = nbformat.read(path, as_version=4)
     (cell,) = (cell.source for cell in book.cells if "install" in cell.metadata.get("tags", []))
-    extras = "[tpu,eval]" if path.stem == "03_tpu" else "[eval]"
+    extras = "[tpu,eval]" if path.stem == "03_tpu" else "[cpu,eval]"
     given, code = [], 0
 
     def pip(words, **_):

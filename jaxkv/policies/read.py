@@ -64,12 +64,13 @@ class All(Read):
 class Pages(Read):
     """The `count` entries in the pages of `page` adjacent slots whose keys may have the largest q . k.
 
-    Where nothing has left, a page is so many tokens in a row, the first one begins with the text. A page's bound is sum_d max(q_d min k_d, q_d max k_d) over its keys; the page of the new token is always read. Each
-    query head chooses pages for itself, or, `together`, the query heads of a KV head choose those with the highest
-    bound for one of them. The first `dense` layers and those with a sliding window read everything. At a step the index
-    is read, and `count` entries (one page at least) for each that chooses: where query heads choose apart, that is less
-    than everything only if `count` times the query heads of a KV head is. Source: Quest (arXiv 2406.10774, section
-    3.3), whose query heads choose apart; `together` is ours.
+    Where nothing has left, a page is so many tokens in a row, the first one begins with the text. A page's bound is
+    sum_d max(q_d min k_d, q_d max k_d) over its keys; the page of the new token is always read. Each query head chooses
+    pages for itself, or, `together`, the query heads of a KV head choose those with the highest bound for one of them.
+    The first `dense` layers and those with a sliding window read everything. At a step the index is read, and `count`
+    entries (one page at least) for each that chooses: where query heads choose apart, that is less than everything only
+    if `count` times the query heads of a KV head is. Source: Quest (arXiv 2406.10774, section 3.3), whose query heads
+    choose apart; `together` is ours.
     """
 
     count: int = 1024
