@@ -210,6 +210,7 @@ def through_block(
                 behind.shape[1],
                 flow.going(passing, i) if plan.look else 0,
                 plan.look and flow.leads(i, passing),
+                model.attends,
                 shares=i in full,
             ),
             most,

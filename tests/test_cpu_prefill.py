@@ -9,6 +9,8 @@ import pytest
 from small import SMALL
 
 import jaxkv
+from jaxkv.attend import prompt as prompt_layer
+from jaxkv.evaluation import one_prefill
 from pallas_kernels.choices import choices
 from pallas_kernels.prefill_attend import api as attend_api
 from pallas_kernels.prefill_attend_mass import api as mass_api
@@ -81,3 +83,29 @@ def test_policies_keep_what_they_keep_by_the_reference(name):
     np.testing.assert_array_equal(got.tokens, want.tokens)
     for ours, theirs in zip(got.cache.layers, want.cache.layers, strict=True):
         np.testing.assert_array_equal(ours.positions, theirs.positions)
+
+
+@pytest.mark.parametrize("name, handed", [("h2o", True), ("snapkv", False), ("kvzip", True), ("longflow", False)])
+def test_attention_hands_on_its_log_sum_exps_where_most_queries_look(name, handed, monkeypatch):
+    """And not where a prompt is heard once for many policies: what it attends to is known there."""
+    params, told = jaxkv.load(TINY / "qwen3", dtype=jnp.float32), []
+    attend, mass = prompt_layer.prefill_attend, prompt_layer.prefill_attend_mass
+
+    def attended(*args, with_lse, **options):
+        told.append(("attended", with_lse))
+        return attend(*args, with_lse=with_lse, **options)
+
+    def weighed(*args, lse=None, **options):
+        told.append(("weighed", lse is not None))
+        return mass(*args, lse=lse, **options)
+
+    monkeypatch.setattr(prompt_layer, "prefill_attend", attended)
+    monkeypatch.setattr(prompt_layer, "prefill_attend_mass", weighed)
+    policy = jaxkv.policy(name, budget=23, block=64, **SMALL.get(name, {}))
+    ids = np.random.default_rng(0).integers(3, 160, 50).astype(np.int32)
+    jaxkv.prefill(params, ids, policy=policy)
+    assert set(told) == {("attended", handed), ("weighed", handed)}
+    if name in ("h2o", "snapkv"):
+        told.clear()
+        list(one_prefill.keep(one_prefill.hear(params, ids), [policy], 4))
+        assert set(told) == {("attended", False), ("weighed", False)}

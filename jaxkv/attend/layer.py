@@ -24,14 +24,16 @@ class Facts:
 class Ask:
     """What is asked of the layer, static: `slots` per KV head after a block of the prompt, whether anybody looks at it,
     the `extra` tokens behind the block that are not kept, how many of its tokens are `going` on to deeper layers (0:
-    all), and whether later layers want what its entries were worth. At decode, whether it reads everything. In both,
-    whether it has its part in what the policy's allocator and rules do: not under a sliding window, nor when spared."""
+    all), whether later layers want what its entries were worth, and whether anybody wants what it attends to. At
+    decode, whether it reads everything. In both, whether it has its part in what the policy's allocator and rules do:
+    not under a sliding window, nor when spared."""
 
     slots: int = 0
     look: bool = True
     extra: int = 0
     going: int = 0
     leads: bool = False
+    attends: bool = True
     everything: bool = True
     shares: bool = True
 

@@ -109,7 +109,8 @@ def prefill_layer(
     phase = policy.prefill if ask.look and lead is None else None
     if phase is not None and MASS in phase.needs:
         looking = phase.observe.looking(positions, ask.extra).shape[1]
-        known = phase.observe.own_keys and spared_by_lse(looking, positions.shape[1], implementation)
+        alike = ask.attends and phase.observe.own_keys  # it is there anyway, and they see what it saw
+        known = alike and spared_by_lse(looking, positions.shape[1], implementation)
     looked = prefill_attend(
         layout, query, read, joined.values, positions, joined.positions, with_lse=bool(beside) or known, **softmax
     )

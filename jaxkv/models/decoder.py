@@ -6,7 +6,7 @@ The modules hold weights only. What attention looks at, and what is kept of it, 
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -234,6 +234,8 @@ def through[State](
 
 class Decoder(nnx.Module):
     """Tokens -> hidden states -> logits. `panels` chooses how matrices lie in memory (see `linear.py`)."""
+
+    attends: ClassVar[bool] = True  # what a layer attends to goes on
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32, panels: bool = False):
         init = Init(rngs, dtype, panels)

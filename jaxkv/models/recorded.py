@@ -6,7 +6,7 @@ the same under every policy, and one run of the model serves them all.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,8 @@ class Recorded:
 
     model: Decoder
     layers: Sequence[Heard]
+
+    attends: ClassVar[bool] = False
 
     def __call__(
         self,

@@ -19,9 +19,9 @@ def prefill_attend_mass(*args, implementation: str | None = None, **kwargs) -> F
 
 
 def spared_by_lse(looking: int, queries: int, implementation: str | None = None) -> bool:
-    """Whether the mass is had faster with the log-sum-exps of the `looking` among so many queries, which attention to
-    the same keys can give: on a CPU, where attention has them anyway, and on a TPU, where it has to write out those of
-    all, if at least half of them look.
+    """Whether the mass is had faster with the log-sum-exps that attention to the same keys gives on the way: under the
+    kernels for CPUs and TPUs, where at least half of the block's queries look. Those of a few are found sooner than
+    those of all are written out.
     """
     platform = jax.default_backend() if implementation is None else OPERATION.kernels.get(implementation)
-    return platform == "cpu" or (platform == "tpu" and 2 * looking >= queries)
+    return platform in ("cpu", "tpu") and 2 * looking >= queries
