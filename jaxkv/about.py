@@ -9,7 +9,7 @@ from jaxtyping import Int
 
 from jaxkv.checks import shown
 from jaxkv.errors import BadValue
-from jaxkv.prompts import plain_messages
+from jaxkv.prompts import plain_messages, templated
 from jaxkv.weights.params import Params
 
 MARK = "\ue000\ue001\ue000"  # of a range for private use: no text holds it
@@ -31,6 +31,8 @@ class About:
     def question(self, question: str, begins: str = "") -> Int[np.ndarray, "N"]:
         """int32 ids of the question, behind an empty line, and of the turn's end; the answer goes on from `begins`."""
         _check(question, "question")
+        if begins:
+            _check(begins, "begins")
         return ids(self.tokenizer, parted(self.tokenizer, self.turns, self.text, question)[1] + begins)
 
 
@@ -45,6 +47,8 @@ def about(params: Params, text: str, messages: Sequence[Mapping[str, Any]] = ())
     if params.tokenizer is None:
         raise BadValue("a text to ask about, but these params have no tokenizer: give `prefill` token ids")
     _check(text, "text")
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise BadValue(f"messages={shown(messages)}: expected a list of those before the text, empty for none")
     turns = tuple(plain_messages(messages))
     before, _ = parted(params.tokenizer, turns, text, "?")
     template = getattr(params.tokenizer, "chat_template", None)
@@ -52,9 +56,9 @@ def about(params: Params, text: str, messages: Sequence[Mapping[str, Any]] = ())
 
 
 def _check(text: Any, name: str) -> None:
-    """Raises `BadValue` for what is no text, for none, and for letters that cannot be written."""
-    if not isinstance(text, str) or not text:
-        raise BadValue(f"{name}={shown(text)}: expected text, one letter at least")
+    """Raises `BadValue` for what is no text, for none, and for letters that cannot be written or that split it."""
+    if not isinstance(text, str) or not text or MARK in text:
+        raise BadValue(f"{name}={shown(text)}: expected text, one letter at least, and not {MARK!a}")
     plain_messages([{"role": "user", "content": text}])
 
 
@@ -63,14 +67,20 @@ def parted(tokenizer: Any, turns: Sequence[Mapping[str, Any]], text: str, questi
     it.
 
     Between text and question is an empty line, unless the question begins with a line of its own or there is none.
+    Raises `BadValue` for what the template does not take, or changes.
     """
     between = "" if not question or question.startswith("\n") else "\n\n"
     if getattr(tokenizer, "chat_template", None):
         last = {"role": "user", "content": f"{text}{MARK}{between}{question}"}
-        whole = tokenizer.apply_chat_template([*turns, last], tokenize=False, add_generation_prompt=True)
+        whole = templated(tokenizer.apply_chat_template, [*turns, last], tokenize=False, add_generation_prompt=True)
     else:
         talk = "".join(f"{turn['role']}: {turn['content']}\n" for turn in turns)
         whole = f"{talk}{text}{MARK}{between}{question}\n"
+    if whole.count(MARK) != 1:
+        raise BadValue(
+            "the model's chat template does not write what a user says as it is: split the text yourself, and give "
+            "`prefill` and `generate` token ids"
+        )
     before, _, rest = whole.partition(MARK)
     return before, rest
 

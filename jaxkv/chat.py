@@ -8,6 +8,10 @@ from jaxkv.checks import shown
 from jaxkv.errors import BadValue
 
 MARK = "(the answer that the cache holds)"  # stands for it while the template is rendered
+EXPECTED = (
+    "expected the conversation that the cache holds, its earlier messages as they were; or give the whole conversation "
+    "anew, without the cache"
+)
 
 
 def next_turn(tokenizer: Any, messages: list[Any], pending: int | None) -> np.ndarray:
@@ -39,34 +43,39 @@ def next_turn(tokenizer: Any, messages: list[Any], pending: int | None) -> np.nd
 
 
 def check_held(tokenizer: Any, messages: list[Any], held: np.ndarray, new: np.ndarray) -> None:
-    """Raises `BadValue` where a system or user message before the last answer is not in the text that the cache has
-    seen, `held`: the cache is then of another conversation, or an earlier message was changed.
+    """Raises `BadValue` where the text that the cache has seen, `held`, is not that of the messages up to the last
+    answer: a system or user message is not in it, or it has more turns.
 
     Users' messages are looked for in their order, a system message also in what is `new`: some templates write it in
-    front of the last question. White space does not count. Answers are not looked for, which may have been cut, nor is
-    what the template does not write as it was given.
+    front of the last question. Turns are counted by what stands in front of that question. White space does not count.
+    Answers are not looked for, which may have been cut, nor is what template or tokenizer write otherwise.
     """
     answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
     begun = len(answers) > 1 and answers[-1] == len(messages) - 1
+    known = messages[: answers[-2 if begun else -1] + 1]
     written = _packed(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False))
-    text, at = _packed(tokenizer.decode(held.tolist())), 0
-    whole = text + _packed(tokenizer.decode(new.tolist()))
-    for number, message in enumerate(messages[: answers[-2 if begun else -1]]):
+    text, following = (_packed(tokenizer.decode(ids.tolist())) for ids in (held, new))
+    at = 0
+    for number, message in enumerate(known):
         role, said = message["role"], message["content"]
         if role not in ("system", "user") or not isinstance(said, str) or _packed(said) not in written:
             continue
-        where, since = (text, at) if role == "user" else (whole, 0)
+        where, since = (text, at) if role == "user" else (text + following, 0)
         ids = tokenizer(said, add_special_tokens=False)["input_ids"]
+        if getattr(tokenizer, "unk_token_id", None) in ids:
+            continue
         forms = _packed(said), _packed(tokenizer.decode(ids))  # some tokenizers change letters
         ends = [begin + len(form) for form in forms if (begin := where.find(form, since)) >= 0]
         if not ends:
-            raise BadValue(
-                f"message {number} ({role}: {shown(said)}) is not in the text of this cache: expected the conversation "
-                "that the cache holds, its earlier messages as they were; or give the whole conversation anew, without "
-                "the cache"
-            )
+            raise BadValue(f"message {number} ({role}: {shown(said)}) is not in the text of this cache: {EXPECTED}")
         if role == "user":
             at = min(ends)
+
+    asked = "" if len(known) == len(messages) else _packed(str(messages[len(known)]["content"]))
+    front = following.partition(asked)[0] if asked and asked in following else ""  # what begins a turn
+    before = _packed(tokenizer.apply_chat_template(known, tokenize=False, add_generation_prompt=False))
+    if front and text.count(front) > before.count(front):
+        raise BadValue(f"this cache has seen more turns than these messages up to the last answer: {EXPECTED}")
 
 
 def _packed(text: str) -> str:

@@ -1,6 +1,6 @@
 """Prompts of every form -> rows of token ids, and rows -> a padded batch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -188,16 +188,22 @@ def _chat(messages: Any, tokenizer: Any, vocab_size: int, pending: int | None, t
             "chat messages without an answer of the model, on a cache: expected the whole conversation, of which what "
             "follows the last answer is run; or what is new as text; `jaxkv.about` asks about a text that a cache holds"
         )
+    ids = templated(next_turn, tokenizer, messages, pending)
+    if text is not None:
+        check_held(tokenizer, messages, text, ids)
+    return _ids(ids, vocab_size)
+
+
+def templated(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """What the call makes of messages by a chat template. Raises `BadValue` where the template, a program of the
+    model's maker, raises anything."""
     try:
-        ids = next_turn(tokenizer, messages, pending)
-    except Exception as error:  # what a template, a program of the model's maker, raises for messages it can't take
+        return call(*args, **options)
+    except Exception as error:
         raise BadValue(
             f"the model's chat template can't take these messages ({type(error).__name__}: {first_line(error)}): "
             "expected user and assistant in turn, each with text"
         ) from error
-    if text is not None:
-        check_held(tokenizer, messages, text, ids)
-    return _ids(ids, vocab_size)
 
 
 def _needed(tokenizer: Any) -> Any:

@@ -55,6 +55,7 @@ MAX = 1
 ROWS, KEYS = 96, 256  # queries of all heads, and keys, that are multiplied at a time: their logits fit into a cache
 PANEL = 2 * WIDE  # keys that lie side by side
 BYTES, LINE = 4 * WIDE, 64  # of a register, and of a line of the cache
+FEWEST = 64  # queries of a KV head's group: of fewer XLA makes the products before all keys are laid out here
 FAR = 2**40  # behind all positions
 LEAST = np.float32(MASKED / 2)  # what lies below it has no weight
 NOTHING = np.float32(np.inf)  # in place of the log-sum-exp of a query that sees nothing
@@ -109,10 +110,10 @@ def massed(
     slots, padded = keys.shape[2], asked.key_positions.shape[2]
     lses = _attended(asked, None)[1] if lse is None else lse.reshape(batch, kv_heads, group, length)
     lses = jnp.where(lses == -jnp.inf, NOTHING, lses)
-    weights = jnp.ones((batch, length), jnp.float32) if weights is None else weights.astype(jnp.float32)
+    weights = jnp.broadcast_to(1.0 if weights is None else weights, (batch, length)).astype(jnp.float32)
     facts = np.array([*asked.facts, REDUCE[reduce]], np.int32)
     shape = jax.ShapeDtypeStruct((batch, kv_heads, group, padded), jnp.float32)
-    mass = jax.ffi.ffi_call(_mass(), shape)(*asked[:2], lses, *asked[2:-1], facts, weights)
+    mass = jax.ffi.ffi_call(_mass(), shape, vmap_method="sequential")(*asked[:2], lses, *asked[2:-1], facts, weights)
     mass = mass[..., :slots].reshape(*queries.shape[:2], slots)
     if reduce == "mean":
         count = jnp.sum(query_positions >= 0, axis=-1, dtype=jnp.float32)
@@ -128,7 +129,8 @@ def _attended(
     facts = np.array([*asked.facts, values is not None], np.int32)
     beside = jnp.zeros((1, 1, 1, 1), jnp.float32) if values is None else values
     outs = [(*shape, 0 if values is None else dim), tuple(shape)]
-    call = jax.ffi.ffi_call(_attend(), [jax.ShapeDtypeStruct(out, jnp.float32) for out in outs])
+    shapes = [jax.ShapeDtypeStruct(out, jnp.float32) for out in outs]
+    call = jax.ffi.ffi_call(_attend(), shapes, vmap_method="sequential")
     output, lse = call(*asked[:2], beside, *asked[2:-1], facts)
     return output, lse
 
@@ -146,20 +148,23 @@ def _asked(
     bias: Float[Array, "B Hk S"] | None,
 ) -> Asked:
     """The keys in panels, slots with them, and the rest as it is, numbers in float32. Raises `NotImplementedError` for
-    channels that fill no registers, and where XLA cannot call what numba compiles."""
+    few queries, for channels that fill no registers, and where XLA cannot call what numba compiles."""
     batch, heads, length, dim = queries.shape
     kv_heads, slots = keys.shape[1:3]
     if dim % WIDE:
         raise NotImplementedError(f"{dim} channels: a multiple of {WIDE}")
+    if length * (heads // kv_heads) < FEWEST:
+        raise NotImplementedError(f"{length} queries of {heads // kv_heads} heads for each KV head: {FEWEST} together")
     padded = slots + -slots % PANEL
     more = ((0, 0), (0, 0), (0, padded - slots))
     panels = _padded(numbers(keys), padded).reshape(batch, kv_heads, -1, PANEL, dim)
-    added = np.zeros((1, 1, 1), np.float32) if bias is None else jnp.pad(bias.astype(jnp.float32), more)
+    by_slot = lambda x, kind: jnp.broadcast_to(x, (batch, kv_heads, slots)).astype(kind)  # noqa: E731
+    added = np.zeros((1, 1, 1), np.float32) if bias is None else jnp.pad(by_slot(bias, jnp.float32), more)
     return Asked(
         queries.astype(jnp.float32).reshape(batch, kv_heads, heads // kv_heads, length, dim),
         jnp.swapaxes(panels, 3, 4),
-        query_positions.astype(jnp.int32),
-        jnp.pad(key_positions.astype(jnp.int32), more, constant_values=-1),
+        jnp.broadcast_to(query_positions, (batch, length)).astype(jnp.int32),
+        jnp.pad(by_slot(key_positions, jnp.int32), more, constant_values=-1),
         jnp.asarray(added),
         np.array([scale, softcap or 0.0], np.float32),
         [window or 0, slots if own_keys_last else 0],

@@ -7,6 +7,7 @@ import pytest
 from letters import Letters
 
 import jaxkv
+from jaxkv.about import MARK
 from jaxkv.errors import BadValue
 
 HARBOUR = "boats come at six"
@@ -74,12 +75,31 @@ def test_an_answer_after_the_cache_is_the_whole_prompts(talking):
 def test_it_says_what_it_needs(talking, tiny):
     with pytest.raises(BadValue, match="no tokenizer"):
         jaxkv.about(dataclasses.replace(tiny("llama3"), tokenizer=None), HARBOUR)
-    for text in ("", None, 5):
+    for text in ("", None, 5, f"a{MARK}b"):
         with pytest.raises(BadValue, match=r"text=.*: expected text, one letter at least"):
             jaxkv.about(talking, text)
-    for words, messages in (("message 0 is 'hi'", ["hi"]), ("message 0 holds", [{"role": "user", "content": [1]}])):
+    for words, messages in (
+        ("message 0 is 'hi'", ["hi"]),
+        ("message 0 holds", [{"role": "user", "content": [1]}]),
+        ("messages=None: expected a list", None),
+        ("messages=.*: expected a list", {"role": "user", "content": "hi"}),
+    ):
         with pytest.raises(BadValue, match=words):
             jaxkv.about(talking, HARBOUR, messages)
     for question, words in (("", "question=''"), (["when?"], r"question=\['when"), ("a\ud800", "surrogate")):
         with pytest.raises(BadValue, match=words):
             jaxkv.about(talking, HARBOUR).question(question)
+    with pytest.raises(BadValue, match="begins=5"):
+        jaxkv.about(talking, HARBOUR).question("when?", begins=5)
+
+
+def test_templates_that_take_no_text_as_it_is_are_refused(talking, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Talk, "apply_chat_template", lambda self, messages, **_: messages[0]["content"].encode("ascii"))
+        with pytest.raises(BadValue, match=r"chat template can't take these messages \(UnicodeEncodeError"):
+            jaxkv.about(talking, HARBOUR)
+    for changed in (lambda text: text.replace(MARK, "%EE"), lambda text: "", lambda text: text + text):
+        with monkeypatch.context() as patch:
+            patch.setattr(Talk, "apply_chat_template", lambda self, messages, **_: changed(messages[-1]["content"]))  # noqa: B023
+            with pytest.raises(BadValue, match="does not write what a user says as it is: split the text yourself"):
+                jaxkv.about(talking, HARBOUR)

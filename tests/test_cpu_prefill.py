@@ -1,5 +1,6 @@
 """Prefill on a CPU by the kernel that numba compiles: what is its own, beside the suite of all kernels."""
 
+import functools
 from pathlib import Path
 
 import jax
@@ -67,6 +68,31 @@ def test_it_is_chosen_where_heads_fill_registers():
         assert choices(head_dim=64, **shape)[name].implementation == "numba_cpu"
         narrow = choices(head_dim=20, **shape)[name]
         assert narrow.implementation == "reference" and "20 channels: a multiple of" in narrow.reasons[0]
+        few = choices(head_dim=64, tokens=31, **shape)[name]
+        assert few.implementation == "reference" and "31 queries of 2 heads" in few.reasons[0]
+        assert choices(head_dim=64, tokens=32, **shape)[name].implementation == "numba_cpu"
+
+
+@pytest.mark.usefixtures("unchecked")  # the operations ask for whole shapes
+def test_what_is_alike_for_all_rows_and_heads_may_be_given_once():
+    query, keys, values, at, positions = attention(np.random.default_rng(1))
+    at, positions = at[1:], positions[1:, :1]  # of the second row and its first head
+    keys, values = jnp.nan_to_num(keys), jnp.nan_to_num(values)
+    options = dict(scale=0.2, bias=jnp.log1p(jnp.arange(700.0))[None, None])
+    for call, more in (
+        (lambda **how: attend_api.prefill_attend(query, keys, values, at, positions, **options, **how), {}),
+        (lambda **how: mass_api.prefill_attend_mass(query, keys, at, positions, **options, **how), {"reduce": "max"}),
+    ):
+        ours, theirs = (call(implementation=name, **more) for name in ("numba_cpu", "reference"))
+        np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_it_maps_over_calls():
+    query, keys, values, at, positions = attention(np.random.default_rng(2))
+    call = functools.partial(attend_api.prefill_attend, scale=0.2)
+    one = call(query, keys, values, at, positions)
+    many = jax.vmap(jax.jit(lambda query: call(query, keys, values, at, positions)))(jnp.stack([query, -query]))
+    np.testing.assert_allclose(many[0], one, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["h2o", "laq", "kvzip", "dapq-longflow", "keepkv", "streaming-llm"])

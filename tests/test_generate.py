@@ -107,6 +107,25 @@ def test_a_begun_answer_goes_on_from_its_cache(lettered):
     assert jaxkv.generate(lettered, np.array(whole[: -len(again.text) + 1]), **options).text == again.text
 
 
+def test_a_cache_that_is_ahead_of_its_conversation_is_refused(lettered):
+    """A question that is asked anew, or changed, and a history with a turn left out."""
+    ask, options = lambda text: {"role": "u", "content": text}, {"max_new_tokens": 3, "stop_tokens": ()}
+    said = lambda out: {"role": "assistant", "content": out.text}  # noqa: E731
+    first = [ask("Where is Wick")]
+    one = jaxkv.generate(lettered, first, **options)
+    second = [*first, said(one), ask("And Thurso?")]
+    two = jaxkv.generate(lettered, second, cache=one.cache, **options)
+    for messages in (
+        second,
+        [*first, said(one), ask("And Inverness?")],
+        [ask("And Thurso?"), said(two), ask("And then?")],
+        [ask("Wick"), said(two), ask("And then?")],
+    ):
+        with pytest.raises(BadValue, match="has seen more turns than these messages up to the last answer: expected"):
+            jaxkv.generate(lettered, messages, cache=two.cache, **options)
+    jaxkv.generate(lettered, [*second, said(two), ask("And then?")], cache=two.cache, **options)
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [

@@ -50,6 +50,8 @@ def test_the_first_cell_installs_what_is_there(path, tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", pip)
     exec(cell, {})
     exec(cell.replace('"jaxkv"  #', '"git+https://host/jaxkv"  #'), {})
+    (tmp_path / "a-file-in-place-of-a-folder").mkdir()
+    (tmp_path / "a-file-in-place-of-a-folder" / "jaxkv").touch()
     (tmp_path / "clone" / "jaxkv").mkdir(parents=True)
     (tmp_path / "clone" / "jaxkv" / "generate.py").touch()
     exec(cell, {})

@@ -27,7 +27,7 @@ class Policies:
         register(self.parts)
         known = [*catalogue().values()] if self.name is None else [named(self.name)]
         if self.json:
-            print(json.dumps({policy.name: to_dict(policy) | _facts(policy) for policy in known}))
+            print(json.dumps({policy.name: {**to_dict(policy), "facts": _facts(policy)} for policy in known}))
             return 0
         if self.name is not None:
             (policy,) = known

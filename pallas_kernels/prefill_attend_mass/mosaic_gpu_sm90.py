@@ -56,6 +56,7 @@ def prefill_attend_mass(
     own_keys_last: bool = False,
     weights: Float[Array, "B T"] | None = None,
     bias: Float[Array, "B Hk S"] | None = None,
+    lse: Float[Array, "B Hq T"] | None = None,
     interpret: bool | plgpu.InterpretGPUParams = False,
 ) -> Float[Array, "B Hq S"]:
     """`reference.prefill_attend_mass` without an array of queries by keys.
@@ -65,7 +66,7 @@ def prefill_attend_mass(
     """
     if bias is not None:
         raise NotImplementedError("keys whose logits have a bias need the reference")
-    del own_keys_last  # a hint, which the blocks here do not need: they look at positions
+    del own_keys_last, lse  # hints, which the blocks here do not need: they look at positions, and find their own
     (floats,) = refuse_codes(keys)
     batch, heads, length, dim = queries.shape
     kv_heads, slots = keys.shape[1:3]
@@ -83,7 +84,7 @@ def prefill_attend_mass(
     )
     operand = blocks_of.operand(blocks_of.tile_width(dim), keys.dtype)
     kernel = functools.partial(plgpu.kernel, grid_names=("head", "block"), interpret=interpret or None)
-    lse = kernel(
+    lses = kernel(
         functools.partial(_sum_weights, plan),
         out_type=jax.ShapeDtypeStruct((batch * heads, rows), jnp.float32),
         scratch_types={
@@ -99,7 +100,7 @@ def prefill_attend_mass(
         kernel_name="prefill_log_sum_exp",
     )(*arguments)
     if weights is not None:  # w exp(x - lse) = exp(x - (lse - log w))
-        lse = lse - jnp.repeat(jnp.pad(jnp.log(weights), ((0, 0), (0, rows - length))), heads, axis=0)
+        lses = lses - jnp.repeat(jnp.pad(jnp.log(weights), ((0, 0), (0, rows - length))), heads, axis=0)
     mass = kernel(
         functools.partial(_sum_columns, plan),
         out_type=jax.ShapeDtypeStruct((batch * heads, width), jnp.float32),
@@ -115,7 +116,7 @@ def prefill_attend_mass(
         },
         grid=(batch * heads, plan.key_blocks),
         kernel_name="prefill_attend_mass",
-    )(*arguments, lse)
+    )(*arguments, lses)
     mass = mass[:, :slots].reshape(batch, heads, slots)
     if reduce == "mean":
         count = jnp.sum(query_positions >= 0, axis=-1, dtype=jnp.float32)

@@ -157,7 +157,7 @@ def prefill_attend_mass(
     *inner, lse_block, _ = specs("ij")
     lses = (batch, kv_heads, group, length, 1)
     if lse is not None:
-        found = lse.reshape(lses)
+        found = jnp.where(lse == -jnp.inf, 0.0, lse).reshape(lses)  # it sees nothing: any number does
     else:
         found = call(
             lse_kernel,
