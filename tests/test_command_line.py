@@ -14,6 +14,8 @@ import jaxkv
 from jaxkv import cli, evaluation, serving
 from jaxkv.cli.options import DEFAULT_BUDGET, DEFAULT_POLICY, Load
 from jaxkv.errors import BadValue
+from jaxkv.policies.catalogue import named
+from jaxkv.policies.policy import from_dict
 from jaxkv.serving import serve
 from jaxkv.speculative import AASD, PromptLookup
 
@@ -175,8 +177,10 @@ def test_policies_say_the_same_in_json(capsys):
     assert cli.main(["policies", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     facts = {"bounded": False, "query_aware": True, "calibration": ["retrieval"], "floor": 9}
-    assert {name: told["compresskv"][name] for name in facts} == facts
-    assert told["h2o"]["bounded"] and told["h2o"]["calibration"] == []
+    assert told["compresskv"]["facts"] == facts
+    said = told["h2o"].pop("facts")
+    assert said["bounded"] and said["calibration"] == []
+    assert from_dict(told["h2o"]) == named("h2o"), "the rest is the policy"
 
 
 def test_info_takes_the_sizes_of_generate(capsys):
