@@ -31,7 +31,7 @@ class About:
     def question(self, question: str, begins: str = "") -> Int[np.ndarray, "N"]:
         """int32 ids of the question, behind an empty line, and of the turn's end; the answer goes on from `begins`."""
         _check(question, "question")
-        if begins:
+        if begins != "":
             _check(begins, "begins")
         return ids(self.tokenizer, parted(self.tokenizer, self.turns, self.text, question)[1] + begins)
 

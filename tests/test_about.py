@@ -89,8 +89,9 @@ def test_it_says_what_it_needs(talking, tiny):
     for question, words in (("", "question=''"), (["when?"], r"question=\['when"), ("a\ud800", "surrogate")):
         with pytest.raises(BadValue, match=words):
             jaxkv.about(talking, HARBOUR).question(question)
-    with pytest.raises(BadValue, match="begins=5"):
-        jaxkv.about(talking, HARBOUR).question("when?", begins=5)
+    for begins in (5, None):
+        with pytest.raises(BadValue, match=f"begins={begins}"):
+            jaxkv.about(talking, HARBOUR).question("when?", begins=begins)
 
 
 def test_templates_that_take_no_text_as_it_is_are_refused(talking, monkeypatch):
