@@ -72,8 +72,11 @@ def check_held(tokenizer: Any, messages: list[Any], held: np.ndarray, new: np.nd
             at = min(ends)
 
     asked = "" if len(known) == len(messages) else _packed(str(messages[len(known)]["content"]))
+    said = tokenizer.apply_chat_template(known, tokenize=False, add_generation_prompt=False)
+    before, asked = (
+        _packed(tokenizer.decode(tokenizer(x, add_special_tokens=False)["input_ids"])) for x in (said, asked)
+    )
     front = following.partition(asked)[0] if asked and asked in following else ""  # what begins a turn
-    before = _packed(tokenizer.apply_chat_template(known, tokenize=False, add_generation_prompt=False))
     if front and text.count(front) > before.count(front):
         raise BadValue(f"this cache has seen more turns than these messages up to the last answer: {EXPECTED}")
 

@@ -16,6 +16,7 @@ from pallas_kernels.choices import choices
 from pallas_kernels.prefill_attend import api as attend_api
 from pallas_kernels.prefill_attend_mass import api as mass_api
 
+LATER = ("kvzip", True), ("longflow", False)
 TINY = Path(__file__).parent / "goldens" / "tiny"
 
 
@@ -32,6 +33,7 @@ def attention(rng, batch=2, kv_heads=2, group=3, slots=700, dim=32, length=300):
     return tuple(map(jnp.asarray, (query, keys, values, at, positions)))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
 @pytest.mark.parametrize("last", [300, 32])
 def test_with_the_log_sum_exps_of_attention_the_mass_is_the_same(reduce, last):
@@ -95,6 +97,7 @@ def test_it_maps_over_calls():
     np.testing.assert_allclose(many[0], one, atol=1e-6)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", ["h2o", "laq", "kvzip", "dapq-longflow", "keepkv", "streaming-llm"])
 def test_policies_keep_what_they_keep_by_the_reference(name):
     """Sums over all queries, over tokens behind the prompt that keep no keys, over the block itself, beside biases."""
@@ -111,7 +114,10 @@ def test_policies_keep_what_they_keep_by_the_reference(name):
         np.testing.assert_array_equal(ours.positions, theirs.positions)
 
 
-@pytest.mark.parametrize("name, handed", [("h2o", True), ("snapkv", False), ("kvzip", True), ("longflow", False)])
+@pytest.mark.parametrize(
+    "name, handed",
+    [("h2o", True), ("snapkv", False), *(pytest.param(*each, marks=pytest.mark.long) for each in LATER)],
+)
 def test_attention_hands_on_its_log_sum_exps_where_most_queries_look(name, handed, monkeypatch):
     """And not where a prompt is heard once for many policies: what it attends to is known there."""
     params, told = jaxkv.load(TINY / "qwen3", dtype=jnp.float32), []

@@ -529,6 +529,7 @@ def test_reading_few_of_a_bounded_cache(tiny):
         jaxkv.policy("adakv-h2o", budget=32, read=Pages())
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("page", [12, 16, 32])
 def test_pages_begin_with_the_text(tiny, page):
     """Whatever slots there are for other rows, or for tokens to come: a page is the same entries."""
