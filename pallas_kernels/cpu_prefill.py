@@ -48,7 +48,7 @@ from pallas_kernels.cpu_lanes import (
     total,
     wide,
 )
-from pallas_kernels.masking import MASKED, filled
+from pallas_kernels.masking import MASKED, averaged, filled
 
 REDUCE = {"sum": 0, "mean": 0, "max": 1}
 MAX = 1
@@ -115,10 +115,7 @@ def massed(
     shape = jax.ShapeDtypeStruct((batch, kv_heads, group, padded), jnp.float32)
     mass = jax.ffi.ffi_call(_mass(), shape, vmap_method="sequential")(*asked[:2], lses, *asked[2:-1], facts, weights)
     mass = mass[..., :slots].reshape(*queries.shape[:2], slots)
-    if reduce == "mean":
-        count = jnp.sum(query_positions >= 0, axis=-1, dtype=jnp.float32)
-        mass = mass / jnp.maximum(count, 1.0)[:, None, None]
-    return mass
+    return averaged(mass, query_positions) if reduce == "mean" else mass
 
 
 def _attended(

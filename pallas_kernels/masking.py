@@ -41,3 +41,9 @@ def masked_softmax(
 def filled(values: Float[Array, "*B S D"], positions: Int[Array, "*B S"]) -> Float[Array, "*B S D"]:
     """The values with empty slots as 0, so that whatever lies there cannot leak through 0 * NaN."""
     return jnp.where(positions[..., None] >= 0, values, jnp.zeros((), values.dtype))
+
+
+def averaged(sums: Float[Array, "B Hq S"], query_positions: Int[Array, "B T"]) -> Float[Array, "B Hq S"]:
+    """What all queries give each key, by how many they are; those at position -1 are padding and don't count."""
+    count = jnp.sum(query_positions >= 0, axis=-1, dtype=jnp.float32)
+    return sums / jnp.maximum(count, 1.0)[:, None, None]

@@ -106,8 +106,9 @@ def prefill_layer(
         if state.attends
     ]
     mass, lead, known = None, lead if spec.window is None else None, False
-    phase = policy.prefill if ask.look and lead is None else None
-    if phase is not None and MASS in phase.needs:
+    weighs = policy.prefill is not None and MASS in policy.prefill.needs
+    phase = policy.prefill if weighs and ask.look and lead is None else None
+    if phase is not None:
         looking = phase.observe.looking(positions, ask.extra).shape[1]
         alike = ask.attends and phase.observe.own_keys  # it is there anyway, and they see what it saw
         known = alike and spared_by_lse(looking, positions.shape[1], implementation)
@@ -119,7 +120,7 @@ def prefill_layer(
     going = None
     if ask.going:
         going = _going(policy.flow, layout, query, read, positions, joined.positions, given, softmax)
-    if phase is not None and MASS in phase.needs:
+    if phase is not None:
         lse = looked.lse if known else None
         mass, by_query = _mass(phase, layout, query, read, positions, joined, now, given, softmax, sizes, lse)
         inputs = dataclasses.replace(inputs, by_query=by_query)

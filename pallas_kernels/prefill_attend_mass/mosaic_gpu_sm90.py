@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import gpu_blocks as blocks_of
 from pallas_kernels.codes import Codes, refuse_codes
 from pallas_kernels.gpu_blocks import per_query
-from pallas_kernels.masking import MASKED
+from pallas_kernels.masking import MASKED, averaged
 
 QUERIES = 64  # a program's in the first pass, at a time in the second
 KEYS = 64  # at a time in the first pass, a program's in the second
@@ -118,10 +118,7 @@ def prefill_attend_mass(
         kernel_name="prefill_attend_mass",
     )(*arguments, lses)
     mass = mass[:, :slots].reshape(batch, heads, slots)
-    if reduce == "mean":
-        count = jnp.sum(query_positions >= 0, axis=-1, dtype=jnp.float32)
-        mass = mass / jnp.maximum(count, 1.0)[:, None, None]
-    return mass
+    return averaged(mass, query_positions) if reduce == "mean" else mass
 
 
 def _sum_weights(

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import tpu_blocks as blocks_of
 from pallas_kernels.codes import Codes
-from pallas_kernels.masking import MASKED, soft_cap
+from pallas_kernels.masking import MASKED, averaged, soft_cap
 from pallas_kernels.tpu_codes import Lying, Scales
 
 ROWS = 512  # queries times query heads of a group, at a time
@@ -155,13 +155,13 @@ def prefill_attend_mass(
         *([] if bias is None else [bias[:, :, None]]),
     )
     *inner, lse_block, _ = specs("ij")
-    lses = (batch, kv_heads, group, length, 1)
+    shape = (batch, kv_heads, group, length, 1)
     if lse is not None:
-        found = jnp.where(lse == -jnp.inf, 0.0, lse).reshape(lses)  # it sees nothing: any number does
+        found = jnp.where(lse == -jnp.inf, 0.0, lse).reshape(shape)  # it sees nothing: any number does
     else:
         found = call(
             lse_kernel,
-            out_shape=jax.ShapeDtypeStruct(lses, jnp.float32),
+            out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
             grid=(batch, kv_heads, tiles, blocks),
             in_specs=inner,
             out_specs=lse_block,
@@ -188,7 +188,4 @@ def prefill_attend_mass(
         name="prefill_attend_mass",
     )(*arrays, found)
     mass = mass.reshape(batch, heads, slots)
-    if reduce == "mean":
-        count = jnp.sum(query_positions >= 0, axis=-1, dtype=jnp.float32)
-        mass = mass / jnp.maximum(count, 1.0)[:, None, None]
-    return mass
+    return averaged(mass, query_positions) if reduce == "mean" else mass

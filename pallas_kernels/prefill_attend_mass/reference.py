@@ -5,6 +5,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.codes import Codes, numbers
+from pallas_kernels.masking import averaged
 from pallas_kernels.prefill_attend.tiles import tiles
 
 
@@ -43,7 +44,4 @@ def prefill_attend_mass(
         some = lax.optimization_barrier(some.reshape(batch, heads, -1))  # else XLA makes one operation of all tiles'
         # sums, at the end, and holds every tile until then
         total = combine(total, jnp.pad(some, ((0, 0), (0, 0), (0, slots - some.shape[-1]))))
-    if reduce == "mean":
-        count = jnp.sum(query_positions >= 0, axis=-1, dtype=jnp.float32)
-        total = total / jnp.maximum(count, 1.0)[:, None, None]
-    return total
+    return averaged(total, query_positions) if reduce == "mean" else total
