@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import run
+from jaxkv.ahead import Ahead
 from jaxkv.generation import Generation, Stats
 from jaxkv.policies.policy import check_scores
 from jaxkv.prompts import right_padded
@@ -26,12 +27,35 @@ CHUNK = 32  # the most decode steps at a time: the host looks in between
 UNENDED = 2**30  # more tokens than a chunk has
 
 
+def compiled_for(params: Params, request: Request, execution: Execution) -> dict[str, Any]:
+    """What the programs of decoding are compiled for, with drafts or without."""
+    return {
+        "config": params.config, "policy": request.policy, "sampler": request.sampler, "stop": request.stop_tokens,
+        "implementation": execution.implementation,
+    }  # fmt: skip
+
+
+def plainly(
+    params: Params,
+    request: Request,
+    execution: Execution,
+    learned: run.Learned,
+    state: run.DecodeState,
+    steps: int = CHUNK,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What `run.decode` takes for a chunk of so many steps: arrays, and the rest by name."""
+    given = params.weights, state, params.layout.put(np.int32(steps))
+    static = compiled_for(params, request, execution)
+    return given, {"room": CHUNK, "layout": params.layout, "learned": learned, **static}
+
+
 @dataclasses.dataclass
 class Decoding:
     """One call after its prefill: what was asked, the device's state, and each row's new tokens so far.
 
     `before` is each prompt's whole text in front of them (None: not known), once for all of its samples; `draws` says
-    by which random numbers each row draws (`draws_of`). New tokens go on from the text of the `fronts`.
+    by which random numbers each row draws (`draws_of`). New tokens go on from the text of the `fronts`. `ahead` may
+    still be compiling the program.
     """
 
     params: Params
@@ -45,6 +69,7 @@ class Decoding:
     fronts: list[tuple[int, ...]]
     draws: np.ndarray
     learned: run.Learned
+    ahead: Ahead
     tokens: list[list[int]]
     prefill_seconds: float = 0.0
     chunk_seconds: list[tuple[int, float]] = dataclasses.field(default_factory=list)
@@ -145,19 +170,15 @@ class Decoding:
     def _chunk(self, steps: int, most: np.ndarray) -> np.ndarray:
         """Some steps, or rounds of drafting; each row's new tokens, its `most` at most, with -1 where there is none."""
         params, request = self.params, self.request
-        shared = {
-            "config": params.config, "policy": request.policy, "sampler": request.sampler, "stop": request.stop_tokens,
-            "implementation": self.execution.implementation,
-        }  # fmt: skip
         if self.session is not None:
+            shared = compiled_for(params, request, self.execution)
             self.state, new = self.session.chunk(params.weights, self.state, steps, most, shared)
         else:
             if (most < UNENDED).any():
                 self.state = dataclasses.replace(self.state, left=jnp.minimum(self.state.left, most))
-            self.state, new = run.decode(
-                params.weights, self.state, params.layout.put(np.int32(steps)), room=CHUNK, layout=params.layout,
-                learned=self.learned, **shared,
-            )  # fmt: skip
+            given, named = plainly(params, request, self.execution, self.learned, self.state, steps)
+            self.ahead.wait(run.decode)
+            self.state, new = run.decode(*given, **named)
         check_scores(request.policy)
         return np.asarray(new)
 

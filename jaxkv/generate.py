@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import run
+from jaxkv.ahead import Ahead
 from jaxkv.checks import check_arguments
-from jaxkv.decoding import CHUNK, Decoding
+from jaxkv.decoding import CHUNK, Decoding, plainly
 from jaxkv.errors import BadValue
 from jaxkv.generation import Generation
 from jaxkv.plan import SIZES, PromptBlocks, check_room, lacking, limits_of, places_taken, plan, rows_filled, scored
@@ -23,17 +24,17 @@ from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.evicted import Drop
 from jaxkv.policies.observe import LastQueries, Observer
 from jaxkv.policies.policy import Policy, check_scores
-from jaxkv.programs import make_room
+from jaxkv.programs import asked_before, make_room
 from jaxkv.prompts import Prompt, fronts, left_padded, right_padded, rows_of
 from jaxkv.request import Execution, Progress, Request, check_model, checked_policy, checked_pseudo, checked_request
 from jaxkv.sampling import Sampler, draws_of, row_keys
-from jaxkv.sharding.layout import on_host
+from jaxkv.sharding.layout import Layout, on_host
 from jaxkv.speculative.attend import check_expected
 from jaxkv.speculative.method import Start
 from jaxkv.speculative.session import Session, Speculative
 from jaxkv.store import EMPTY, KVCache
 from jaxkv.store.cache import branched, grown, repeated, rows_at
-from jaxkv.store.line import narrowed
+from jaxkv.store.line import line_of, narrowed
 from jaxkv.weights.params import Params
 
 STREAM_CHUNK = 4
@@ -188,7 +189,7 @@ def _begin(params: Params, prompt: Prompt, cache: KVCache | None, request: Reque
     """Prefill, and sample the first token; where the cache goes on alone, its pending token is run next."""
     config, layout, policy, samples = params.config, params.layout, request.policy, request.samples
     apart = cache is not None and cache.batch > 1  # rows go on from texts of their own
-    session = None
+    session, ahead = None, Ahead()
     if request.speculative is not None:
         session = Session(request.speculative, params, policy, cache)
     started = time.perf_counter()
@@ -212,11 +213,13 @@ def _begin(params: Params, prompt: Prompt, cache: KVCache | None, request: Reque
             top, limit, new = session.top, session.limit, np.array([len(row) for row in rows])
             seen = 0 if cache is None else np.asarray(cache.lengths) + (np.asarray(cache.pending) >= 0)
             session.check_room(seen + new, later)
-        cache, logits, expected = _prefill(params, rows, policy, cache, execution, room=later, top=top, limit=limit)
+        plain = request if session is None and later > 0 else None
+        cache, logits, expected = _prefill(
+            params, rows, policy, cache, execution, room=later, top=top, limit=limit, ahead=ahead, then=plain
+        )
         logits = jnp.repeat(logits, samples, axis=0)
         texts = before = cache.texts()
     draws = draws_of([each.tobytes() for each in before or _told_apart(rows, apart)], samples, cache.draws)
-    cache = layout.cache(repeated(cache, samples))
     seen = None
     if request.sampler.repetition_penalty is not None:
         assert before is not None  # checked with the request
@@ -224,13 +227,8 @@ def _begin(params: Params, prompt: Prompt, cache: KVCache | None, request: Reque
         for row, text in zip(seen, before, strict=True):
             row[text] = True
         seen = layout.put(np.repeat(seen, samples, axis=0))
-    state = run.DecodeState(
-        cache=cache,
-        done=layout.put(np.zeros(cache.batch, bool)),
-        left=layout.put(np.full(cache.batch, request.max_new_tokens, np.int32)),
-        seen=seen,
-        keys=layout.put(row_keys(request.seed, draws)),
-    )
+    cache = layout.cache(repeated(cache, samples))
+    state = _state(cache, request, layout, seen, draws)
     decoding = Decoding(
         params, request, execution, session, state,
         prompt_tokens=prompt_tokens,
@@ -239,9 +237,11 @@ def _begin(params: Params, prompt: Prompt, cache: KVCache | None, request: Reque
         fronts=fronts(prompt, before or rows),
         draws=draws,
         learned=params.learned_for(policy.learns, policy.name),
+        ahead=ahead,
         tokens=[[] for _ in range(cache.batch)],
     )  # fmt: skip
     if logits is not None:
+        ahead.wait(run.first_token)
         decoding.state, first = run.first_token(request.sampler, request.stop_tokens, state, logits, layout=layout)
         decoding.take(np.asarray(first)[:, None])
     if session is not None:
@@ -258,6 +258,41 @@ def _begin(params: Params, prompt: Prompt, cache: KVCache | None, request: Reque
     return decoding
 
 
+def _state(
+    cache: KVCache, request: Request, layout: Layout, seen: jax.Array | None, draws: np.ndarray
+) -> run.DecodeState:
+    """Rows that have a cache, and may each get all of their tokens."""
+    return run.DecodeState(
+        cache=cache,
+        done=layout.put(np.zeros(cache.batch, bool)),
+        left=layout.put(np.full(cache.batch, request.max_new_tokens, np.int32)),
+        seen=seen,
+        keys=layout.put(row_keys(request.seed, draws)),
+    )
+
+
+def _decode_ahead(
+    ahead: Ahead, params: Params, request: Request, execution: Execution, cache: KVCache, logits: jax.Array
+) -> None:
+    """Compile what runs behind the prompt, which leaves a cache and logits of these forms."""
+    if line_of(cache.layers) is not None:
+        return  # how many slots its layers read is told by the prompt (`narrowed`)
+    config, layout, samples = params.config, params.layout, request.samples
+
+    def begun(cache: KVCache, logits: jax.Array) -> tuple[run.DecodeState, jax.Array]:
+        rows = cache.batch * samples
+        penalty = request.sampler.repetition_penalty is not None
+        seen = layout.put(np.zeros((rows, config.vocab_size), bool)) if penalty else None
+        state = _state(repeated(cache, samples), request, layout, seen, np.zeros(rows, np.int32))
+        return state, jnp.repeat(logits, samples, axis=0)
+
+    sampler, stop = request.sampler, request.stop_tokens
+    state, _ = ahead.add(run.first_token, sampler, stop, *jax.eval_shape(begun, cache, logits), layout=layout)
+    learned = params.learned_for(request.policy.learns, request.policy.name)
+    given, named = plainly(params, request, execution, learned, state)
+    ahead.add(run.decode, *given, **named)
+
+
 def _prefill(
     params: Params,
     rows: list[np.ndarray],
@@ -269,11 +304,13 @@ def _prefill(
     top: int = 0,
     limit: int = 0,
     pseudo: np.ndarray | None = None,
+    ahead: Ahead | None = None,
+    then: Request | None = None,
 ) -> tuple[KVCache, jax.Array, run.Expected | None]:
     """Run the rows, on top of the cache if there is one; the new cache and the logits `[B, V]` of the last tokens.
 
     With `top` also the likeliest tokens after each token of the padded rows, as far as `limit` reaches (EMPTY after
-    padding).
+    padding). What is new is compiled side by side; `ahead` may hold what the prompt is `then` decoded by.
     """
     make_room()
     config, layout, batch = params.config, params.layout, len(rows)
@@ -299,26 +336,40 @@ def _prefill(
         layers = layout.layers(run.empty_layers(config, policy, batch, params.dtype))
     else:
         layers = _keeping(cache.layers, policy)
+
+    def left(layers: Any) -> KVCache:
+        return KVCache(
+            layers=layers,
+            lengths=layout.put(lengths + np.array([len(row) for row in rows], np.int32)),
+            limits=layout.put(limits),
+            pending=layout.put(np.full(batch, -1, np.int32)),
+            policy=policy,
+            model=params.fingerprint,
+        )
+
+    def behind(layers: Any, logits: Any) -> None:
+        if ahead is not None and then is not None:
+            _decode_ahead(ahead, params, then, execution, left(layers), logits)
+
+    leaves, form = jax.tree.flatten((layers, tokens, pseudo))
+    asked = (
+        params.fingerprint, params.dtype, policy, shapes, blocks, top, execution.implementation, execution.scan_layers,
+        form, *((leaf.shape, leaf.dtype) for leaf in leaves),
+        *(() if then is None else (then.sampler, then.stop_tokens, then.samples)),
+    )  # fmt: skip
+    ahead = None if layout.mesh is not None or asked_before(asked) else ahead or Ahead()
     layers, logits, expected = run.prefill(
         params.weights, layers, tokens, positions, pseudo, lengths, limits, blocks=blocks, config=config, policy=policy,
         plan=shapes, layout=layout, implementation=execution.implementation, progress=execution.progress, top=top,
-        limit=limit, scan_layers=execution.scan_layers, learned=learned,
+        limit=limit, scan_layers=execution.scan_layers, learned=learned, ahead=ahead, behind=behind,
     )  # fmt: skip
     check_pass(params, policy, logits)
     layers = narrowed(layers)
     if expected is not None:
         expected = jnp.where(positions[..., None] < 0, EMPTY, expected[0]), expected[1]
     texts = [np.zeros(0, np.int32)] * batch if cache is None else cache.texts()
-    cache = KVCache(
-        layers=layers,
-        lengths=layout.put(lengths + np.array([len(row) for row in rows], np.int32)),
-        limits=layout.put(limits),
-        pending=layout.put(np.full(batch, -1, np.int32)),
-        policy=policy,
-        model=params.fingerprint,
-        tokens=None if texts is None else right_padded([np.append(*each) for each in zip(texts, rows, strict=True)]),
-        draws=None if cache is None else cache.draws,
-    )
+    whole = None if texts is None else right_padded([np.append(*each) for each in zip(texts, rows, strict=True)])
+    cache = dataclasses.replace(left(layers), tokens=whole, draws=None if cache is None else cache.draws)
     return cache, logits, expected
 
 

@@ -15,6 +15,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from jaxkv.ahead import Ahead
 from jaxkv.attend import Ask, Facts, LayerIn, Sharing, decode_layer, divided, gathering, overwritten, prefill_layer
 from jaxkv.models import AttentionSpec, ModelConfig, graphdef
 from jaxkv.models.decoder import Decoder
@@ -80,30 +81,48 @@ def prefill(
     progress: Callable[[str, int, int], None] | None = None,
     top: int = 0,
     limit: int = 0,
+    ahead: Ahead | None = None,
+    behind: Callable[[Any, Any], None] = lambda layers, logits: None,
     **static: Any,
 ) -> tuple[Layers, Float[Array, "B V"], Expected | None]:
     """Run the left-padded prompt (padding at position -1) block by block; the layers it leaves and the last logits.
 
     One program runs the first block and one all others, so that a prompt of any length needs these two. With `top`
     also the likeliest tokens after each prompt token, for at least the last `limit` of them. `pseudo` are the same for
-    all K blocks, or each block's own. `static` is what `first_block` is compiled for.
+    all K blocks, or each block's own. `static` is what `first_block` is compiled for. `ahead` compiles both side
+    by side, with what `behind(layers, logits)` adds to it, given the forms of what the prompt leaves.
     """
     ends = lengths + np.sum(positions >= 0, axis=1, dtype=np.int32)
-    fixed = tuple(map(layout.put, (lengths, ends, limits)))
+    fixed, parts = tuple(map(layout.put, (lengths, ends, limits))), list(blocks)
+    static |= {"layout": layout, "top": top}
+    fits, learned = static["policy"].store.fits, static.get("learned", NOTHING)
+    fit = functools.partial(fitted, learned=learned, config=static["config"], policy=static["policy"], layout=layout)
+
+    def call(number: int, layers: Any) -> tuple[Any, tuple[Any, ...]]:
+        """The program of a block, and the arrays that it takes."""
+        part, wanted = parts[number], (blocks.count - number) * blocks.size < limit
+        block = tuple(map(layout.put, (tokens[:, part], positions[:, part], of_block(pseudo, number))))
+        return next_block if number else first_block, (weights, layers, *block, *fixed, layout.put(np.bool_(wanted)))
+
+    if ahead is not None:
+        forms, logits = layers, None
+        for number in range(len(parts[:2])):
+            program, given = call(number, forms)
+            forms, logits, _ = ahead.add(program, *given, **static)
+        behind(jax.eval_shape(fit, forms) if fits else forms, logits)
     logits, expected = None, []
-    for number, part in enumerate(blocks):
-        run = next_block if number else first_block
-        wanted = layout.put(np.bool_((blocks.count - number) * blocks.size < limit))
-        block = map(layout.put, (tokens[:, part], positions[:, part], of_block(pseudo, number)))
-        layers, logits, likely = run(weights, layers, *block, *fixed, wanted, layout=layout, top=top, **static)
+    for number in range(len(parts)):
+        program, given = call(number, layers)
+        if ahead is not None:
+            ahead.wait(program)
+        layers, logits, likely = program(*given, **static)
         expected.append(likely)
         if progress is not None:
             jax.block_until_ready(logits)
             progress("prefill", number + 1, blocks.count + 1)
     assert logits is not None  # there is a first block
-    if static["policy"].store.fits:
-        learned = static.get("learned", NOTHING)
-        layers = fitted(layers, learned, config=static["config"], policy=static["policy"], layout=layout)
+    if fits:
+        layers = fit(layers)
     if not top:
         return layers, logits, None
     return layers, logits, cast(Any, jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), *expected))

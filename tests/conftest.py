@@ -1,6 +1,7 @@
 """Strictness for every test, and the models that they share."""
 
 import gc
+import importlib
 import itertools
 import os
 import random
@@ -78,6 +79,14 @@ def unchecked():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def when_called():
+    """Programs are compiled when they are called, for ahead of it they are lowered as for `unchecked`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.import_module("jaxkv.generate"), "asked_before", lambda asked: True)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,20 +1,24 @@
 """A first answer comes soon: what is imported, which programs are compiled, and where they stay."""
 
+import functools
 import json
 import os
 import subprocess
 import sys
 import time
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
+from engines import compilations
 from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxkv
 from jaxkv import programs, run
+from jaxkv.ahead import Ahead
 from jaxkv.cli import main
 from jaxkv.errors import BadValue
 from jaxkv.plan import SIZES, rounded
@@ -241,3 +245,53 @@ def test_what_a_process_holds_compiled_is_bounded(tiny, monkeypatch):
     monkeypatch.setattr(programs, "_LAST", [-1])
     jaxkv.prefill(params, ids)
     assert jaxkv.run.first_block._cache_size() == 1, "what was held before is forgotten, what is wanted is there"
+
+
+@pytest.mark.some(3)
+@pytest.mark.parametrize("more", [{}, {"samples": 2, "temperature": 1.0, "repetition_penalty": 1.2}], ids=["", "drawn"])
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("full", {}), ("h2o", {"budget": 24}), ("adakv", {"budget": 24, "window": 6}), ("kivi", {}), ("quest", {}),
+        ("treekv", {"budget": 24}), ("freqkv", {"budget": 24}), ("laq-h2o-int4", {"budget": 24}),
+    ],
+)  # fmt: skip
+def test_programs_are_compiled_side_by_side_and_once(tiny, unchecked, name, options, more):
+    """The prompt leaves what it is foreseen to leave, or decode would be compiled a second time."""
+    params, policy = tiny("llama3"), jaxkv.policy(name, block=16, **options)
+    prompt, wait, foreseen = np.arange(40, dtype=np.int32) + 3, Ahead.wait, set()
+    asked = functools.partial(jaxkv.generate, params, policy=policy, max_new_tokens=5, stop_tokens=(), **more)
+
+    def told(ahead, program):
+        foreseen.update(ahead._made)
+        wait(ahead, program)
+
+    def compiled_once(prompt, cache=None):
+        for program in run.PROGRAMS:
+            program.clear_cache()
+        with mock.patch.object(Ahead, "wait", told), compilations() as seen:
+            cache = asked(prompt, cache=cache).cache
+        called = sum(program._cache_size() for program in run.PROGRAMS)
+        assert sum(name in ("jit(_block)", "jit(decode)", "jit(first_token)") for name in seen) == called
+        return cache
+
+    with (
+        mock.patch.object(sys.modules["jaxkv.generate"], "asked_before", programs.asked_before),
+        mock.patch.object(programs, "_ASKED", set()),
+    ):
+        cache = compiled_once(prompt)
+        assert foreseen == {*run.PROGRAMS}
+        with mock.patch.object(Ahead, "add") as add:
+            asked(prompt[:39])
+        assert not add.called, "what is there is not lowered again"
+        if not more:
+            compiled_once(prompt[:3], cache)
+
+
+def test_what_a_thread_could_not_compile_is_raised_where_it_is_waited_for():
+    ahead, broken = Ahead(), mock.Mock()
+    broken.lower.return_value.compile.side_effect = RuntimeError("no memory")
+    ahead.add(broken, 1)
+    ahead.wait(run.decode)  # nobody asked for it
+    with pytest.raises(RuntimeError, match="no memory"):
+        ahead.wait(broken)
