@@ -18,7 +18,18 @@ from jaxkv.checks import check_arguments
 from jaxkv.decoding import CHUNK, Decoding, plainly
 from jaxkv.errors import BadValue
 from jaxkv.generation import Generation
-from jaxkv.plan import SIZES, PromptBlocks, check_room, lacking, limits_of, places_taken, plan, rows_filled, scored
+from jaxkv.plan import (
+    SIZES,
+    Plan,
+    PromptBlocks,
+    check_room,
+    lacking,
+    limits_of,
+    places_taken,
+    plan,
+    rows_filled,
+    scored,
+)
 from jaxkv.policies.allocator import UNLIMITED
 from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.evicted import Drop
@@ -33,7 +44,7 @@ from jaxkv.speculative.attend import check_expected
 from jaxkv.speculative.method import Start
 from jaxkv.speculative.session import Session, Speculative
 from jaxkv.store import EMPTY, KVCache
-from jaxkv.store.cache import branched, grown, repeated, rows_at
+from jaxkv.store.cache import branched, grown, joined, repeated, rows_at
 from jaxkv.store.line import line_of, narrowed
 from jaxkv.weights.params import Params
 
@@ -306,14 +317,16 @@ def _prefill(
     pseudo: np.ndarray | None = None,
     ahead: Ahead | None = None,
     then: Request | None = None,
+    shapes: Plan | None = None,
 ) -> tuple[KVCache, jax.Array, run.Expected | None]:
     """Run the rows, on top of the cache if there is one; the new cache and the logits `[B, V]` of the last tokens.
 
     With `top` also the likeliest tokens after each token of the padded rows, as far as `limit` reaches (EMPTY after
-    padding). What is new is compiled side by side; `ahead` may hold what the prompt is `then` decoded by.
+    padding). What is new is compiled side by side; `ahead` may hold what the prompt is `then` decoded by. `shapes` are
+    those of a larger batch, if the rows are part of one.
     """
     make_room()
-    config, layout, batch = params.config, params.layout, len(rows)
+    config, layout, batch, given = params.config, params.layout, len(rows), rows
     check_expected(policy, top)
     if cache is not None:
         cache = layout.cache(branched(cache, batch))
@@ -321,9 +334,21 @@ def _prefill(
         rows = [np.append(pending[i], row).astype(np.int32) if pending[i] >= 0 else row for i, row in enumerate(rows)]
     learned = params.learned_for(policy.learns, policy.name)
     new = np.array([len(row) for row in rows])
-    shapes, blocks, limits = plan(
+    planned, blocks, limits = plan(
         policy, config, cache, new, room, parts=layout.parts, learned=learned, sizes=execution.sizes
     )
+    alone, shapes = shapes is None, planned if shapes is None else shapes
+    begin = blocks.beginning(new)
+    if cache is not None and shapes.look and begin.any():  # what a row holds is not cut before its prompt begins
+        groups = [np.flatnonzero(begin == number) for number in np.unique(begin)]
+        parts = [
+            _prefill(
+                params, [given[row] for row in at], policy, rows_at(cache, at), execution, room=room, top=top,
+                limit=limit, pseudo=None if pseudo is None else pseudo[at], shapes=shapes,
+            )
+            for at in groups
+        ]  # fmt: skip
+        return _in_one(parts, np.argsort(np.concatenate(groups)), blocks.length)
     lengths = np.zeros(batch, np.int32) if cache is None else np.asarray(cache.lengths)
     tokens, positions = left_padded(rows, blocks.length, lengths)
     if policy.prefill is None or not shapes.look:
@@ -364,13 +389,30 @@ def _prefill(
         limit=limit, scan_layers=execution.scan_layers, learned=learned, ahead=ahead, behind=behind,
     )  # fmt: skip
     check_pass(params, policy, logits)
-    layers = narrowed(layers)
+    layers = narrowed(layers) if alone else layers
     if expected is not None:
         expected = jnp.where(positions[..., None] < 0, EMPTY, expected[0]), expected[1]
     texts = [np.zeros(0, np.int32)] * batch if cache is None else cache.texts()
     whole = None if texts is None else right_padded([np.append(*each) for each in zip(texts, rows, strict=True)])
     cache = dataclasses.replace(left(layers), tokens=whole, draws=None if cache is None else cache.draws)
     return cache, logits, expected
+
+
+def _in_one(parts: Sequence[Any], order: np.ndarray, length: int) -> tuple[KVCache, jax.Array, run.Expected | None]:
+    """What `_prefill` gave for each part of a batch, in the batch's `order`, as of prompts padded to its `length`."""
+    caches, logits, expected = zip(*parts, strict=True)
+    cache = joined(caches, order)
+
+    def padded(of: jax.Array, empty: Any) -> jax.Array:
+        return jnp.pad(of, ((0, 0), (length - of.shape[1], 0), (0, 0)), constant_values=empty)
+
+    cache = dataclasses.replace(cache, layers=narrowed(cache.layers))
+    if expected[0] is None:
+        return cache, jnp.concatenate(logits)[order], None
+    tokens, chances = (
+        jnp.concatenate([padded(of[which], empty) for of in expected])[order] for which, empty in ((0, EMPTY), (1, 0.0))
+    )
+    return cache, jnp.concatenate(logits)[order], (tokens, chances)
 
 
 def check_pass(params: Params, policy: Policy, logits: jax.Array) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 
 from jaxkv.errors import BadValue
 from jaxkv.models import ModelConfig
@@ -53,6 +54,17 @@ class PromptBlocks:
     def length(self) -> int:
         """Tokens of the padded prompt."""
         return self.first + self.count * self.size
+
+    @classmethod
+    def of(cls, longest: int, size: int, sizes: int) -> "PromptBlocks":
+        """Those of a batch whose longest prompt has so many tokens; the first is padded to one of `sizes` sizes per
+        doubling."""
+        count = max(0, -(-longest // size) - 1)
+        return cls(min(rounded(longest - count * size, sizes), size), count, size)
+
+    def beginning(self, new: Int[np.ndarray, "B"]) -> Int[np.ndarray, "B"]:
+        """The number of the block in which each row of `new` tokens begins; in those before it there is padding."""
+        return self.count + 1 - np.maximum(-(-new // self.size), 1)
 
     def __iter__(self) -> Iterator[slice]:
         """Where each block lies in the padded prompt."""
@@ -140,8 +152,8 @@ def planned(
         prompt, more = rounded(int(held[layer] + new.max()), SLOT_SIZES), rounded(room, SLOT_SIZES)
         slots.append(slots_of(policy, limit, window, prompt, more, parts))
 
-    more = max(0, -(-int(new.max()) // block) - 1)
-    first = int(new.max()) - more * block
+    blocks = PromptBlocks.of(int(new.max()), block, sizes)
+    first = int(new.max()) - blocks.count * block
     if policy.rope != "text" and policy.decode is None:  # what was decoded is there beside the first block
         check_room(policy, config, seen, rows, np.full_like(new, first), 0, None)
     reach, sharing = 0, [layer for layer in range(config.num_layers) if shares(policy, config, layer)]
@@ -150,7 +162,6 @@ def planned(
         limit = min(int(limits[sharing].max()), most_slots)
         tokens = min(longest, len(sharing) * limit + block)
         reach = policy.allocate.reach(most_slots, limit, len(sharing), tokens)
-    blocks = PromptBlocks(min(rounded(first, sizes), block), more, block)
     return Plan(tuple(slots), bool(scored(policy, config, total, limits).any()), in_pieces(reach)), blocks, limits
 
 

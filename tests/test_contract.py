@@ -26,6 +26,7 @@ from jaxkv.policies import catalogue
 from jaxkv.policies.catalogue import named
 from jaxkv.store import Entries, Slots
 from jaxkv.store.blocks import BlockCode
+from jaxkv.store.cache import one_row
 from jaxkv.store.entries import in_pieces
 from jaxkv.store.fit import FIT
 
@@ -279,6 +280,22 @@ def test_scan_equals_stepping_by_hand(tiny, name):
     assert by_hand == whole.tokens[0].tolist()
     for mine, theirs in zip(cache.views, whole.cache.views, strict=True):
         assert entries(mine) == entries(theirs)
+
+
+@pytest.mark.some(2)
+@chiefly("snapkv", "h2o", "adakv-h2o", "keydiff", "scope")
+def test_a_row_that_goes_on_is_not_cut_before_its_text_comes(tiny, name):
+    """A longer prompt beside it begins blocks before, of which the row has only padding; it may hold more than its
+    budget then."""
+    params, chosen = tiny(FAMILY), policy(name, block=16)
+    cache = generated(params, [ids(75), ids(30, 1)], chosen, 9).cache
+    more = [ids(4, 2), ids(25, 3)]
+    both = generated(params, more, None, 6, cache=cache)
+    for row in (0, 1):
+        alone = generated(params, [more[row]], None, 6, cache=one_row(cache, row))
+        assert alone.tokens[0].tolist() == both.tokens[row].tolist()
+        for mine, theirs in zip(alone.cache.views, both.cache.views, strict=True):
+            assert entries(mine) == entries(theirs, row)
 
 
 @pytest.mark.some(1)

@@ -488,6 +488,21 @@ def test_going_on_from_a_cache(tiny, name):
         assert_same_cache(one.cache, other.cache)
 
 
+@pytest.mark.long
+def test_rows_that_go_on_with_prompts_of_other_lengths(tiny):
+    """What was likely in rows that begin in different blocks is one array again."""
+    params, chosen = tiny(FAMILY), policy(FLAGSHIP, block=16)
+    cache = jaxkv.generate(params, ids(40), policy=chosen, max_new_tokens=4, stop_tokens=()).cache
+    method, prompts = AASD(fallback=False), [ids(30, 2), ids(4, 1), ids(20, 3)]
+    options = {"max_new_tokens": 20, "stop_tokens": ()}
+    plain = jaxkv.generate(params, prompts, cache=cache, **options)
+    fast = jaxkv.generate(params, prompts, cache=cache, speculative=method, **options)
+    assert fast.tokens.tolist() == plain.tokens.tolist()
+    assert_same_cache(plain.cache, fast.cache)
+    alone = jaxkv.generate(params, prompts[1], cache=cache, **options)
+    assert plain.tokens[1].tolist() == alone.tokens[0].tolist()
+
+
 def test_streamed_pieces_are_the_same(tiny):
     params = tiny(FAMILY)
     params = type(params)(params.weights, params.config, Letters())

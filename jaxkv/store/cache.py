@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxkv.errors import BadValue
+from jaxkv.store.entries import EMPTY
 from jaxkv.store.line import held_by, line_of, shared
 from jaxkv.store.pairs import lent
 from jaxkv.store.together import opened
@@ -96,6 +97,24 @@ def rows_at(cache: KVCache, row: slice | np.ndarray) -> KVCache:
         pending=cache.pending[row],
         tokens=None if cache.tokens is None else cache.tokens[row],
         draws=None if cache.draws is None else cache.draws[row],
+    )
+
+
+def joined(caches: Sequence[KVCache], order: Int[np.ndarray, "B"]) -> KVCache:
+    """The rows of caches of one form behind each other, and of these those of the numbers in `order`."""
+    together = lambda *leaves: jnp.concatenate(leaves)[order]  # noqa: E731
+    texts = [cache.tokens for cache in caches if cache.tokens is not None]
+    draws = [cache.draws for cache in caches if cache.draws is not None]
+    width = max((text.shape[1] for text in texts), default=0)
+    padded = [np.pad(text, ((0, 0), (0, width - text.shape[1])), constant_values=EMPTY) for text in texts]
+    return dataclasses.replace(
+        caches[0],
+        layers=jax.tree.map(together, *(cache.layers for cache in caches)),
+        lengths=together(*(cache.lengths for cache in caches)),
+        limits=jnp.concatenate([cache.limits for cache in caches], axis=1)[:, order],
+        pending=together(*(cache.pending for cache in caches)),
+        tokens=np.concatenate(padded)[order] if texts else None,
+        draws=np.concatenate(draws)[order] if draws else None,
     )
 
 
