@@ -28,6 +28,7 @@ from jaxkv.store.looks import LOOKS
 from jaxkv.store.pool import dropped
 from jaxkv.store.sinks import TurnSinks
 from pallas_kernels.arguments import Judge, Rule, Token
+from pallas_kernels.order import awaiting
 from pallas_kernels.partial import merge
 
 
@@ -108,7 +109,7 @@ def decode_layer(
 
         after = _evicted(
             policy, phase, share, after, worth, active, now, spec.window, limits, allowed, facts.learned, rule,
-            rotation,
+            rotation, output,
         )  # fmt: skip
     return layout.lay("context", output[:, None]), LayerOut(after.laid(layout))
 
@@ -155,6 +156,7 @@ def _evicted(
     learned: Any,
     rule: Evicted | None,
     rotation: Any,
+    output: Float[Array, "B Hq D"],
 ) -> Any:
     """The store cut back where it has run `every` tokens over its budget, or aimed by a score that the attention pass
     could not compute; and its heads' borders moved, where the allocator moves them between cuts."""
@@ -186,7 +188,8 @@ def _evicted(
         return after.replaced(beside={**after.beside, index: made})
 
     if phase.every > 1:
-        return cut(store, active & store.full(allowed, phase.every, now, window), allowed)
+        due = active & store.full(allowed, phase.every, now, window)
+        return cut(store, awaiting(due, output), allowed)  # once all is read, or the slots would be copied
     if policy.ranks or not phase.linear:
         value = worth(store)
         if policy.ranks:

@@ -214,7 +214,7 @@ class Slots(Store):
         `worth(store)` scores the slots, `choose(worth, positions, owner, each)` says which stay.
         """
 
-        def cut(store: Slots) -> Slots:
+        def cut(_, store: Slots) -> Slots:
             live = alive(store.positions, now, window)
             ordered = in_time_order(store.loose().masked(live).with_stats(**{WORTH: worth(store)}))
             count = jnp.where(due, each, store.slots)
@@ -224,7 +224,8 @@ class Slots(Store):
             kept = dataclasses.replace(store, entries=kept, beside=beside)
             return kept.aimed(kept.empty_slot(now, window))
 
-        return lax.cond(jnp.any(due), cut, lambda store: store, self)
+        # a loop of no or one turn: its carry stays where it is; the branches of a cond would copy the slots every step
+        return lax.fori_loop(0, jnp.any(due).astype(jnp.int32), cut, self)
 
     # ---- room
 
