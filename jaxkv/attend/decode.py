@@ -21,14 +21,13 @@ from jaxkv.policies.allocator import EACH_ITS_OWN, Allocate, Contest
 from jaxkv.policies.evicted import Evicted
 from jaxkv.policies.policy import Phase, Policy, sound
 from jaxkv.policies.score import ScoreInputs
-from jaxkv.sharding.attention import RotateAtRead
+from jaxkv.sharding.attention import RotateAtRead, awaiting
 from jaxkv.sharding.layout import Layout
 from jaxkv.store.entries import WORTH, around, ranks
 from jaxkv.store.looks import LOOKS
 from jaxkv.store.pool import dropped
 from jaxkv.store.sinks import TurnSinks
 from pallas_kernels.arguments import Judge, Rule, Token
-from pallas_kernels.order import awaiting
 from pallas_kernels.partial import merge
 
 
@@ -109,7 +108,7 @@ def decode_layer(
 
         after = _evicted(
             policy, phase, share, after, worth, active, now, spec.window, limits, allowed, facts.learned, rule,
-            rotation, output,
+            rotation, layout, output,
         )  # fmt: skip
     return layout.lay("context", output[:, None]), LayerOut(after.laid(layout))
 
@@ -156,6 +155,7 @@ def _evicted(
     learned: Any,
     rule: Evicted | None,
     rotation: Any,
+    layout: Layout,
     output: Float[Array, "B Hq D"],
 ) -> Any:
     """The store cut back where it has run `every` tokens over its budget, or aimed by a score that the attention pass
@@ -189,7 +189,7 @@ def _evicted(
 
     if phase.every > 1:
         due = active & store.full(allowed, phase.every, now, window)
-        return cut(store, awaiting(due, output), allowed)  # once all is read, or the slots would be copied
+        return cut(store, awaiting(layout, due, output), allowed)  # once all is read, or the slots would be copied
     if policy.ranks or not phase.linear:
         value = worth(store)
         if policy.ranks:
