@@ -53,6 +53,7 @@ PLAIN = {
     "every": "New tokens between two cuts.",
     "rope": "Where keys are turned: to their places in the text, or in the cache (`sinks` or `cache`).",
     "block": "Tokens of the prompt that run at a time.",
+    "grows": "Whether a prompt's budget grows with the text that its blocks have brought.",
     "store": "How keys and values lie in a slot.",
 }
 
@@ -196,7 +197,9 @@ def page(name: str, policy: Policy, toml: str) -> str:
     for phase, (words, without) in PHASES.items():
         there = getattr(policy, phase)
         text += [f"### {words}", without if there is None else parts_table(of_a_phase(there, tables[phase]))]
-    whole = {part: tables[part] for part in ("allocate", "read", "flow", "store", "rope", "block") if part in tables}
+    whole = {
+        part: tables[part] for part in ("allocate", "read", "flow", "store", "rope", "block", "grows") if part in tables
+    }
     if whole:
         text += ["### The whole policy", parts_table(whole)]
     smallest = f"- The smallest budget is {policy.floor} token{'s' if policy.floor > 1 else ''}."

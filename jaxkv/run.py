@@ -212,6 +212,9 @@ def through_block(
     passing = Block(
         positions, places, config.num_layers, full, max(plan.slots), layout.parts, attend, attend_at, layout.lay
     )
+    if policy.grows:  # but for layers with a sliding window, which see no more of the text at its end
+        whole_text = np.isin(np.arange(config.num_layers), full)[:, None]
+        limits = jnp.where(whole_text, policy.so_far(limits, now, ends), limits)
     most = jnp.max(limits, axis=0)
     given = [
         LayerIn(

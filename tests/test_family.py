@@ -1,6 +1,7 @@
 """The family of methods: scores and kept entries against kvpress, and against small NumPy versions of the papers."""
 
 import dataclasses
+import functools
 import re
 import tomllib
 from pathlib import Path
@@ -431,6 +432,40 @@ def test_a_question_behind_every_block(tiny):
     before = kept(row[:25], asked, pseudo=row[None, -4:])
     assert all({p for p in held if p < 25} <= own for held, own in zip(kept(row, policy), before, strict=True))
     assert before != kept(row[:25], asked), "another question keeps others"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "protected"),
+    [
+        ("finch", {"count": 4, "recent": 4}, 4),
+        ("quickvideo", {"chunk": 20, "recent": 4}, 4),
+        ("a2sf", {"recent": 0}, 0),
+    ],
+)
+def test_a_budget_that_grows_with_the_text(tiny, monkeypatch, name, options, protected):
+    """After k of four equal blocks a row holds what is protected and k/4 of the rest; a short one is never cut."""
+    params, rows, held, text = tiny("llama3"), [_ids(80), _ids(19, 1)], [], 80 - protected
+
+    def watched(block, *args, **static):
+        out = block(*args, **static)
+        held.append([{len(of[of >= 0]) for layer in out[0] for of in heads_of(layer, row)} for row in (0, 1)])
+        return out
+
+    for block in ("first_block", "next_block"):
+        monkeypatch.setattr(jaxkv.run, block, functools.partial(watched, getattr(jaxkv.run, block)))
+    grows = jaxkv.policy(name, budget=23, block=20, grows=True, **options)
+    cache = jaxkv.prefill(params, rows, policy=grows)
+    want = [protected + -(-(23 - protected) * min(20 * k, text) // text) for k in (1, 2, 3, 4)]
+    assert held == [[{many}, {0}] for many in want[:-1]] + [[{23}, {19}]] and want[-1] == 23
+
+    del held[:]
+    at_once = jaxkv.prefill(params, rows, policy=dataclasses.replace(grows, grows=False))
+    assert [long for long, _ in held] == [{20}, {23}, {23}, {23}]
+    assert [layer.slots for layer in at_once.layers] == [layer.slots for layer in cache.layers]
+    one, other = (
+        jaxkv.prefill(params, rows, policy=dataclasses.replace(grows, block=80, grows=each)) for each in (True, False)
+    )
+    assert [_held(layer).tolist() for layer in one.layers] == [_held(layer).tolist() for layer in other.layers]
 
 
 def test_recurrence_by_hand():

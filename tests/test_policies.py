@@ -110,6 +110,7 @@ def test_any_policy_can_be_bounded_while_decoding(name, tmp_path):
         (lambda: jaxkv.policy("snapkv", budget=100, ratio=0.5), BadValue, "budget=100 and ratio=0.5"),
         (lambda: jaxkv.policy("snapkv", budget=32), BadValue, "at least 33"),
         (lambda: jaxkv.policy("full", budget=64), BadValue, "keeps everything"),
+        (lambda: jaxkv.policy("full", grows=True), BadValue, "which evicts nothing: leave it out"),
         (lambda: jaxkv.policy("snapkv", budget=100, windw=3), UnknownName, "did you mean 'window'"),
         (lambda: jaxkv.policy("tova", budget=100, prefill_sink=3), UnknownName, "did you mean 'sinks'"),
         (lambda: jaxkv.policy("dapq", budget=100, content="poem"), BadValue, "'prompt', 'random' or 'last'"),

@@ -38,7 +38,9 @@ class Policies:
             plain = {"allocate": "uniform", "flow": "straight", "read": "all", "store": "plain"}
             for part, otherwise in plain.items():
                 print(f"{part:8} {_phrase(to_dict(policy).get(part, otherwise))}")
-            print(f"{'rope':8} {policy.rope}\n{'block':8} {policy.block}\n{'floor':8} {policy.floor} tokens at least")
+            grows = ", whose budget grows with the text" if policy.grows else ""
+            print(f"{'rope':8} {policy.rope}\n{'block':8} {policy.block}{grows}")
+            print(f"{'floor':8} {policy.floor} tokens at least")
             print(f"{'bounded':8} {_bounds(policy)}")
             print(f"{'question':8} {'steers' if policy.query_aware else 'does not steer'} what is kept of the prompt")
             print(f"{'needs':8} {'calibration' if policy.calibrated else 'nothing measured before'}")

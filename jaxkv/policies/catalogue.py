@@ -111,7 +111,7 @@ def _with_options(policy: Policy, options: dict[str, Any]) -> Policy:
     """The policy with whole parts and then fields of parts set, and checked after that: some only fit together."""
     if options:  # how faithful a method is, is said of its file as it stands
         policy = dataclasses.replace(policy, fidelity="", differs="", budget=None, ratio=None, bytes=None)
-    new = {option: options[option] for option in ("rope", "block") if option in options}
+    new = {option: options[option] for option in ("rope", "block", "grows") if option in options}
     new |= {part: made(part, options[part]) for part in PARTS_OF_A_POLICY if part in options}
     new |= {which: _phase(which, options[which]) for which in PHASES if which in options}
     parts = {f"{which}_{part}": (which, part) for which in PHASES for part in PARTS_OF_A_PHASE}

@@ -122,7 +122,8 @@ class Policy(Checked):
     (StreamingLLM): keys lie at their positions in the text, and a step turns those of the sinks alone.
 
     `flow` is what happens between layers. `read` is what a decode step reads of what is held, `store` the codecs of the
-    keys and values. `block` is the prompt tokens run at a time.
+    keys and values. `block` is the prompt tokens run at a time; with `grows` the budget grows with the text that the
+    blocks so far have brought, and is whole behind the last one.
     `fidelity` says how far it is what its paper describes, `differs` in one line what is not.
     Raises `BadValue` for parts that do not fit together and for a budget below sinks + recent + 1.
     """
@@ -139,6 +140,7 @@ class Policy(Checked):
     read: Read = All()
     store: Codecs = Codecs()
     block: int = 2048
+    grows: bool = False
     title: str = ""
     paper: str = ""
     fidelity: str = ""
@@ -154,6 +156,8 @@ class Policy(Checked):
                 f"policy {self.name!r} evicts at decode but not at prefill: its cache would not be bounded; add a "
                 "prefill phase, such as that of another policy: prefill='snapkv'"
             )
+        if self.grows and self.prefill is None:
+            raise BadValue(f"grows=True of policy {self.name!r}, which evicts nothing: leave it out, or add prefill=")
         if self.prefill is not None and self.prefill.every > 1 and (self.decode is None or self.decode.every == 1):
             raise BadValue(
                 f"every={self.prefill.every} of policy {self.name!r} at prefill: a cache is cut after so many tokens "
@@ -392,6 +396,17 @@ class Policy(Checked):
                 f"{budget * layers} together, so that the mean is the budget of {budget}"
             )
         return each if min(each) >= least else (int(budget),) * layers
+
+    def so_far(self, limits: Int[Array, "*L B"], now: Int[Array, "B"], ends: Int[Array, "B"]) -> Int[Array, "*L B"]:
+        """The limits behind a block that ends at `now`, of a text of `ends` tokens. Where they grow: what is protected
+        and reserved, and of the rest the part that has come of the text's other tokens, rounded up."""
+        if not self.grows or self.prefill is None:
+            return limits
+        always = self.prefill.protects.sinks + self.prefill.protects.recents(limits)
+        begun = always + self.prefill.reserved(limits)
+        text = jnp.maximum(ends - always, 1)
+        exact = jnp.maximum(limits - begun, 0).astype(jnp.float32) * jnp.minimum(now, text).astype(jnp.float32)
+        return jnp.minimum(begun + jnp.ceil(exact / text.astype(jnp.float32)).astype(jnp.int32), limits)
 
     def enter(self, keys: Float[Array, "B Hk T D"], values: Float[Array, "B Hk T D"], **more: Any) -> Stats:
         """The statistics of tokens as they enter the cache; `more` are the other fields of `Entering`."""
