@@ -484,9 +484,9 @@ def behind(params: Params, rows: list[np.ndarray], observe: Observer, blocks: Pr
 
 
 def first_pass(policy: Policy, goes_on: bool = False) -> Policy:
-    """The policy under which a lookahead policy drafts: SnapKV at `draft_times` the budget, in the same codecs, and
-    with the same rule for what leaves, unless that asks for the attention so far, which SnapKV does not add up: then
-    it drops. Its window is smaller than its budget.
+    """The policy under which a lookahead policy drafts: SnapKV with `draft_pool`, at `draft_times` the budget, in the
+    same codecs, and with the same rule for what leaves, unless that asks for the attention so far, which SnapKV does
+    not add up: then it drops. Its window is smaller than its budget.
 
     Where the prompt goes on from a cache, which is bounded already, all that is new is kept.
     """
@@ -500,7 +500,8 @@ def first_pass(policy: Policy, goes_on: bool = False) -> Policy:
     snapkv = catalogue()["snapkv"]
     assert snapkv.prefill is not None
     evicted = Drop() if evicted.attentive else evicted
-    phase = dataclasses.replace(snapkv.prefill, observe=LastQueries(window), evicted=evicted)
+    pooled = dataclasses.replace(snapkv.prefill.aggregate, pool=observe.draft_pool, kernel=observe.draft_kernel)
+    phase = dataclasses.replace(snapkv.prefill, observe=LastQueries(window), aggregate=pooled, evicted=evicted)
     return dataclasses.replace(
         snapkv, prefill=phase, budget=budget, ratio=ratio, rope=policy.rope, block=policy.block, store=policy.store,
         fidelity="",

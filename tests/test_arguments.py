@@ -127,6 +127,11 @@ def test_a_temperature_that_float32_cannot_divide_by_is_greedy(lettered):
         (lambda: jaxkv.policy("streaming-llm", budget=64, sinks=1.5), "sinks=1.5 of select: expected a whole number"),
         (lambda: jaxkv.policy("snapkv", budget=99, own_keys="maybe"), "own_keys='maybe'.*true or false"),
         (lambda: jaxkv.policy("laq", budget=99, draft_times=0.5), "draft_times=0.5: expected 1 or more"),
+        (
+            lambda: jaxkv.policy("laq", budget=99, draft_pool="sum"),
+            "draft_pool='sum'.*: expected 'none', 'avg' or 'max'",
+        ),
+        (lambda: jaxkv.policy("laq", budget=99, draft_kernel=4), "draft_kernel=4: expected .*an odd number"),
         (lambda: jaxkv.policy("h2o", budget="many"), "budget='many'"),
         (lambda: jaxkv.policy("h2o", ratio="half"), "ratio='half'"),
         (lambda: jaxkv.policy("h2o", ratio=NAN), "ratio=nan"),

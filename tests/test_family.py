@@ -752,7 +752,11 @@ def test_lookahead_tokens_are_the_drafts(tiny, monkeypatch, times, size):
     """LAQ: the observing tokens are what SnapKV under the same budget, or a multiple of it, goes on with."""
     params, ids = tiny("llama3"), _ids(40)
     draft = jaxkv.generate(
-        params, ids, policy=jaxkv.policy("snapkv", budget=16 * times, window=6), max_new_tokens=5, stop_tokens=()
+        params,
+        ids,
+        policy=jaxkv.policy("snapkv", budget=16 * times, window=6, pool="max", kernel=7),
+        max_new_tokens=5,
+        stop_tokens=(),
     )
     seen = []
     prefill = jaxkv.run.prefill
@@ -781,6 +785,10 @@ def test_the_first_pass_can_be_wherever_its_policy_can():
         jaxkv.policy("laq", budget=1)
     assert first_pass(jaxkv.policy("laq", budget=1, draft_times=2.0)).budget == 2
     assert first_pass(jaxkv.policy("laq", budget=2)).budget == 2
+    pools = [
+        first_pass(jaxkv.policy(name, budget=99)).prefill.aggregate for name in ("laq", "laq-plus-plus", "laq-h2o")
+    ]
+    assert [(pool.pool, pool.kernel) for pool in pools] == [("max", 7), ("max", 7), ("avg", 5)]
 
 
 @pytest.mark.long

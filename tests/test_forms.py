@@ -391,12 +391,18 @@ def pooled(mass, kernel, kind):
 class SnapKv(Rule):
     """The window's attention to what is before it; new tokens are added."""
 
-    every, window, kernel = NEVER, 6, 5
+    every, window, kernel, pool = NEVER, 6, 5, "avg"
 
     def prompt(self, seen: Prompt):
         before = seen.weights.shape[1] - self.window
-        mass = pooled(seen.weights[:, -self.window :, :before].mean(1), self.kernel, "avg")
+        mass = pooled(seen.weights[:, -self.window :, :before].mean(1), self.kernel, self.pool)
         return np.append(seen.by_group(mass).mean(1), np.full((len(seen.key), self.window), np.inf), 1)
+
+
+class SnapKvMost(SnapKv):
+    """With the pool of its runs on LongBench."""
+
+    kernel, pool = 7, "max"
 
 
 class Lookahead(Rule):
@@ -423,7 +429,13 @@ class Lookahead(Rule):
         return seen.by_group(self.looked(self.ahead[seen.layer])).mean(1)
 
 
-class LookaheadLocal(Lookahead):
+class LookaheadReleased(Lookahead):
+    """The first stage as in the release (`select_KV_lookahead_stage`)."""
+
+    drafts = SnapKvMost
+
+
+class LookaheadLocal(LookaheadReleased):
     """LAQ++: the prompt's last 8 tokens look too, and stay."""
 
     local = 8
@@ -882,7 +894,7 @@ CASES = {  # the rule, our options, the seed of a prompt without near ties
     "kvmerger": (KvMerger, {}, 0),
     "cam": (Cam, {"rope": "text"}, 0),
     "random": (Drawn, {}, 0),
-    "laq": (Lookahead, {"draft_window": 6}, 75),
+    "laq": (LookaheadReleased, {"draft_window": 6}, 75),
     "laq-h2o": (LookaheadSums, {"draft_window": 6}, 0),
     "laq-h2o-int4": (CodedSums, {"draft_window": 6}, 0),
     "laq32-h2o-int4": (CodedFar, {"draft_window": 6, "draft_times": 2.0}, 0),

@@ -30,7 +30,9 @@ class Observer(Checked):
     drafts: ClassVar[bool] = False  # the tokens that look come from a first pass
     ends: ClassVar[bool] = False  # a prompt's last block ends with those that look: nothing runs behind it
     draft_window: int = 0  # and that is SnapKV's, with this window,
-    draft_times: float = 1.0  # at so many times the budget
+    draft_times: float = 1.0  # at so many times the budget, and with this pool along the text
+    draft_pool: str = "avg"
+    draft_kernel: int = 5
     lead: int = 0  # tokens of the block before that tell where a block begins, for `between`
 
     @property
@@ -162,17 +164,20 @@ class Lookahead(Observer):
     """`count` tokens that the model itself goes on with look, run behind each block like `PseudoQueries`; and with them
     the block's own last `local` ones.
 
-    They come from a first pass: the prompt under SnapKV (window `draft_window`) at `draft_times` the budget, then
-    `count` greedy tokens; on a cache that is already bounded, everything new is kept for that pass. Two prefills,
-    bounded memory; none are drafted for a prompt that the budget holds whole and them behind it. With `own_keys=False`
-    the keys of the new tokens stay out of the softmax, as in the release. Source: Lookahead Q-Cache (arXiv 2505.20334),
-    which drafts at the budget, and keeps the first pass's queries and the whole prompt's cache in between; here the
-    tokens run again behind the prompt. With `local` 8 its LAQ++.
+    They come from a first pass: the prompt under SnapKV (window `draft_window`; `draft_pool` none, avg or max along the
+    text, over `draft_kernel` neighbours) at `draft_times` the budget, then `count` greedy tokens; on a cache that is
+    already bounded, everything new is kept for that pass. Two prefills, bounded memory; none are drafted for a prompt
+    that the budget holds whole and them behind it. With `own_keys=False` the keys of the new tokens stay out of the
+    softmax, as in the release. Source: Lookahead Q-Cache (arXiv 2505.20334), which drafts at the budget, with a maximum
+    of 7 as released, and keeps the first pass's queries and the whole prompt's cache in between; here the tokens run
+    again behind the prompt. With `local` 8 its LAQ++.
     """
 
     count: int = 8
     draft_window: int = 32
     draft_times: float = 1.0
+    draft_pool: str = "avg"
+    draft_kernel: int = 5
     own_keys: bool = True
     local: int = 0
     kind: ClassVar[str] = "lookahead"
@@ -187,6 +192,11 @@ class Lookahead(Observer):
             )
         if not self.draft_times >= 1:
             raise BadValue(f"draft_times={self.draft_times}: expected 1 or more, of the budget")
+        if self.draft_pool not in ("none", "avg", "max") or self.draft_kernel < 1 or self.draft_kernel % 2 == 0:
+            raise BadValue(
+                f"draft_pool={self.draft_pool!r}, draft_kernel={self.draft_kernel}: expected 'none', 'avg' or 'max', "
+                "and an odd number, so that a pool has a middle"
+            )
 
     @property
     def least(self) -> int:
