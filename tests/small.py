@@ -39,7 +39,6 @@ SMALL = {  # published windows are longer than the tiny prompts
     "graphkv": {"window": 6},
     "defensivekv": {"window": 4},
     "headkv": {"window": 4},
-    "keydiff": {"every": 4},
     "knorm": {"spare": 1},  # of two layers
     "keepkv": {"sinks": 2, "every": 4},
     "kvcrush": {"window": 6},

@@ -792,9 +792,7 @@ class Finch(Rule):
 
 
 class KeyDiff(Rule):
-    """Keys that differ from the mean direction stay; while decoding a cut every 4 tokens."""
-
-    every = 4
+    """Keys that differ from the mean direction stay, while decoding too."""
 
     def worth(self, key):
         unit = key / np.linalg.norm(key, axis=-1, keepdims=True)
@@ -912,7 +910,7 @@ CASES = {  # the rule, our options, the seed of a prompt without near ties
     "adakv-h2o": (AdaKvH2o, {"interval": 1000}, 0),  # borders do not move
     "ada-pyramidkv": (AdaPyramidKv, {"window": 6, "beta": 5.0, "pool": "avg", "kernel": 5}, 0),
     "quest": (Quest, {"count": 16, "page": 4, "dense": 1}, 0),
-    "keydiff": (KeyDiff, {"every": 4}, 0),
+    "keydiff": (KeyDiff, {}, 0),
     "leverage": (Leverages, {"sinks": 2, "recent": 2, "stretch": 16}, 0),
     "non-causal": (NonCausals, {"sinks": 2, "recent": 2, "mutual": 16}, 0),
     "lagkv": (LagKv, {"sinks": 4, "lag": 4, "every": 4}, 0),
