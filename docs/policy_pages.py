@@ -41,6 +41,14 @@ FIDELITIES = {
     "simplified": "Simplified: ",
     "ours": "Ours: no paper has it in this form.",
 }
+CONVENTIONS = (
+    "*Fidelity* says how far a policy is what its paper or release does. Two conventions hold for all of them, and are "
+    "said here alone. A prompt that is longer than a block (`block=`: 2048 tokens, 256 in `jaxkv serve`, or the "
+    "policy's own) is cut behind each of its blocks, so what a paper does once for the whole prompt is done once for "
+    "each block; set `block=` to the prompt's length for theirs. And where query heads share a KV head, the KV head "
+    "chooses, by the mean, sum or maximum of its query heads as the policy says; released code that repeats the keys "
+    "lets each query head choose. [Make a policy](../policies.md#how-faithful-a-method-is) says more."
+)
 PHASES = {
     "prefill": ("The prompt", "All of the prompt is kept."),
     "decode": ("New tokens", "New tokens are added to what the prompt left, and nothing is evicted."),
@@ -244,8 +252,8 @@ def index(found: dict[str, Policy]) -> str:
         [
             "# Catalogue",
             "Every method by name: click one to see its paper, its parts, how faithful it is, what checks it and what "
-            "was measured. [Choosing a policy](../choosing.md) says which to take when. *Faithful* is meant of "
-            "a prompt that is read in one block (`block=`): a longer one is cut behind each of its blocks.",
+            "was measured. [Choosing a policy](../choosing.md) says which to take when.",
+            CONVENTIONS,
             "*Decode*: whether new tokens push others out (`evicts`), in some layers alone (`partly`), or are added to "
             'what the prompt left (`adds`; `decode="h2o"` bounds such a policy). *Checked '
             "against*: `released code` is a golden from the authors' own program, `kvpress` one from kvpress 0.5.5, "
