@@ -91,7 +91,8 @@ def test_layers_that_share_are_cut_as_they_come(config):
 @pytest.mark.parametrize(
     "name, options",
     [
-        *((name, {}) for name in ("h2o", "adakv-h2o", "global-h2o", "zsmerge", "weightedkv", "keydiff", "lacache")),
+        *((name, {}) for name in ("h2o", "adakv-h2o", "global-h2o", "zsmerge", "weightedkv", "lacache")),
+        ("keydiff", {"every": 64}),
         ("h2o", {"evicted": {"kind": "merge"}}),
         ("d2o", UNSPARED["d2o"]),
     ],
