@@ -376,10 +376,10 @@ def _prefill(
         if ahead is not None and then is not None:
             _decode_ahead(ahead, params, then, execution, left(layers), logits)
 
-    leaves, form = jax.tree.flatten((layers, tokens, pseudo))
+    leaves, form = jax.tree.flatten(layers)
     asked = (
-        params.fingerprint, params.dtype, policy, shapes, blocks, top, execution.implementation, execution.scan_layers,
-        form, *((leaf.shape, leaf.dtype) for leaf in leaves),
+        params.fingerprint, params.dtype, policy, shapes, blocks.first, blocks.size, blocks.count > 0, pseudo.shape[-1],
+        top, execution.implementation, execution.scan_layers, form, *((leaf.shape, leaf.dtype) for leaf in leaves),
         *(() if then is None else (then.sampler, then.stop_tokens, then.samples)),
     )  # fmt: skip
     ahead = None if layout.mesh is not None or asked_before(asked) else ahead or Ahead()
