@@ -1,4 +1,4 @@
-"""The programs of a call, compiled side by side before the first of them runs.
+"""The programs of a call, compiled side by side while the first of them is compiled and runs.
 
 XLA compiles a program on little more than one core, and a call needs several, one behind the other. What each of them
 takes is known from the forms of what the one before it gives. So all are lowered in that order, and threads compile
@@ -9,7 +9,16 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import jax
+
 AT_ONCE = min(os.cpu_count() or 1, 4)  # programs
+
+
+def foreseeable(arrays: Any) -> bool:
+    """Whether the forms of what programs give tell what JAX compiles the next ones for: not from arrays that are
+    committed to a device, for forms do not say that, nor where nothing is compiled."""
+    jits = not jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+    return jits and not any(getattr(leaf, "committed", False) for leaf in jax.tree.leaves(arrays))
 
 
 class Ahead:
@@ -24,6 +33,10 @@ class Ahead:
         lowered = program.lower(*given, **static)
         self._made[program] = self._pool.submit(lowered.compile)
         return lowered.out_info
+
+    def drop(self) -> None:
+        """Compile nothing that has not been begun."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def wait(self, program: Any) -> None:
         """Wait until the program is there, if it was added. Raises what its compilation raised."""

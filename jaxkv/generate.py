@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import run
-from jaxkv.ahead import Ahead
+from jaxkv.ahead import Ahead, foreseeable
 from jaxkv.checks import check_arguments
 from jaxkv.decoding import CHUNK, Decoding, plainly
 from jaxkv.errors import BadValue
@@ -340,13 +340,15 @@ def _prefill(
     alone, shapes = shapes is None, planned if shapes is None else shapes
     begin = blocks.beginning(new)
     if cache is not None and shapes.look and begin.any():  # what a row holds is not cut before its prompt begins
-        groups = [np.flatnonzero(begin == number) for number in np.unique(begin)]
+        numbers = np.unique(begin)
+        groups, runs = [np.flatnonzero(begin == number) for number in numbers], blocks.count + 1 - numbers
         parts = [
             _prefill(
-                params, [given[row] for row in at], policy, rows_at(cache, at), execution, room=room, top=top,
-                limit=limit, pseudo=None if pseudo is None else pseudo[at], shapes=shapes,
+                params, [given[row] for row in at], policy, rows_at(cache, at),
+                _progressing(execution, int(runs[:part].sum()), int(runs.sum())), room=room, top=top, limit=limit,
+                pseudo=None if pseudo is None else pseudo[at], shapes=shapes,
             )
-            for at in groups
+            for part, at in enumerate(groups)
         ]  # fmt: skip
         return _in_one(parts, np.argsort(np.concatenate(groups)), blocks.length)
     lengths = np.zeros(batch, np.int32) if cache is None else np.asarray(cache.lengths)
@@ -373,8 +375,8 @@ def _prefill(
         )
 
     def behind(layers: Any, logits: Any) -> None:
-        if ahead is not None and then is not None:
-            _decode_ahead(ahead, params, then, execution, left(layers), logits)
+        if compiling is not None and then is not None:
+            _decode_ahead(compiling, params, then, execution, left(layers), logits)
 
     leaves, form = jax.tree.flatten(layers)
     asked = (
@@ -382,12 +384,20 @@ def _prefill(
         top, execution.implementation, execution.scan_layers, form, *((leaf.shape, leaf.dtype) for leaf in leaves),
         *(() if then is None else (then.sampler, then.stop_tokens, then.samples)),
     )  # fmt: skip
-    ahead = None if layout.mesh is not None or asked_before(asked) else ahead or Ahead()
-    layers, logits, expected = run.prefill(
-        params.weights, layers, tokens, positions, pseudo, lengths, limits, blocks=blocks, config=config, policy=policy,
-        plan=shapes, layout=layout, implementation=execution.implementation, progress=execution.progress, top=top,
-        limit=limit, scan_layers=execution.scan_layers, learned=learned, ahead=ahead, behind=behind,
-    )  # fmt: skip
+    compiling = None
+    if layout.mesh is None and foreseeable((params.weights, layers)) and not asked_before(asked):
+        compiling = ahead or Ahead()
+    try:
+        layers, logits, expected = run.prefill(
+            params.weights, layers, tokens, positions, pseudo, lengths, limits, blocks=blocks, config=config,
+            policy=policy, plan=shapes, layout=layout, implementation=execution.implementation,
+            progress=execution.progress, top=top, limit=limit, scan_layers=execution.scan_layers, learned=learned,
+            ahead=compiling, behind=behind,
+        )  # fmt: skip
+    except BaseException:
+        if compiling is not None:
+            compiling.drop()
+        raise
     check_pass(params, policy, logits)
     layers = narrowed(layers) if alone else layers
     if expected is not None:
@@ -396,6 +406,14 @@ def _prefill(
     whole = None if texts is None else right_padded([np.append(*each) for each in zip(texts, rows, strict=True)])
     cache = dataclasses.replace(left(layers), tokens=whole, draws=None if cache is None else cache.draws)
     return cache, logits, expected
+
+
+def _progressing(execution: Execution, before: int, total: int) -> Execution:
+    """The same, that tells of a part of the prompt's blocks, behind those `before`, as a part of the `total`."""
+    progress = execution.progress
+    if progress is None:
+        return execution
+    return dataclasses.replace(execution, progress=lambda what, done, _: progress(what, before + done, total))
 
 
 def _in_one(parts: Sequence[Any], order: np.ndarray, length: int) -> tuple[KVCache, jax.Array, run.Expected | None]:

@@ -83,7 +83,8 @@ def unchecked():
 
 @pytest.fixture(scope="session", autouse=True)
 def when_called():
-    """Programs are compiled when they are called, for ahead of it they are lowered as for `unchecked`."""
+    """Programs are compiled when they are called: ahead of it they are lowered with forms in place of arrays, which the
+    shape check refuses."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(importlib.import_module("jaxkv.generate"), "asked_before", lambda asked: True)
         yield

@@ -290,7 +290,10 @@ def test_a_row_that_goes_on_is_not_cut_before_its_text_comes(tiny, name):
     params, chosen = tiny(FAMILY), policy(name, block=16)
     cache = generated(params, [ids(75), ids(30, 1)], chosen, 9).cache
     more = [ids(4, 2), ids(25, 3)]
-    both = generated(params, more, None, 6, cache=cache)
+    told = []
+    both = generated(params, more, None, 6, cache=cache, progress=lambda *done: told.append(done))
+    blocks = [done for what, *done in told if what == "prefill"]
+    assert blocks == [[number, len(blocks)] for number in range(1, len(blocks) + 1)]
     for row in (0, 1):
         alone = generated(params, [more[row]], None, 6, cache=one_row(cache, row))
         assert alone.tokens[0].tolist() == both.tokens[row].tolist()

@@ -1,5 +1,6 @@
 """A first answer comes soon: what is imported, which programs are compiled, and where they stay."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -286,6 +287,21 @@ def test_programs_are_compiled_side_by_side_and_once(tiny, unchecked, name, opti
         assert not add.called, "what is there is not lowered again"
         if not more:
             compiled_once(prompt[:3], cache)
+
+
+def test_what_cannot_be_foreseen_is_compiled_when_it_is_called(tiny, unchecked):
+    """The results of weights that are committed to a device are so as well, and their programs are others."""
+    params, prompt = tiny("llama3"), np.arange(20, dtype=np.int32) + 3
+    weights = jax.device_put(params.weights, jax.devices()[0])
+    committed = dataclasses.replace(params, weights=weights)
+    with (
+        mock.patch.object(sys.modules["jaxkv.generate"], "asked_before", lambda asked: False),
+        mock.patch.object(Ahead, "add") as add,
+    ):
+        jaxkv.generate(committed, prompt, max_new_tokens=2, stop_tokens=())
+        with jax.disable_jit():
+            jaxkv.prefill(params, prompt[:3])
+    assert not add.called
 
 
 def test_what_a_thread_could_not_compile_is_raised_where_it_is_waited_for():
