@@ -337,7 +337,8 @@ def _prefill(
     planned, blocks, limits = plan(
         policy, config, cache, new, room, parts=layout.parts, learned=learned, sizes=execution.sizes
     )
-    alone, shapes = shapes is None, planned if shapes is None else shapes
+    alone = shapes is None
+    shapes = planned if alone else shapes
     begin = blocks.beginning(new)
     if cache is not None and shapes.look and begin.any():  # what a row holds is not cut before its prompt begins
         numbers = np.unique(begin)
@@ -385,7 +386,7 @@ def _prefill(
         *(() if then is None else (then.sampler, then.stop_tokens, then.samples)),
     )  # fmt: skip
     compiling = None
-    if layout.mesh is None and foreseeable((params.weights, layers)) and not asked_before(asked):
+    if layout.mesh is None and not asked_before(asked) and foreseeable((params.weights, layers)):
         compiling = ahead or Ahead()
     try:
         layers, logits, expected = run.prefill(

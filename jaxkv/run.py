@@ -95,6 +95,7 @@ def prefill(
     ends = lengths + np.sum(positions >= 0, axis=1, dtype=np.int32)
     fixed, parts = tuple(map(layout.put, (lengths, ends, limits))), list(blocks)
     static |= {"layout": layout, "top": top}
+    logits, expected = None, []
     fits, learned = static["policy"].store.fits, static.get("learned", NOTHING)
     fit = functools.partial(fitted, learned=learned, config=static["config"], policy=static["policy"], layout=layout)
 
@@ -105,12 +106,11 @@ def prefill(
         return next_block if number else first_block, (weights, layers, *block, *fixed, layout.put(np.bool_(wanted)))
 
     if ahead is not None:
-        forms, logits = layers, None
+        forms = layers
         for number in range(len(parts[:2])):
             program, given = call(number, forms)
             forms, logits, _ = ahead.add(program, *given, **static)
         behind(jax.eval_shape(fit, forms) if fits else forms, logits)
-    logits, expected = None, []
     for number in range(len(parts)):
         program, given = call(number, layers)
         if ahead is not None:
