@@ -6,10 +6,13 @@ them meanwhile. A call that comes to a program waits for it, and finds it in JAX
 """
 
 import os
+from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
+
+from jaxkv.programs import FORMS
 
 AT_ONCE = min(os.cpu_count() or 1, 4)  # programs
 
@@ -22,23 +25,38 @@ def foreseeable(arrays: Any) -> bool:
 
 
 class Ahead:
-    """Programs (jitted functions) that are compiled, each for one form of what it takes."""
+    """Programs (jitted functions) that are compiled, each for one form of what it takes; those that were asked for
+    before are not lowered again."""
 
     def __init__(self):
-        self._pool = ThreadPoolExecutor(AT_ONCE)
-        self._made: dict[Any, Future] = {}
+        self._pool = ThreadPoolExecutor(AT_ONCE)  # it has no thread before there is something to do
+        self._made: dict[Any, tuple[Hashable, Future]] = {}
 
     def add(self, program: Any, *given: Any, **static: Any) -> Any:
-        """Begin to compile the program for these arguments, arrays or their forms; the forms of what it gives."""
-        lowered = program.lower(*given, **static)
-        self._made[program] = self._pool.submit(lowered.compile)
-        return lowered.out_info
+        """Begin to compile the program for these arguments, arrays or their forms, if it is new; the forms of what it
+        gives."""
+        leaves, form = jax.tree.flatten((given, static))
+        asked = (program, form, *map(_told, leaves))
+        if asked not in FORMS:
+            lowered = program.lower(*given, **static)
+            FORMS[asked] = lowered.out_info
+            self._made[program] = asked, self._pool.submit(lowered.compile)
+        return FORMS[asked]
 
     def drop(self) -> None:
         """Compile nothing that has not been begun."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        for asked, made in self._made.values():
+            if made.cancelled():
+                FORMS.pop(asked, None)
 
     def wait(self, program: Any) -> None:
         """Wait until the program is there, if it was added. Raises what its compilation raised."""
         if program in self._made:
-            self._made.pop(program).result()
+            _, made = self._made.pop(program)
+            made.result()
+
+
+def _told(leaf: Any) -> Hashable:
+    """What a program is compiled for of an argument: of an array, its form."""
+    return (leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) if hasattr(leaf, "dtype") else leaf

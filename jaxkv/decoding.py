@@ -15,12 +15,17 @@ import numpy as np
 from jaxkv import run
 from jaxkv.ahead import Ahead
 from jaxkv.generation import Generation, Stats
-from jaxkv.policies.policy import check_scores
+from jaxkv.plan import check_room, lacking, rows_filled
+from jaxkv.policies.policy import Policy, check_scores
 from jaxkv.prompts import right_padded
 from jaxkv.request import Execution, Request
-from jaxkv.sharding.layout import on_host
+from jaxkv.sampling import row_keys
+from jaxkv.sharding.layout import Layout, on_host
 from jaxkv.speculative.session import Session
 from jaxkv.stop_strings import StopStrings
+from jaxkv.store import KVCache
+from jaxkv.store.cache import grown, repeated
+from jaxkv.store.line import line_of
 from jaxkv.weights.params import Params
 
 CHUNK = 32  # the most decode steps at a time: the host looks in between
@@ -91,6 +96,13 @@ class Decoding:
             if self.execution.progress is not None:
                 self.execution.progress("decode", max(map(len, self.tokens)), self.request.max_new_tokens)
         yield True
+
+    def sample_first(self, logits: jax.Array) -> None:
+        """Sample each row's first token from the logits `[B, V]` behind its prompt."""
+        request, layout = self.request, self.params.layout
+        self.ahead.wait(run.first_token)
+        self.state, first = run.first_token(request.sampler, request.stop_tokens, self.state, logits, layout=layout)
+        self.take(np.asarray(first)[:, None])
 
     def take(self, new: np.ndarray) -> None:
         """Add each row's new tokens `[B, n]` (-1: none); a row that has shown a stop string ends there."""
@@ -192,3 +204,51 @@ class Decoding:
 
     def _ended(self) -> bool:
         return bool(np.all(np.asarray(self.state.done) | (np.asarray(self.state.left) <= 0)))
+
+
+def with_room(policy: Policy, config: Any, cache: KVCache, room: int) -> KVCache:
+    """A copy of the cache to decode on (decoding donates its state), with slots for new tokens where it lacks them."""
+    seen = on_host(cache.lengths)
+    check_room(policy, config, seen, rows_filled(cache), np.zeros_like(seen), room, None)
+    layers, more = cache.layers, lacking(policy, cache, room)
+    if any(more):
+        windows = tuple(spec.window for spec in config.specs)
+        layers = tuple(map(policy.read.indexed, grown(layers, on_host(cache.held()), more, windows)))
+    layers = tuple(layer.keeping(policy.stats) for layer in layers)
+    copied = jax.tree.map(jnp.copy, dataclasses.replace(cache, layers=layers, policy=policy))
+    return dataclasses.replace(copied, tokens=cache.tokens, draws=cache.draws)
+
+
+def begun(
+    cache: KVCache, request: Request, layout: Layout, seen: jax.Array | None, draws: np.ndarray
+) -> run.DecodeState:
+    """The state of rows that have a cache, and may each get all of their tokens."""
+    return run.DecodeState(
+        cache=cache,
+        done=layout.put(np.zeros(cache.batch, bool)),
+        left=layout.put(np.full(cache.batch, request.max_new_tokens, np.int32)),
+        seen=seen,
+        keys=layout.put(row_keys(request.seed, draws)),
+    )
+
+
+def decode_ahead(
+    ahead: Ahead, params: Params, request: Request, execution: Execution, cache: KVCache, logits: jax.Array
+) -> None:
+    """Compile what runs behind the prompt, which leaves a cache and logits of these forms."""
+    if line_of(cache.layers) is not None:
+        return  # how many slots its layers read is told by the prompt (`narrowed`)
+    config, layout, samples = params.config, params.layout, request.samples
+
+    def state_of(cache: KVCache, logits: jax.Array) -> tuple[run.DecodeState, jax.Array]:
+        rows = cache.batch * samples
+        penalty = request.sampler.repetition_penalty is not None
+        seen = layout.put(np.zeros((rows, config.vocab_size), bool)) if penalty else None
+        state = begun(repeated(cache, samples), request, layout, seen, np.zeros(rows, np.int32))
+        return state, jnp.repeat(logits, samples, axis=0)
+
+    sampler, stop = request.sampler, request.stop_tokens
+    state, _ = ahead.add(run.first_token, sampler, stop, *jax.eval_shape(state_of, cache, logits), layout=layout)
+    learned = params.learned_for(request.policy.learns, request.policy.name)
+    given, named = plainly(params, request, execution, learned, state)
+    ahead.add(run.decode, *given, **named)

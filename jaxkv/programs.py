@@ -22,7 +22,7 @@ MOST = 256  # programs of jaxkv that a process holds; each call of a new shape o
 SHARE = 0.5  # of the memory maps that Linux lets a process have: with none left LLVM fails, and the process dies
 _HELD: list[Any] = []  # jaxkv's jitted functions
 _LAST = [0]  # how many programs they held when it was last looked at
-_ASKED: set[Hashable] = set()  # what programs were asked for, as far as these may be held
+FORMS: dict[Hashable, Any] = {}  # what programs give, by what they were asked for, as far as these may be held
 
 
 def held[Jitted](program: Jitted) -> Jitted:
@@ -40,16 +40,9 @@ def make_room() -> None:
     if count != _LAST[0] and crowded():
         for program in _HELD:
             program.clear_cache()
-        _ASKED.clear()
+        FORMS.clear()
         count = 0
     _LAST[0] = count
-
-
-def asked_before(asked: Hashable) -> bool:
-    """Whether programs were asked for by this before, and not forgotten since; from now on they are."""
-    before = asked in _ASKED
-    _ASKED.add(asked)
-    return before
 
 
 def crowded(share: float = 1.0) -> bool:

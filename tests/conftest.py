@@ -1,7 +1,6 @@
 """Strictness for every test, and the models that they share."""
 
 import gc
-import importlib
 import itertools
 import os
 import random
@@ -85,8 +84,10 @@ def unchecked():
 def when_called():
     """Programs are compiled when they are called: ahead of it they are lowered with forms in place of arrays, which the
     shape check refuses."""
+    from jaxkv import prefilling
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(importlib.import_module("jaxkv.generate"), "asked_before", lambda asked: True)
+        patch.setattr(prefilling, "foreseeable", lambda arrays: False)
         yield
 
 

@@ -27,9 +27,10 @@ from jaxkv.cli.terminal import Meter
 from jaxkv.errors import BadCheckpoint, BadValue, JaxkvError, MissingModel, UnknownName
 from jaxkv.evaluation.forced import follow
 from jaxkv.lowering import lower
-from jaxkv.plan import PromptBlocks, planned
+from jaxkv.plan import planned
 from jaxkv.prompts import rows_of
-from jaxkv.request import Execution, checked_request
+from jaxkv.pseudo import drafted
+from jaxkv.request import checked_request
 from jaxkv.sampling import Sampler, draws_of, row_keys
 from jaxkv.speculative import PromptLookup, SelfDraft
 from jaxkv.store.cache import one_row
@@ -829,7 +830,7 @@ def test_chat_says_what_it_waits_for(monkeypatch, capsys, lettered):
     heard = len(monitoring.get_event_listeners())
     jax.clear_caches()
     assert cli.main(["chat", "--policy", "tova", "--budget", "24", "--max-new-tokens", "6"]) == 0
-    assert "compiling for the prompt: the first time" in terminal.getvalue()
+    assert "compiling: the first time" in terminal.getvalue()
     assert terminal.getvalue().rstrip().endswith("tokens/s]") and len(capsys.readouterr().out.strip()) > 0
     assert len(monitoring.get_event_listeners()) == heard, "nothing goes on listening"
 
@@ -900,21 +901,17 @@ def test_places_in_the_cache_end_with_the_context(lettered):
         planned(finch, params.config, np.zeros(1, int), nothing + 60, np.array([10]), 0)
 
 
-def test_what_looks_ahead_near_the_end_depends_on_no_neighbour(lettered, monkeypatch):
+def test_what_looks_ahead_near_the_end_depends_on_no_neighbour(lettered):
     """Each row drafts what its own context leaves."""
-    module, calls = sys.modules["jaxkv.generate"], []
+    calls = []
 
-    def told(params, rows, *, max_new_tokens, **_):
+    def draft(rows, policy, cache, count):
         calls.append(len(rows))
-        return types.SimpleNamespace(tokens=np.array([row[:max_new_tokens] for row in rows]))
+        return np.array([row[:count] for row in rows])
 
-    monkeypatch.setattr(module, "generate", told)
     params = dataclasses.replace(lettered, config=dataclasses.replace(lettered.config, max_position=64))
     policy = jaxkv.policy("laq-h2o", budget=16, **SMALL["laq-h2o"])
-    drafts = functools.partial(
-        module._pseudo_tokens, params, policy=policy, observe=policy.prefill.observe, cache=None,
-        execution=Execution(), blocks=PromptBlocks(1, 0, 1),
-    )  # fmt: skip
+    drafts = functools.partial(drafted, params, policy=policy, cache=None, draft=draft)
     rows = [ids(62, 1), ids(20, 2), ids(64, 3), ids(30, 4)]
     together = drafts(rows)
     assert calls == [4, 4] and np.array_equal(together, np.concatenate([drafts([row]) for row in rows]))

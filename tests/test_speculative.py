@@ -19,10 +19,10 @@ from jaxkv import cli, run
 from jaxkv.attend import LayerIn, decode_layer
 from jaxkv.errors import BadValue
 from jaxkv.evaluation import texts
-from jaxkv.generate import _prefill as prefill_of
 from jaxkv.models import AttentionSpec
 from jaxkv.models.rope import Rope
 from jaxkv.policies import catalogue
+from jaxkv.prefilling import Prefilling
 from jaxkv.prompts import rows_of
 from jaxkv.request import Execution
 from jaxkv.run import DecodeState, model_of
@@ -69,6 +69,10 @@ def policy(name: str, budget: int = 24, **options):
     options = {**SMALL.get(name, {}), **({"rope": rope} if rope else {}), **options}
     options |= {"store": IN_CODES[codes]} if codes else {}
     return jaxkv.policy(name, **({"budget": budget} if catalogue()[name].evicts else {}), **options)
+
+
+def no_draft(*_):
+    raise AssertionError("no policy here looks ahead")
 
 
 def ids(length: int, seed: int = 0) -> np.ndarray:
@@ -564,13 +568,8 @@ def test_a_draft_model_keeps_the_models_distribution(tiny, drafter):
     sampler = Sampler(temperature=1.3, top_k=kept)
 
     def chances(rows):
-        _, logits, _ = prefill_of(
-            params,
-            [np.append(ids(20), row).astype(np.int32) for row in rows],
-            jaxkv.policy("full"),
-            None,
-            Execution(),
-        )
+        prompts = [np.append(ids(20), row).astype(np.int32) for row in rows]
+        logits = Prefilling(params, jaxkv.policy("full"), Execution(), no_draft).run(prompts, None).logits
         return np.asarray(jax.nn.softmax(sampler.warped(logits, None), axis=-1))
 
     first = chances([[]])[0]
@@ -723,12 +722,11 @@ def test_siblings_are_what_the_prefill_held_likelier(tiny):
     """Where the prompt's own distribution gave the next token less than `low`, its likeliest tokens stand beside."""
     params = tiny(FAMILY)
     row = ids(40)
-    _, _, (top, chance) = prefill_of(
-        params, [row], jaxkv.policy("tova", budget=16), None, Execution(), room=8, top=3, limit=100
-    )
-    full = prefill_of
+    policy, full = jaxkv.policy("tova", budget=16), jaxkv.policy("full")
+    prefilling = Prefilling(params, policy, Execution(), no_draft, room=8, top=3, limit=100)
+    top, chance = prefilling.run([row], None).expected
     for at in (10, 39):
-        logits = np.asarray(full(params, [row[: at + 1]], jaxkv.policy("full"), None, Execution())[1][0])
+        logits = np.asarray(Prefilling(params, full, Execution(), no_draft).run([row[: at + 1]], None).logits[0])
         column = top.shape[1] - 40 + at
         exact = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
         assert top[0, column].tolist() == np.argsort(-logits, kind="stable")[:3].tolist()
@@ -929,7 +927,8 @@ def test_siblings_stand_only_where_the_model_was_asked(tiny):
     """Of a cache's text the distributions are not known: ABSENT before the tokens that were run now."""
     params, cached, asked = tiny(FAMILY), ids(30), ids(6, 1)
     cache = jaxkv.prefill(params, cached)
-    cache, _, expected = prefill_of(params, [asked], cache.policy, cache, Execution(), room=8, top=2, limit=100)
+    prefilling = Prefilling(params, cache.policy, Execution(), no_draft, room=8, top=2, limit=100)
+    cache, _, expected = prefilling.run([asked], cache)
     start = Start(params, cache.texts(), 2, jnp.array([4, 5]), expected, 8, lambda *_: cache)
     text, _ = AASD(kept=2).begin(start)
     width = text.top.shape[1]

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxkv
-from jaxkv import programs, run
+from jaxkv import ahead, prefilling, programs, run
 from jaxkv.ahead import Ahead
 from jaxkv.cli import main
 from jaxkv.errors import BadValue
@@ -263,9 +264,9 @@ def test_programs_are_compiled_side_by_side_and_once(tiny, unchecked, name, opti
     prompt, wait, foreseen = np.arange(40, dtype=np.int32) + 3, Ahead.wait, set()
     asked = functools.partial(jaxkv.generate, params, policy=policy, max_new_tokens=5, stop_tokens=(), **more)
 
-    def told(ahead, program):
-        foreseen.update(ahead._made)
-        wait(ahead, program)
+    def told(of, program):
+        foreseen.update(of._made)
+        wait(of, program)
 
     def compiled_once(prompt, cache=None):
         for program in run.PROGRAMS:
@@ -277,14 +278,14 @@ def test_programs_are_compiled_side_by_side_and_once(tiny, unchecked, name, opti
         return cache
 
     with (
-        mock.patch.object(sys.modules["jaxkv.generate"], "asked_before", programs.asked_before),
-        mock.patch.object(programs, "_ASKED", set()),
+        mock.patch.object(prefilling, "foreseeable", ahead.foreseeable),
+        mock.patch.dict(ahead.FORMS, clear=True),
     ):
         cache = compiled_once(prompt)
         assert foreseen == {*run.PROGRAMS}
-        with mock.patch.object(Ahead, "add") as add:
-            asked(prompt[:39])
-        assert not add.called, "what is there is not lowered again"
+        lowered = len(ahead.FORMS)
+        asked(prompt[:39])
+        assert len(ahead.FORMS) == lowered, "what is there is not lowered again"
         if not more:
             compiled_once(prompt[:3], cache)
 
@@ -295,7 +296,7 @@ def test_what_cannot_be_foreseen_is_compiled_when_it_is_called(tiny, unchecked):
     weights = jax.device_put(params.weights, jax.devices()[0])
     committed = dataclasses.replace(params, weights=weights)
     with (
-        mock.patch.object(sys.modules["jaxkv.generate"], "asked_before", lambda asked: False),
+        mock.patch.object(prefilling, "foreseeable", ahead.foreseeable),
         mock.patch.object(Ahead, "add") as add,
     ):
         jaxkv.generate(committed, prompt, max_new_tokens=2, stop_tokens=())
@@ -305,9 +306,22 @@ def test_what_cannot_be_foreseen_is_compiled_when_it_is_called(tiny, unchecked):
 
 
 def test_what_a_thread_could_not_compile_is_raised_where_it_is_waited_for():
-    ahead, broken = Ahead(), mock.Mock()
+    made, broken = Ahead(), mock.Mock()
     broken.lower.return_value.compile.side_effect = RuntimeError("no memory")
-    ahead.add(broken, 1)
-    ahead.wait(run.decode)  # nobody asked for it
-    with pytest.raises(RuntimeError, match="no memory"):
-        ahead.wait(broken)
+    with mock.patch.dict(ahead.FORMS, clear=True):
+        made.add(broken, 1)
+        made.wait(run.decode)  # nobody asked for it
+        with pytest.raises(RuntimeError, match="no memory"):
+            made.wait(broken)
+
+
+def test_what_was_not_begun_is_asked_for_again(monkeypatch):
+    monkeypatch.setattr(ahead, "AT_ONCE", 1)
+    made, going, held, waiting = Ahead(), threading.Event(), mock.Mock(), mock.Mock()
+    held.lower.return_value.compile.side_effect = going.wait
+    with mock.patch.dict(ahead.FORMS, clear=True):
+        made.add(held, 1)
+        made.add(waiting, 1)
+        made.drop()
+        going.set()
+        assert {asked[0] for asked in ahead.FORMS} == {held}

@@ -15,9 +15,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxkv.decoding import with_room
 from jaxkv.evaluation import one_prefill
 from jaxkv.evaluation.forced import follow, step_on
-from jaxkv.generate import prefill, with_room
+from jaxkv.generate import prefill
 from jaxkv.models import ModelConfig
 from jaxkv.policies.aggregate import Aggregate
 from jaxkv.policies.catalogue import catalogue

@@ -12,8 +12,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv import run
+from jaxkv.decoding import with_room
 from jaxkv.errors import BadValue
-from jaxkv.generate import with_room
 from jaxkv.models import ModelConfig
 from jaxkv.policies.policy import Policy, check_scores
 from jaxkv.programs import held

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv import run
 from jaxkv.evaluation.forced import follow
-from jaxkv.generate import behind, first_pass, generate
+from jaxkv.generate import generate
 from jaxkv.models import AttentionSpec, ModelConfig
 from jaxkv.models.recorded import Heard, Recorded
 from jaxkv.models.rope import rotate
@@ -28,6 +28,7 @@ from jaxkv.plan import Plan, PromptBlocks, block_of, planned, rounded
 from jaxkv.policies.policy import Policy, check_scores
 from jaxkv.programs import held, make_room
 from jaxkv.prompts import left_padded
+from jaxkv.pseudo import behind, first_pass
 from jaxkv.store import EMPTY, KVCache
 from jaxkv.store.line import narrowed
 from jaxkv.store.together import opened

@@ -11,10 +11,10 @@ from jax.sharding import Mesh
 
 from jaxkv.checks import shown
 from jaxkv.errors import BadValue
-from jaxkv.generate import behind
 from jaxkv.plan import ROUND, Plan, PromptBlocks, planned, rounded, slots_filled
 from jaxkv.policies.policy import Learned, Policy
 from jaxkv.prompts import fronts, left_padded, rows_of
+from jaxkv.pseudo import behind
 from jaxkv.request import Request
 from jaxkv.run import Layers
 from jaxkv.sampling import RowSampler

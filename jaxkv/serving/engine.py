@@ -21,8 +21,8 @@ import numpy as np
 
 from jaxkv.checks import check_arguments, fits, shown
 from jaxkv.errors import BadCheckpoint, BadValue, Busy, JaxkvError, first_line, unknown
-from jaxkv.generate import check_pass
 from jaxkv.policies.policy import Policy, check_scores
+from jaxkv.prefilling import check_pass
 from jaxkv.request import Request, check_model, check_platform, checked_policy, checked_request
 from jaxkv.sampling import Sampler, draws_of
 from jaxkv.serving.answer import CANCELLED, FAILED, Answer, Chance

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from jaxkv.errors import BadValue
-from jaxkv.generate import first_pass
 from jaxkv.policies.policy import Policy
+from jaxkv.pseudo import first_pass
 from jaxkv.sampling import Sampler
 from jaxkv.serving.asked import Asked, asked, shapes_of
 from jaxkv.serving.programs import Passed, Programs, Static
