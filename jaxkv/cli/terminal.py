@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from typing import Any, ClassVar
+from typing import Any
 
 
 def note(text: str) -> None:
@@ -12,14 +12,16 @@ def note(text: str) -> None:
 
 
 class Meter:
-    """A progress bar on a terminal, nothing elsewhere; it says when a program is being compiled for the first time."""
+    """A progress bar on a terminal, nothing elsewhere; it says while programs are being compiled for the first time."""
 
-    NEXT: ClassVar[dict[str, str]] = {"calibrate": "the next measurement", "prefill": "decoding"}
+    COMPILING = "compiling: the first time with this model, policy and size; kept for later"
     PATIENCE = 1.0  # seconds after which a program is not read from those that are kept, but compiled
 
     def __init__(self, quiet: bool):
         self._quiet = quiet or not sys.stderr.isatty()
         self._tasks: dict[str, Any] = {}
+        self._lock = threading.Lock()  # programs are compiled in threads
+        self._going = 0  # programs that are being compiled, or read
         self._timer: threading.Timer | None = None
 
     def __enter__(self) -> "Meter":
@@ -30,7 +32,7 @@ class Meter:
 
             self._bar = Progress(console=Console(stderr=True), transient=True)
             self._bar.start()
-            jax.monitoring.register_event_listener(self._event)
+            jax.monitoring.register_event_listener(self._begun)
             jax.monitoring.register_event_duration_secs_listener(self._ended)
         return self
 
@@ -38,11 +40,12 @@ class Meter:
         if not self._quiet:
             import jax
 
-            self._compiled()
-            self._bar.stop()
-            self._quiet = True
-            jax.monitoring.unregister_event_listener(self._event)
+            jax.monitoring.unregister_event_listener(self._begun)
             jax.monitoring.unregister_event_duration_listener(self._ended)
+            with self._lock:
+                self._hide()
+                self._quiet = True
+            self._bar.stop()
 
     def update(self, kind: str, done: Any, of: Any) -> None:
         """`generate`'s progress callback."""
@@ -52,23 +55,30 @@ class Meter:
             self._tasks[kind] = self._bar.add_task(kind, total=int(of))
         self._bar.update(self._tasks[kind], completed=int(done))
 
-    def _event(self, event: str, **_: Any) -> None:
-        if not self._quiet and event.endswith("/compile_requests_use_cache"):
-            self._compiled()
-            self._timer = threading.Timer(self.PATIENCE, self._compiling)
-            self._timer.daemon = True
-            self._timer.start()
+    def _begun(self, event: str, **_: Any) -> None:
+        if not event.endswith("/compile_requests_use_cache"):
+            return
+        with self._lock:
+            self._going += 1
+            if self._going == 1 and not self._quiet:
+                self._timer = threading.Timer(self.PATIENCE, self._show)
+                self._timer.daemon = True
+                self._timer.start()
 
     def _ended(self, event: str, duration_secs: float, **_: Any) -> None:
-        if not self._quiet and event.endswith("/backend_compile_duration"):
-            self._compiled()
+        if not event.endswith("/backend_compile_duration"):
+            return
+        with self._lock:
+            self._going = max(self._going - 1, 0)
+            if not self._going:
+                self._hide()
 
-    def _compiling(self) -> None:
-        what = next((what for kind, what in self.NEXT.items() if kind in self._tasks), "the prompt")
-        text = f"compiling for {what}: the first time with this model, policy and size; kept for later"
-        self._tasks["compiling"] = self._bar.add_task(text, total=None)
+    def _show(self) -> None:
+        with self._lock:
+            if self._going and not self._quiet and "compiling" not in self._tasks:
+                self._tasks["compiling"] = self._bar.add_task(self.COMPILING, total=None)
 
-    def _compiled(self) -> None:
+    def _hide(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
