@@ -383,7 +383,7 @@ def bound(case: Case, steps: int, found: dict[str, int], again: int) -> dict[str
             "bound": round(cycles),
             "over": found["attends"] / cycles - 1,
         }
-    from pallas_kernels.tpu_decode import bands
+    from pallas_kernels.tpu_plan import bands
 
     batch, kv_heads, group, slots, _ = SIZES[case.dim]
     rows = batch // chip.cores

@@ -40,19 +40,16 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Int16
 
 from pallas_kernels import tpu_blocks as blocks_of
-from pallas_kernels import tpu_channels, tpu_runs
-from pallas_kernels.arguments import Judge, Rule, Token
+from pallas_kernels import tpu_channels, tpu_choice, tpu_plan, tpu_runs
+from pallas_kernels.arguments import Judge, Token
 from pallas_kernels.codes import ByChannel, Codes, Lying
-from pallas_kernels.decode_attend_score.victim import HEADS
 from pallas_kernels.masking import MASKED, biased, soft_cap
 from pallas_kernels.read_runs.reference import Run
 from pallas_kernels.tpu_codes import Form, Scales, for_groups
-from pallas_kernels.tpu_walk import Walk
+from pallas_kernels.tpu_plan import Plan
 
 BLOCK_BYTES = 2**20  # of K, and of V, at a time: long enough to hide the start of a copy
 MOST_STEPS = 2**17  # of the grid: which block is there in each lies in scalar memory, 4 bytes each
-LAST = jnp.iinfo(jnp.int32).max
-RUNS = 4  # of comparisons side by side
 EMPTY, NOBODY = -(2**31), -1  # in place of a slot's head: it is empty, or nobody sees it
 ALL = slice(None)
 
@@ -66,112 +63,6 @@ class Step(NamedTuple):
     keys: Float[Array, "B H S D"] | Lying
     values: Float[Array, "B H S D"] | Lying
     next_slot: Int[Array, "B Hk"]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan(Walk):
-    """The numbers that the kernel is compiled for."""
-
-    sets: int
-    members: int
-    kv_heads: int
-    pooled: bool
-    scale: float
-    window: int | None
-    softcap: float | None
-    reduce: str
-    rule: Rule | None
-    weight: float | None  # None: an array, which is an input then
-    bias: float | None
-    biased: bool  # the logits, which is an input then
-    with_mass: bool
-    keys: Form
-    values: Form
-    together: int = 1  # sets whose query heads fill a register with each other
-    keeps_places: bool = False  # a row's positions stay on the chip until it has been looked back at
-
-    @property
-    def packs(self) -> int:
-        """Sets, those that are together as one."""
-        return self.sets // self.together
-
-    @property
-    def each(self) -> int:
-        """Query heads of a pack."""
-        return self.members * self.together
-
-    @property
-    def coded(self) -> bool:
-        """Whether the token itself is what the softmax begins with."""
-        return self.keys.coded or self.values.coded
-
-    @property
-    def of_slots(self) -> tuple[int, int]:
-        """The shape of what a block's slots have: a row for each set, or 128 slots of a pool in each."""
-        return (self.block // blocks_of.LANES, blocks_of.LANES) if self.pooled else (self.sets, self.block)
-
-    def beside(self, groups: int) -> tuple[int, ...]:
-        """The shape of a block's scales, or lows, where slots have so many each."""
-        if groups == 1:
-            return self.of_slots
-        return (groups, *self.of_slots) if self.pooled else (self.sets, groups, self.block)
-
-    def held_rows(self, groups: int) -> int:
-        """Numbers that the chip holds for a slot's scales: rows lie eight at a time where there are several sets."""
-        if self.pooled:
-            return groups
-        rows, each = (self.sets, 1) if groups == 1 else (groups, self.sets)
-        return each * blocks_of.round_up(rows, blocks_of.SUBLANES)
-
-    @property
-    def of_row(self) -> tuple[int, int]:
-        """As `of_slots`, of a row's blocks."""
-        return (self.blocks * self.of_slots[0], blocks_of.LANES) if self.pooled else (self.sets, self.width)
-
-    @property
-    def query_rows(self) -> int:
-        """Rows that the chip holds for all query heads."""
-        few = self.each < blocks_of.SUBLANES
-        padded = 2 ** (self.each - 1).bit_length() if few else blocks_of.round_up(self.each, blocks_of.SUBLANES)
-        return self.packs * padded
-
-    @property
-    def mass_rows(self) -> int:
-        """Rows that it holds for the masses."""
-        if self.reduce == "each" and not self.pooled:
-            return self.query_rows
-        return self.held_rows(1) * (self.members // self.kv_heads if self.reduce == "each" else 1)
-
-    @property
-    def buffers(self) -> int:
-        """Rows whose logits are on the chip at a time: the one that is read, and the one before."""
-        return min(2, self.rows)
-
-    @property
-    def bands(self) -> list[tuple[int, int]]:
-        """The KV heads that go through a block together, first and last: all, or those of a pool in `bands`."""
-        return bands(self.kv_heads, self.members // self.kv_heads) if self.pooled else [(0, self.kv_heads - 1)]
-
-    def rows_of(self, band: tuple[int, int]) -> slice:
-        """A band's query heads among those of a set."""
-        group = self.members // self.kv_heads
-        return slice(band[0] * group, (band[1] + 1) * group) if self.pooled else slice(None)
-
-    def rows_of_set(self, number: int) -> slice:
-        """The rows of one of the sets that are together."""
-        return slice(number * self.members, (number + 1) * self.members)
-
-
-def _together(pooled: bool, sets: int, members: int) -> int:
-    """How many sets' query heads go through their slots together: as many as fill a register, if they fill one."""
-    many = blocks_of.SUBLANES // members if blocks_of.SUBLANES % members == 0 else 1
-    return many if not pooled and sets % many == 0 else 1
-
-
-def bands(kv_heads: int, group: int) -> list[tuple[int, int]]:
-    """A pool's KV heads, as few together as fill whole registers with their query heads: the first and the last."""
-    each = blocks_of.SUBLANES // math.gcd(blocks_of.SUBLANES, group)
-    return [(first, min(first + each, kv_heads) - 1) for first in range(0, kv_heads, each)]
 
 
 def step(
@@ -232,20 +123,20 @@ def step(
     both = (0.0, 0.0) if judge.rule is None else (judge.weight, judge.bias)
     factors = [factor for factor in both if not isinstance(factor, float)]
     weight, bias = (factor if isinstance(factor, float) else None for factor in both)
-    plan = _Plan(
+    plan = Plan(
         slots, block, blocks, batch, min(blocks_of.cores(), batch), sets, heads // sets, kv_heads,
         offsets is not None, scale, window, softcap, judge.group, judge.rule, weight, bias, logit_bias is not None,
-        with_mass, *forms, together=_together(offsets is not None, sets, heads // sets),
+        with_mass, *forms, together=tpu_plan.together(offsets is not None, sets, heads // sets),
     )  # fmt: skip
     more = [] if logit_bias is None else [logit_bias]
-    vmem = _vmem_bytes(plan, row_bytes, len(factors) + len(more)) + 2 * block * wide
+    vmem = tpu_plan.vmem_bytes(plan, row_bytes, len(factors) + len(more)) + 2 * block * wide
     vmem += sum(tpu_channels.vmem_bytes(form, sets, block) for form in shared)
     vmem += sum(8 * block * plan.held_rows(form.groups) for form in forms if form.scaled)  # scales, and lows
     places = 4 * plan.buffers * plan.width * plan.held_rows(1)
     if window is None and vmem + places <= blocks_of.VMEM_BYTES:  # else a block that nobody sees may have entries
         plan, vmem = dataclasses.replace(plan, keeps_places=True), vmem + places
     at_once = dataclasses.replace(plan, at_once=True)
-    more_bytes = _line_bytes(at_once, len(factors)) - _line_bytes(plan, len(factors))
+    more_bytes = tpu_plan.line_bytes(at_once, len(factors)) - tpu_plan.line_bytes(plan, len(factors))
     if vmem + more_bytes <= blocks_of.VMEM_BYTES:
         plan = at_once
     if vmem > blocks_of.VMEM_BYTES:
@@ -454,23 +345,8 @@ def step(
     return Step(output, lse, mass[0] if mass else None, keys, values, chosen)
 
 
-def _vmem_bytes(plan: _Plan, row_bytes: int, factors: int) -> int:
-    """On-chip memory: two blocks of K, V, positions, masses, factors and a bias each, and the logits of two rows."""
-    logits = plan.buffers * 4 * plan.width * plan.query_rows if plan.with_mass else 0
-    rows = plan.mass_rows + plan.held_rows(1) * (2 + factors)
-    return 4 * plan.block * row_bytes + logits + 8 * plan.block * rows + 2**22
-
-
-def _line_bytes(plan: _Plan, factors: int) -> int:
-    """On-chip memory of what comes and goes of the row before: masses, factors, and positions that are fetched again,
-    two of each."""
-    masses = plan.mass_rows if plan.with_mass else 0
-    slots = plan.width if plan.at_once else plan.block
-    return 8 * slots * (masses + plan.held_rows(1) * (factors + (not plan.keeps_places)))
-
-
 def _kernel(
-    plan: _Plan, outs: int, names: tuple[str, ...], interpret: bool, position_ref, slot_ref, limits_ref, recents_ref,
+    plan: Plan, outs: int, names: tuple[str, ...], interpret: bool, position_ref, slot_ref, limits_ref, recents_ref,
     *refs,
 ) -> None:  # fmt: skip
     offsets: Any = refs[0] if plan.pooled else None
@@ -548,7 +424,7 @@ def _kernel(
             context[...] = jnp.zeros(context.shape, jnp.float32)
         if shift is not None:
             shift[...] = jnp.zeros(shift.shape, jnp.float32)
-        for each, last in zip(best, (jnp.inf, LAST, LAST), strict=True):
+        for each, last in zip(best, (jnp.inf, tpu_choice.LAST, tpu_choice.LAST), strict=True):
             each[...] = jnp.full(each.shape, last, each.dtype)
 
     @pl.when(there & (block == 0))
@@ -666,7 +542,7 @@ def _kernel(
             seen = seen & (position - place < plan.window)
         if not plan.pooled:
             alive = place >= 0 if plan.window is None else (place >= 0) & (place > position + 1 - plan.window)
-            scratch["held"][buffer] += _over_lanes(jnp.add, alive.astype(jnp.int32))
+            scratch["held"][buffer] += tpu_choice.over_lanes(jnp.add, alive.astype(jnp.int32))
 
         own = place == position  # of codes: attended to already, as exact as it came
         if plan.coded:
@@ -826,7 +702,7 @@ def _kernel(
                     if plan.weight != 0:
                         score = score * ((plan.weight or 0.0) if weight is None else line(weight)[rows, lanes])
                     score = score + ((plan.bias or 0.0) if bias is None else line(bias)[rows, lanes])
-                return *_worth(plan, score, place, position_before + 1, room, recents_ref[before]), index
+                return *tpu_choice.worth(plan, score, place, position_before + 1, room, recents_ref[before]), index
 
             def of_lanes(start: int):
                 """Of a register's lanes."""
@@ -846,7 +722,7 @@ def _kernel(
                     worth, *rest = of(pl.ds(row, blocks_of.SUBLANES), ALL, at)
                     for head in heads:
                         own = jnp.where(inside(before, head, at), worth, jnp.nan)
-                        lowest[head] = _lower(lowest[head], (own, *rest))
+                        lowest[head] = tpu_choice.lower(lowest[head], (own, *rest))
                 for head in heads:
                     for ref, one in zip(best, lowest[head], strict=True):
                         ref[head] = one
@@ -854,14 +730,14 @@ def _kernel(
             if plan.pooled:
                 each_band(before, block, of_band)
                 return
-            lowest = _in_runs(_lower, of_lanes, plan.block, tuple(ref[...] for ref in best))
+            lowest = tpu_choice.in_runs(tpu_choice.lower, of_lanes, plan.block, tuple(ref[...] for ref in best))
             for ref, one in zip(best, lowest, strict=True):
                 ref[...] = one
 
         @pl.when(looks & (block == plan.blocks - 1))
         def _():
             found = [ref[...] for ref in best]
-            aim[0] = _lowest(*(_head_in_row(*found) if plan.pooled else found))
+            aim[0] = tpu_choice.lowest(*(tpu_choice.head_in_row(*found) if plan.pooled else found))
 
     lax.fori_loop(*plan.looked_at(own, block), look_back, None)
 
@@ -910,7 +786,7 @@ def _by_query_head(x: Float[Array, "B H _ W"], groups: int, members: int) -> Flo
     return jnp.broadcast_to(x, (batch, sets, rows, groups * members // rows, width)).reshape(batch, sets, -1, width)
 
 
-def _over_members(plan: _Plan, join: Callable, x: Float[Array, "K N S"]) -> Float[Array, "H S"]:
+def _over_members(plan: Plan, join: Callable, x: Float[Array, "K N S"]) -> Float[Array, "H S"]:
     """The query heads of each set joined."""
     if plan.each == blocks_of.SUBLANES and plan.packs % plan.members == 0:
         return blocks_of.over_members(join, x, plan.members)
@@ -961,69 +837,3 @@ def _scales(
         after = tpu_runs.write(tpu_runs.pieces(runs), here, news, runs, interpret)
         return {name: _by_group(x) for name, x in zip(both, after, strict=True)}
     return {name: written(x, one) for name, (x, one) in both.items()}
-
-
-def _worth(plan: _Plan, score: jax.Array | None, place: jax.Array, now, room, recent) -> tuple[jax.Array, jax.Array]:
-    """What `victim.victim` compares: the lowest worth goes, the lowest age among those, the lowest index then."""
-    live = place >= 0 if plan.window is None else (place >= 0) & (place > now - plan.window)
-    if plan.rule is None or score is None:  # the first empty or expired slot
-        return live.astype(jnp.float32), jnp.zeros(place.shape, jnp.int32)
-    if plan.rule.heads != "each" and not plan.pooled:
-        score = jnp.broadcast_to(HEADS[plan.rule.heads](score, axis=0, keepdims=True), score.shape)
-    safe = (place < plan.rule.sinks) | (place >= now - recent)
-    score = jnp.where(safe, jnp.inf, score)
-    return jnp.where(live, score, jnp.where(room, -jnp.inf, jnp.inf)), place
-
-
-def _tree(act: Callable, parts: list) -> Any:
-    """The parts joined in pairs, so that the pairs of a level need not wait for each other."""
-    while len(parts) > 1:
-        parts = [act(*parts[i : i + 2]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
-    return parts[0]
-
-
-def _over_lanes(act: Callable, x: jax.Array) -> jax.Array:
-    """[rows, S] to [rows, 128], lane by lane."""
-    return _tree(act, [x[:, start : start + blocks_of.LANES] for start in range(0, x.shape[1], blocks_of.LANES)])
-
-
-def _in_runs(act: Callable, of: Callable, width: int, begin: Any) -> Any:
-    """`of(start)` of every register's lanes of a width, each joined to what was found before it: a few runs side by
-    side, so that they do not wait for each other, and no more is alive than registers hold."""
-    starts = list(range(0, width, blocks_of.LANES))
-    each = -(-len(starts) // RUNS)
-    runs = [starts[first : first + each] for first in range(0, len(starts), each)]
-    found = [begin] * len(runs)
-    for turn in range(each):
-        found = [act(one, of(run[turn])) if turn < len(run) else one for one, run in zip(found, runs, strict=True)]
-    return _tree(act, found)
-
-
-def _lowest(worth: jax.Array, age: jax.Array, index: jax.Array) -> jax.Array:
-    """Per head, the index [Hk, 1] of lowest worth, then age, then index."""
-    least = jnp.min(worth, axis=1, keepdims=True)
-    oldest = jnp.min(jnp.where(worth == least, age, LAST), axis=1, keepdims=True)
-    return jnp.min(jnp.where((worth == least) & (age == oldest), index, LAST), axis=1, keepdims=True)
-
-
-def _lower(a: tuple, b: tuple, ordered: bool = True) -> tuple:
-    """The lower of two triples of worth, age and index, in every place; the indices of a are the lower ones, if they
-    are `ordered`. A worth that is NaN in b says that there is none."""
-    (wa, aa, ia), (wb, ab, ib) = a, b
-    second = ab < aa if ordered else (ab < aa) | ((ab == aa) & (ib < ia))
-    second = (wb < wa) | ((wb == wa) & second)
-    return tuple(jnp.where(second, y, x) for x, y in zip(a, b, strict=True))
-
-
-def _head_in_row(worth: Float[Array, "Hk 8 128"], age: Array, index: Array) -> tuple[Array, ...]:
-    """Each head's lowest triple in every lane, `[Hk, 128]` each."""
-    kv_heads, shape = worth.shape[0], worth.shape[1:]
-    each = [(worth[head], age[head], index[head]) for head in range(kv_heads)]
-    none = (jnp.full(shape, jnp.inf), *[jnp.full(shape, LAST, jnp.int32)] * 2)
-    each += [none] * (-kv_heads % blocks_of.SUBLANES)
-    lower = functools.partial(_lower, ordered=False)
-    found = [
-        blocks_of.as_rows(lower, each[first : first + blocks_of.SUBLANES])
-        for first in range(0, len(each), blocks_of.SUBLANES)
-    ]
-    return tuple(jnp.concatenate(some, axis=0)[:kv_heads] for some in zip(*found, strict=True))

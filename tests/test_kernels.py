@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import tpu_decode
+from pallas_kernels import tpu_decode, tpu_plan
 from pallas_kernels.arguments import Held, Judge, Rule, Segments, Token
 from pallas_kernels.block_product import api as product_api
 from pallas_kernels.choices import choices
@@ -528,7 +528,7 @@ def test_a_last_row_is_looked_back_at_whole(kind, window, group, at_once, monkey
     of each slot, over blocks of which some have nothing, and where one of two cores has a row less."""
     monkeypatch.setattr(tpu_decode, "BLOCK_BYTES", 2**17)
     if not at_once:
-        monkeypatch.setattr(tpu_decode, "_line_bytes", lambda plan, _: 2**40 * plan.at_once)
+        monkeypatch.setattr(tpu_plan, "line_bytes", lambda plan, _: 2**40 * plan.at_once)
     rng, batch, kv_heads, slots, dim = np.random.default_rng(7), 5, 2, 700, 64
     query, keys, values, _ = inputs(rng, batch, kv_heads, 4, slots, dim, 1, "float32")
     positions = np.stack([rng.permutation(slots) for _ in range(batch * kv_heads)]).reshape(batch, kv_heads, slots)
