@@ -16,7 +16,6 @@ from ordered import heads_of
 
 import jaxkv
 from jaxkv.errors import BadValue
-from jaxkv.generate import behind, first_pass
 from jaxkv.models.rope import rotate
 from jaxkv.plan import PromptBlocks
 from jaxkv.policies import (
@@ -47,6 +46,7 @@ from jaxkv.policies.order import BIG, best_first
 from jaxkv.policies.parts import PARTS
 from jaxkv.policies.policy import from_dict, to_dict
 from jaxkv.policies.score import Entering, KeyNorm, Recency, ScoreInputs
+from jaxkv.pseudo import behind, first_pass
 from jaxkv.store import entries as of_slots
 from pallas_kernels.prefill_attend_mass.reference import prefill_attend_mass
 

@@ -16,8 +16,8 @@ from measured import calibrated
 
 import jaxkv
 from jaxkv.errors import BadCheckpoint, BadValue, Busy, JaxkvError, UnknownName
-from jaxkv.generate import _prefill
 from jaxkv.policies.catalogue import catalogue
+from jaxkv.prefilling import Prefilling
 from jaxkv.request import Execution
 from jaxkv.serving import Engine, turns
 from jaxkv.serving.wire import Reader
@@ -213,9 +213,10 @@ def test_log_probabilities_are_those_of_the_models_own_logits(engine, params):
     finish(engine)
     assert answer.tokens == silent.tokens and silent.chances == []
     assert [chance.token for chance in answer.chances] == answer.tokens
+    prefilling = Prefilling(params, engine.policy, Execution(), draft=lambda *_: pytest.fail("it looks ahead"))
     for number, chance in enumerate(answer.chances):
         text = np.append(prompt, answer.tokens[:number]).astype(np.int32)
-        logits = np.asarray(_prefill(params, [text], engine.policy, None, Execution())[1][0])
+        logits = np.asarray(prefilling.run([text], None).logits[0])
         expected = logits - np.log(np.exp(logits).sum())
         assert chance.logprob == pytest.approx(expected[chance.token], abs=2e-4)
         np.testing.assert_allclose([value for _, value in chance.best], np.sort(expected)[::-1][:20], atol=2e-4)
