@@ -136,15 +136,24 @@ def _special(tokenizer: Any, text: str) -> int | None:
 
 
 def check_speculative(mesh: Mesh | None, speculative: Any) -> None:
-    """Raises `BadValue` for what is no method of speculation (or None), and for one on a mesh."""
+    """Raises `BadValue` for what is no method of speculation (or None), and for a draft model on another mesh."""
     if speculative is None:
         return
     if not isinstance(speculative, Speculative):
         raise BadValue(
             f"speculative={shown(speculative)}: expected a method such as jaxkv.speculative.AASD() or PromptLookup()"
         )
-    if mesh is not None:
-        raise BadValue("speculative= on a mesh: drafts are verified on one device so far; leave one of the two out")
+    if isinstance(speculative, DraftModel):
+        own = speculative.params.layout.mesh
+        devices = [None if each is None else each.devices.ravel().tolist() for each in (mesh, own)]
+        if devices[0] != devices[1]:
+            raise BadValue(
+                f"a draft model on {_named(own)} for a model on {_named(mesh)}: load both with the same mesh="
+            )
+
+
+def _named(mesh: Mesh | None) -> str:
+    return "one device" if mesh is None else f"a mesh of {mesh.size} devices"
 
 
 def check_model(params: Any, cache: Any = None) -> None:

@@ -165,6 +165,7 @@ def _block(
         whole=bool(top),
     )  # fmt: skip
     expected = _expected(model, hidden[:, last + 1 - length :], (tokens.shape[0], length), top, wanted)
+    expected = cast(Any, jax.tree.map(layout.constrain, expected))
     logits = model.logits(hidden[:, last if top else 0])
     return layers, layout.constrain(layout.lay("logits", logits)), expected  # first as the matrix makes them
 

@@ -97,6 +97,17 @@ def test_processes_together_give_what_one_gives(tmp_path, processes, devices, me
 
 
 @pytest.mark.long
+def test_processes_draft_alike(tmp_path):
+    """Whatever time each of them takes for a pass over a tree, they run the same programs."""
+    policies = {"dapq-longflow": POLICIES["dapq-longflow"]}
+    shared = {"devices": 2, "mesh": {"data": 2, "model": 2}, "policies": policies, "drafts": True, "tokens": 60}
+    codes, texts, _ = run(tmp_path, 2, **shared)
+    assert codes == [0, 0], texts
+    (out,) = (json.loads(line) for line in texts[0][0].splitlines() if line.startswith('{"policy"'))
+    assert out["tokens"] == alone("dapq-longflow", 60)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("dies", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_one_process_killed_ends_the_other(tmp_path, dies):
     codes, texts, seconds = run(
@@ -135,12 +146,13 @@ def served(tmp_path, requests, **job):
 
 
 @pytest.mark.long
-def test_one_front_serves_for_all(tmp_path):
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
+def test_one_front_serves_for_all(tmp_path, drafts):
     """Requests at random times over two processes get what each gets alone; then both end as if all were well."""
     more = ([7, 8, 9], {"max_new_tokens": 9, "stop_tokens": [], "prefix": "manual"})
     work = [*REQUESTS, more, *REQUESTS[:5]]
     cancelled = range(len(REQUESTS) + 1, len(work))
-    codes, (front, other), errors, prefix = served(tmp_path, work, cancelled=[*cancelled], idle=3)
+    codes, (front, other), errors, prefix = served(tmp_path, work, cancelled=[*cancelled], idle=3, drafts=drafts)
     assert codes == [0, 0], errors
     assert "process 0 of this mesh takes the requests" in other[0]["refused"] and other[1] == {"followed": 1}
     (found,) = front

@@ -25,6 +25,8 @@ from jaxkv.sharding import Layout, on_host
 from jaxkv.sharding.attention import prefill_attend, prefill_attend_mass
 from jaxkv.sharding.mesh import parsed
 from jaxkv.sharding.traffic import collectives
+from jaxkv.speculative import AASD, DraftModel, PromptLookup, SelfDraft, session
+from jaxkv.speculative.rounds import speculate
 
 NAMES = sorted(catalogue())
 MESHES = {"8,1,1": (8, 1, 1), "1,8,1": (1, 8, 1), "1,1,8": (1, 1, 8), "2,2,2": (2, 2, 2)}
@@ -381,6 +383,61 @@ def test_codes_on_a_mesh(goldens, tmp_path, name, store, axes):
     assert after[0] == after[1] == after[2] == jaxkv.generate(mesh, cache=out.cache, **going).tokens.tolist()
 
 
+METHODS = {
+    "lookup": PromptLookup(fallback=False),
+    "aasd": AASD(depth=3, siblings=(1, 0, 2), low=1.0, fallback=False),
+    "self": SelfDraft(jaxkv.policy("tova", budget=8), depth=2, fallback=False),
+}
+DRAFTED = [
+    pytest.param(name, method, axes, id=f"{name}-{method}-{axes}", marks=() if often else pytest.mark.long)
+    for name in ("full", "dapq-longflow", "streaming-llm", "h2o", "snapkv")
+    for method in METHODS
+    for axes in MESHES
+    if (often := (name, method, axes) == ("dapq-longflow", "aasd", "2,2,2")) or (name, method) != ("snapkv", "self")
+]
+
+
+@pytest.mark.parametrize("name, method, axes", DRAFTED)
+def test_drafts_on_a_mesh_change_no_token(goldens, name, method, axes):
+    """Nor what is kept, nor how many drafts pass."""
+    folder, rows = goldens / "tiny" / "llama3", [np.tile(row[:9], 4)[: len(row)] for row in prompts(4)]
+    asked = {"policy": policy(name), "max_new_tokens": 14, "stop_tokens": (), "speculative": METHODS[method]}
+    here, there = jaxkv.load(folder), jaxkv.load(folder, mesh=on(MESHES[axes]))
+    out, alone = jaxkv.generate(there, rows, **asked), jaxkv.generate(here, rows, **asked)
+    plain = jaxkv.generate(here, rows, **{**asked, "speculative": None})
+    assert out.tokens.tolist() == alone.tokens.tolist() == plain.tokens.tolist()
+    assert_same_cache(out.cache, plain.cache)
+    passes = dataclasses.replace(out.stats.speculation, cost=1.0)
+    assert passes.trees > 0 and passes == dataclasses.replace(alone.stats.speculation, cost=1.0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("axes", [(1, 8, 1), (2, 2, 2)], ids=str)
+def test_drawn_drafts_on_a_mesh(goldens, axes):
+    """With samples, a penalty, another turn of the text, and drafts of a model that divides the mesh in another way."""
+    folder, small = goldens / "tiny" / "smollm2", goldens / "tiny" / "qwen2"
+    drawn = {"max_new_tokens": 9, "temperature": 0.8, "samples": 2, "repetition_penalty": 1.1, "stop_tokens": ()}
+    found = []
+    for mesh in (None, on(axes)):
+        params = jaxkv.load(folder, mesh=mesh)
+        drafter = DraftModel(jaxkv.load(small, mesh=mesh), policy("h2o", budget=12), depth=2, fallback=False)
+        for method in (*METHODS.values(), drafter):
+            out = jaxkv.generate(
+                params, prompts(2), policy=policy("laq-h2o-int4", budget=24), speculative=method, **drawn
+            )
+            more = jaxkv.generate(params, prompts(4, 2), cache=out.cache, speculative=method, **{**drawn, "samples": 1})
+            found.append((out.tokens.tolist(), more.tokens.tolist()))
+    assert found[: len(found) // 2] == found[len(found) // 2 :]
+
+
+def test_a_draft_model_lies_on_the_same_mesh(goldens):
+    small, mesh = goldens / "tiny" / "llama2", on((2, 2, 2))
+    alone, divided = jaxkv.load(small), jaxkv.load(small, mesh=mesh)
+    for params, drafter in ((alone, divided), (divided, alone)):
+        with pytest.raises(BadValue, match=r"a draft model on .* load both with the same mesh="):
+            jaxkv.generate(params, np.arange(5), speculative=DraftModel(drafter), max_new_tokens=2)
+
+
 POOLED = {"allocate": {"kind": "adaptive", "safeguard": 0.2}}  # without moves of borders, which move entries
 
 
@@ -407,6 +464,27 @@ def test_decode_moves_no_cache(goldens, unchecked, name, axes, options):
     assert gathered and max(gathered) < min(map(held_by_one, slotted))
     assert max(each.bytes for each in found) < max(held_by_one(x) for x in arrays)
     assert sum(each.bytes for each in found if each.looped) < 0.1 * held_by_one(arrays)
+
+
+class Seen(Exception):
+    """The text of a program, instead of a run of it."""
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name, axes", [("h2o", (1, 8, 1)), ("dapq-longflow", (1, 1, 8)), ("full", (2, 2, 2))], ids=str)
+def test_drafts_move_no_cache(goldens, unchecked, monkeypatch, name, axes, method):
+    def told(weights, extra, state, drafting, **static):
+        own = min(held_by_one(layer.keys) for layer in state.cache.layers)
+        raise Seen(speculate.lower(weights, extra, state, drafting, **static).compile().as_text(), own)
+
+    monkeypatch.setattr(session, "speculate", told)
+    params, asked = jaxkv.load(goldens / "tiny" / "llama3", mesh=on(axes)), {"speculative": METHODS[method]}
+    with pytest.raises(Seen) as seen:
+        jaxkv.generate(params, prompts(), policy=policy(name, budget=1024), max_new_tokens=1024, **asked)
+    found, own = collectives(seen.value.args[0]), seen.value.args[1]
+    gathered = [each.bytes for each in found if each.kind != "all-reduce"]  # sums over heads do have slots
+    assert found and max(gathered, default=0) < own / 2 and max(each.bytes for each in found) < own
 
 
 def test_a_gathered_cache_would_be_seen(goldens, unchecked):
@@ -525,8 +603,6 @@ def test_the_command_line_on_a_mesh(goldens, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "words, says",
     [
-        (["generate", "hi", "--mesh", "data=8", "--speculative", "lookup"], "speculative= on a mesh"),
-        (["chat", "--mesh", "model=8", "--speculative", "lookup"], "speculative= on a mesh"),
         (["serve", "--port", "0", "--mesh", "data=8", "--policy", "h2o"], "divides rows by 8"),
         (["generate", "hi", "--mesh", "rows=8"], "mesh 'rows=8': expected a name, or axes"),
     ],

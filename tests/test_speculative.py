@@ -27,7 +27,7 @@ from jaxkv.prompts import rows_of
 from jaxkv.request import Execution
 from jaxkv.run import DecodeState, model_of
 from jaxkv.sampling import Sampler
-from jaxkv.sharding.layout import ONE_DEVICE, Layout
+from jaxkv.sharding.layout import ONE_DEVICE
 from jaxkv.speculative import AASD, Conditional, DraftModel, PromptLookup, SelfDraft, gate
 from jaxkv.speculative.attend import check, commit, steady, tree_layer
 from jaxkv.speculative.context import begun, expecting, extended, match, slid
@@ -306,7 +306,7 @@ def programs(chosen, spec, shape):
     @jax.jit
     def whole(layer, limits, first, tree, *given):
         spot = placed(shape, tree, first)
-        context, branches = tree_layer(chosen, spot, None, spec, *given, LayerIn(layer, limits))
+        context, branches = tree_layer(chosen, spot, ONE_DEVICE, None, spec, *given, LayerIn(layer, limits))
         return context, spot, branches
 
     return step, whole, jax.jit(commit)
@@ -859,12 +859,6 @@ def test_the_measured_cost_is_that_of_the_chunks(cost, seed):
         (lambda p: DraftModel(p, policy("cskv")), "cannot be put back"),
         (lambda p: PromptLookup(depth=0), "depth=0"),
         (lambda p: DraftModel(p, depth=33), "depth=33: expected 1 to 32"),
-        (
-            lambda p: DraftModel(
-                dataclasses.replace(p, layout=Layout.of(jaxkv.mesh(devices=jax.devices()[:1]), p.config))
-            ),
-            "a draft model on a mesh",
-        ),
         (lambda p: PromptLookup(shortest=5, longest=3), "shortest"),
         (lambda p: AASD(depth=2, siblings=(1, 1, 1)), "siblings"),
         (lambda p: AASD(low=1.5), "low=1.5"),

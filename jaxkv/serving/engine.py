@@ -132,7 +132,7 @@ class Engine:
             self._pass_behind = FirstPass(static, longest, sizes, goes_on=True)
         self._rows: Rows | None = None
         self._tally: Tally | None = None if drafts is None else Tally(drafts.cost)
-        self._gate: Gate | None = None if drafts is None else drafts.gate()
+        self._gate: Gate | None = None if drafts is None else self._programs.gate()
         self._alone, self._taken = True, 0.0  # whether nothing runs before the next chunk; when the last one was read
         self._seats: list[Answer | None] = [None] * rows
         self._ended = np.zeros(rows, bool)  # rows that the host has ended and the device not yet
@@ -490,7 +490,8 @@ class Engine:
         if self._tally is None or self._gate is None:
             self._rows, told, kept = self._programs.chunk(self._rows, ended, steps, many)
             return _Flying(owners, told, kept)
-        began = time.perf_counter() if alone else None
+        measures = alone and self._turns is None  # hosts would measure different costs, and run different programs
+        began = time.perf_counter() if measures else None
         self._rows, told, kept, self._gate, counts = self._programs.rounds(
             self._rows, self._gate, self._tally.cost, ended, steps
         )

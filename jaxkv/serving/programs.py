@@ -190,10 +190,9 @@ class Programs:
             return chunk.lower(
                 static.params.weights, rows, steps, ended, learned=static.learned, many=many, **shared, **self._common
             )
-        common = {name: value for name, value in self._common.items() if name != "layout"}  # there is one device
-        rounds = jax.jit(device.rounds, donate_argnums=1, static_argnames=("room", "count", "drafts", *common))
-        given = static.drafts.gate(), self._put(np.float32(0)), steps, ended
-        return rounds.lower(static.params.weights, rows, *given, drafts=static.drafts, **shared, **common)
+        rounds = jax.jit(device.rounds, donate_argnums=1, static_argnames=("room", "count", "drafts", *self._common))
+        given = self.gate(), self._put(np.float32(0)), steps, ended
+        return rounds.lower(static.params.weights, rows, *given, drafts=static.drafts, **shared, **self._common)
 
     def add(self, prefix: Prefix) -> None:
         """Compile what prompts behind the prefix need, as far as it is not there."""
@@ -223,7 +222,7 @@ class Programs:
             assert key is not None, "its programs are not there"
             front = (0, 0), (key[2] - tokens.shape[1], 0)
             tokens, positions = np.pad(tokens, front), np.pad(positions, front, constant_values=EMPTY)
-            text = None if drafts is None else drafts.row(asked.text)
+            text = None if drafts is None else jax.tree.map(self._put, drafts.row(asked.text))
         else:
             layers, _, text = before
             key = ("next", jax.tree.structure(layers), asked.look)
@@ -268,6 +267,12 @@ class Programs:
         given = gate, *map(self._put, (np.float32(cost), np.int32(steps), ended))
         return self._made["chunk", self._static.rows](self._static.params.weights, rows, *given)
 
+    def gate(self) -> Gate:
+        """A gate that has seen nothing, on the rows' devices."""
+        drafts = self._static.drafts
+        assert drafts is not None  # they ask for it
+        return jax.tree.map(self._put, drafts.gate())
+
     def kept(self, layers: Layers) -> Float[Array, "1"]:
         """Tokens held behind a prompt."""
         return self._made["kept"](layers)
@@ -294,8 +299,9 @@ class Programs:
         drafts = self._static.drafts
         assert drafts is not None  # they ask for it
         likely = tuple(self._put(np.zeros((1, size, self._top), dtype)) for dtype in (np.int32, np.float32))
-        given = drafts.row(np.zeros(1, np.int32)), self._put(np.zeros((1, size), np.int32)), likely
-        return jax.jit(device.expecting, static_argnames="drafts").lower(*given, drafts=drafts)
+        text = jax.tree.map(self._put, drafts.row(np.zeros(1, np.int32)))
+        given, laid = (text, self._put(np.zeros((1, size), np.int32)), likely), {"layout": self._static.params.layout}
+        return jax.jit(device.expecting, static_argnames=("drafts", "layout")).lower(*given, drafts=drafts, **laid)
 
     def _prompt_arrays(self, size: int, look: bool) -> list[np.ndarray]:
         """The arrays that `block` gives, of its shapes."""

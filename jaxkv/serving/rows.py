@@ -195,6 +195,7 @@ def rounds(
     drafts: Drafts,
     config: ModelConfig,
     policy: Policy,
+    layout: Layout = ONE_DEVICE,
     implementation: str | None = None,
 ) -> tuple[Rows, Told, Float[Array, "B"], Gate, Counts]:
     """As `chunk`, for rows that draft: passes of the model that take about as long as `steps` plain ones (at least one
@@ -217,16 +218,20 @@ def rounds(
     state, drafting, every, counts = passes(
         weights, None, state, begun, untold(most, batch, count), on=on, tell=tell, drafter=drafts.drafter,
         config=config, policy=policy, sampler=rows.sampler, stop=rows.stop, verify=drafts.verify,
-        fallback=drafts.fallback, implementation=implementation,
+        fallback=drafts.fallback, layout=layout, implementation=implementation,
     )  # fmt: skip
-    rows = dataclasses.replace(rows, state=state, drafts=drafting.drafts)
-    return rows, every, kept(state.cache.layers), drafting.gate, counts
+    rows = laid(dataclasses.replace(rows, state=state, drafts=drafting.drafts), layout)
+    every, counts = jax.tree.map(layout.constrain, (every, counts))
+    return rows, every, kept(state.cache.layers, layout=layout), drafting.gate, counts
 
 
-def expecting(text: Any, positions: Int[Array, "1 T"], expected: Expected, *, drafts: Drafts) -> Any:
+def expecting(
+    text: Any, positions: Int[Array, "1 T"], expected: Expected, *, drafts: Drafts, layout: Layout = ONE_DEVICE
+) -> Any:
     """What a row drafts from, with what the model held likely after each token of a block of its prompt."""
     top, chance = expected
-    return drafts.drafter.expecting(text, (jnp.where(positions[..., None] < 0, EMPTY, top), chance))
+    text = drafts.drafter.expecting(text, (jnp.where(positions[..., None] < 0, EMPTY, top), chance))
+    return drafts.drafter.laid(layout, text)
 
 
 def kept(layers: Layers, *, layout: Layout = ONE_DEVICE) -> Float[Array, "B"]:

@@ -86,6 +86,43 @@ def prefill_attend(
     return Partial(out.reshape(query.shape), jnp.zeros(query.shape[:3], jnp.float32))
 
 
+def held_attend(
+    layout: Layout,
+    query: Float[Array, "B Hq N D"],
+    keys: Float[Array, "B Hk C D"],
+    values: Float[Array, "B Hk C D"],
+    query_positions: Int[Array, "B N"],
+    key_positions: Int[Array, "B Hk C"],
+    *,
+    bias: Float[Array, "B Hk C"] | None = None,
+    **options: Any,
+) -> Partial:
+    """Attention of a few queries over what is held, for a merge with other parts; K and V never leave their device.
+
+    Where slots are divided every device attends to its own, and the parts are merged by their log-sum-exps.
+    """
+    kernel = functools.partial(prefill_kernel.prefill_attend, with_lse=True, **options)
+    more = {} if bias is None else {"bias": bias}
+    if layout.mesh is None:
+        return Partial(*kernel(query, keys, values, query_positions, key_positions, **more))
+    grouped = _grouped(query, keys.shape[1])
+    q = layout.spec(grouped.shape, (ROWS, HEADS, GROUP, None, None))
+    kv, at = layout.spec(keys.shape, layout.slot_axes(4)), layout.spec(query_positions.shape, (ROWS, None))
+
+    def local(query, keys, values, query_positions, key_positions, more):
+        output, lse = kernel(_flat(query), keys, values, query_positions, key_positions, **more)
+        output, lse = output.reshape(query.shape), lse.reshape(query.shape[:4])
+        if kv[2] is None:
+            return output, lse
+        everyone, share = _merged(lse, kv[2])
+        whole = lax.psum(output.astype(jnp.float32) * share[..., None], kv[2])
+        return whole.astype(output.dtype), everyone
+
+    ins = (q, kv, kv, at, _but_last(kv), dict.fromkeys(more, _but_last(kv)))
+    out = _mapped(layout, local, ins, (q, _but_last(q)))(grouped, keys, values, query_positions, key_positions, more)
+    return Partial(out[0].reshape(query.shape), out[1].reshape(query.shape[:3]))
+
+
 def prefill_attend_mass(
     layout: Layout,
     query: Float[Array, "B Hq T D"],
@@ -305,8 +342,8 @@ def _here(slot: Int[Array, "b h"], held: int, over: str | tuple[str, ...]) -> In
 
 
 def _merged(
-    lse: Float[Array, "b h g"], over: str | tuple[str, ...]
-) -> tuple[Float[Array, "b h g"], Float[Array, "b h g"]]:
+    lse: Float[Array, "b h g *N"], over: str | tuple[str, ...]
+) -> tuple[Float[Array, "b h g *N"], Float[Array, "b h g *N"]]:
     """The log-sum-exp over all devices' slots, and this one's share in every softmax."""
     everyone = jax.nn.logsumexp(lax.all_gather(lse, over), axis=0)
     return everyone, portion(lse, everyone)

@@ -97,6 +97,11 @@ def agreed(text: str) -> str:
     return np.asarray(sent, np.uint8).tobytes().decode()
 
 
+def measured_once(value: float) -> float:
+    """What process 0 measured, which all hosts then have."""
+    return value if jax.process_count() == 1 else float(broadcast_one_to_all(np.float32(value)))
+
+
 def somewhere(flag: bool) -> bool:
     """Whether the flag is set on any host."""
     return flag if jax.process_count() == 1 else bool(np.any(process_allgather(np.array(flag))))

@@ -19,6 +19,9 @@ from jaxkv.models import AttentionSpec, ModelConfig
 from jaxkv.models.rope import rotate
 from jaxkv.policies.needs import learned_names
 from jaxkv.policies.policy import Policy
+from jaxkv.sharding.attention import held_attend
+from jaxkv.sharding.layout import Layout
+from jaxkv.speculative.slots import put
 from jaxkv.speculative.tree import Placed
 from jaxkv.store import EMPTY, Entries, KVCache, Slots
 from jaxkv.store.codecs import Codecs
@@ -30,8 +33,7 @@ from pallas_kernels.arguments import Token
 from pallas_kernels.decode_attend_score.reference import GROUP
 from pallas_kernels.decode_attend_score.victim import alive, linear, over_heads, protected, victim
 from pallas_kernels.masking import biased, filled, masked_softmax, soft_cap, visible
-from pallas_kernels.partial import Partial, attend_few, merge
-from pallas_kernels.prefill_attend import prefill_attend
+from pallas_kernels.partial import attend_few, merge
 
 DEEPEST = 512  # more layers than a model has
 BESIDE = (  # why a token that takes another's slot is too much where slots share their codes
@@ -138,6 +140,7 @@ def check_expected(policy: Policy, top: int) -> None:
 def tree_layer(
     policy: Policy,
     tree: Placed,
+    layout: Layout,
     implementation: str | None,
     spec: AttentionSpec,
     query: Float[Array, "B N Hq D"],
@@ -155,7 +158,7 @@ def tree_layer(
         query, key = (rotate(x, tree.positions[:, None], spec.rope) for x in (query, key))
     keys, values = (Nodes.of(state.cache, name, x, tree) for name, x in (("keys", key), ("values", value)))
     if policy.decode is None and policy.rope == "text" and not policy.store.windows:
-        context, branches = _at_once(tree, spec, query, keys, values, state.cache, implementation)
+        context, branches = _at_once(tree, layout, spec, query, keys, values, state.cache, implementation)
     else:
         context, branches = _by_depth(policy, tree, spec, query, keys, values, entered, state)
     own = (keys.own, values.own) if policy.store.windows else ()
@@ -205,6 +208,7 @@ class Nodes(NamedTuple):
 
 def _at_once(
     tree: Placed,
+    layout: Layout,
     spec: AttentionSpec,
     query: Float[Array, "B Hq N D"],
     keys: Nodes,
@@ -216,8 +220,8 @@ def _at_once(
     expires is out of every later inputs)."""
     positions, slots = tree.positions, layer.positions.shape[-1]
     softmax = {"scale": spec.scale, "softcap": spec.softcap}
-    held = prefill_attend(
-        query, layer.keys, layer.values, positions, layer.positions, window=spec.window, with_lse=True,
+    held = held_attend(
+        layout, query, layer.keys, layer.values, positions, layer.positions, window=spec.window,
         bias=layer.entries.bias, implementation=implementation, **softmax,
     )  # fmt: skip
     looks = tree.looks[:, None] & visible(positions[:, None], positions[:, None], spec.window)
@@ -226,7 +230,7 @@ def _at_once(
         exact = keys.exact[:, None]
         seen = jnp.concatenate([looks & ~exact, looks & exact], axis=-1)
         own = (*(jnp.concatenate([x.read, x.own], axis=2) for x in (keys, values)), seen)
-    context = merge(Partial(*held), attend_few(query, *own, **softmax)).output
+    context = merge(held, attend_few(query, *own, **softmax)).output
 
     def step(carry, depth):
         held, slot = carry
@@ -456,7 +460,7 @@ def commit(
 
     `first [B]` is the root's position. An entry that a later one overwrote is not written at all.
     """
-    batch, heads, slots = layer.positions.shape
+    batch, _, slots = layer.positions.shape
     levels = nodes.shape[1]
     safe = jnp.maximum(nodes, 0)[:, None]
     take = lambda x: jnp.take_along_axis(x, safe.reshape(batch, 1, levels, *(1,) * (x.ndim - 3)), axis=2)  # noqa: E731
@@ -464,7 +468,7 @@ def commit(
     home = jnp.where(written, take(branches.slots), slots)
     again = (home[..., None, :] == home[..., :, None]) & (jnp.arange(levels) > jnp.arange(levels)[:, None])
     home = jnp.where(jnp.any(again, axis=-1), slots, home)  # out of range, so dropped
-    at = (jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None], home)
+    write = lambda held, new: put(held, home, new)  # noqa: E731
 
     positions = jnp.broadcast_to(first[:, None, None] + jnp.arange(levels, dtype=jnp.int32), home.shape)
     last = jnp.take_along_axis(safe, jnp.maximum(count - 1, 0)[:, None, None], axis=2)
@@ -475,16 +479,15 @@ def commit(
             after = jnp.take_along_axis(branches.stats[name], last[..., None], axis=2)[:, :, 0]
             stats[name] = jnp.where(some[:, None, None], after, stat)
         else:
-            stats[name] = stat.at[at].set(take(branches.entered[name]), mode="drop")
+            stats[name] = write(stat, take(branches.entered[name]))
     after = jnp.take_along_axis(branches.next_slots, last, axis=2)[..., 0]
     old = layer.entries
-    put = lambda held, new: held.at[at].set(new, mode="drop")  # noqa: E731
     keys, values, held = old.keys, old.values, old.positions
     if layer.codecs.apart:
         new = branches.keys, branches.values
-        keys, values = jax.tree.map(lambda held, new: put(held, take(new)), (keys, values), new)
-        held = put(held, positions)
-    weight = None if old.weight is None else put(old.weight, 1.0)
+        keys, values = jax.tree.map(lambda held, new: write(held, take(new)), (keys, values), new)
+        held = write(held, positions)
+    weight = None if old.weight is None else write(old.weight, jnp.ones(home.shape, old.weight.dtype))
     grown = layer.replaced(entries=Entries(keys, values, held, stats, weight))
     if branches.own:
         own, slot = [take(x) for x in branches.own], take(branches.slots)

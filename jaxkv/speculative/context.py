@@ -17,6 +17,7 @@ from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
 from jaxkv.run import DecodeState, Expected
 from jaxkv.sampling import Sampler
+from jaxkv.sharding.layout import Layout, on_host
 from jaxkv.speculative.gate import Gate, opened
 from jaxkv.speculative.method import Start
 from jaxkv.speculative.tree import ABSENT, Shape, Tree, check_depth
@@ -169,6 +170,10 @@ class PromptLookup(Checked):
         """The text with the tokens that were taken."""
         return extended(text, tokens)
 
+    def laid(self, layout: Layout, text: Text) -> Text:
+        """The text, everywhere on a mesh, inside a compiled program."""
+        return jax.tree.map(layout.constrain, text)
+
     def passed(self, text: Text, tokens: Int[Array, "B n"]) -> Text:
         """The text with tokens that came without a draft."""
         return extended(text, tokens)
@@ -182,11 +187,13 @@ class PromptLookup(Checked):
 
     def begin(self, start: Start) -> tuple[Text, None]:
         """The text before the pending token, and that token."""
+        here = lambda x: jnp.asarray(on_host(x))  # noqa: E731
         text = begun(start.texts, *self.columns(max(map(len, start.texts)), start.room), self.top)
         if start.expected is not None:  # of the last tokens: a cache's own were not run now
-            text = expecting(text, start.expected)
+            text = expecting(text, jax.tree.map(here, start.expected))
         text = jax.tree.map(lambda leaf: jnp.repeat(leaf, start.samples, axis=0), text)
-        return extended(text, start.pending[:, None]), None
+        text = extended(text, here(start.pending)[:, None])
+        return jax.tree.map(start.params.layout.put, text), None
 
     def columns(self, longest: int, room: int) -> tuple[int, int]:
         """Columns for texts of at most so many tokens, and for `room` new ones."""

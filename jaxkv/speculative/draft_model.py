@@ -18,11 +18,12 @@ from jaxkv.policies.catalogue import catalogue
 from jaxkv.policies.policy import Policy
 from jaxkv.run import DecodeState, decode_facts, model_of
 from jaxkv.sampling import Sampler
-from jaxkv.sharding.layout import ONE_DEVICE
+from jaxkv.sharding.layout import ONE_DEVICE, Layout
 from jaxkv.sizes import on_model
 from jaxkv.speculative.attend import check
 from jaxkv.speculative.gate import Gate, hopeful
 from jaxkv.speculative.method import Start
+from jaxkv.speculative.slots import put, taken
 from jaxkv.speculative.tree import Shape, chain, check_depth
 from jaxkv.speculative.verify import Conditional, parse
 from jaxkv.store import EMPTY, Slots
@@ -56,27 +57,25 @@ class Overwritten:
 
 def overwritten(layer: Slots) -> Overwritten:
     """What the layer's next token will overwrite."""
-    batch, heads = layer.next_slot.shape
-    at = (jnp.arange(batch)[:, None], jnp.arange(heads)[None, :], layer.next_slot)
+    at = lambda held: taken(held, layer.next_slot[..., None])[:, :, 0]  # noqa: E731
     weight = layer.entries.weight
-    held = layer.next_slot, layer.keys[at], layer.values[at], layer.positions[at], layer.stats
-    return Overwritten(*held, None if weight is None else weight[at])
+    held = layer.next_slot, at(layer.keys), at(layer.values), at(layer.positions), layer.stats
+    return Overwritten(*held, None if weight is None else at(weight))
 
 
 def undone(layer: Slots, log: Overwritten, rejected: Array) -> Slots:
     """The layer before its last token, in the rows where that was rejected."""
-    batch, heads = layer.next_slot.shape
-    slot = jnp.where(rejected[:, None], log.slot, layer.slots)  # out of range, so dropped
-    at = (jnp.arange(batch)[:, None], jnp.arange(heads)[None, :], slot)
+    slot = jnp.where(rejected[:, None], log.slot, layer.slots)[..., None]  # out of range, so dropped
+    back = lambda held, old: put(held, slot, old[:, :, None])  # noqa: E731
     before = layer.changed(
-        keys=layer.keys.at[at].set(log.key, mode="drop"),
-        values=layer.values.at[at].set(log.value, mode="drop"),
-        positions=layer.positions.at[at].set(log.position, mode="drop"),
+        keys=back(layer.keys, log.key),
+        values=back(layer.values, log.value),
+        positions=back(layer.positions, log.position),
         stats={name: jnp.where(rejected[:, None, None], log.stats[name], stat) for name, stat in layer.stats.items()},
     )
     weight = layer.entries.weight
     if weight is not None:
-        before = before.changed(weight=weight.at[at].set(log.weight, mode="drop"))
+        before = before.changed(weight=back(weight, log.weight))
     return before.aimed(log.slot, rejected)
 
 
@@ -87,6 +86,7 @@ class ModelDrafter:
     depth: int
     config: ModelConfig
     policy: Policy
+    layout: Layout = ONE_DEVICE
 
     def gate(self, cost: float) -> Gate:
         """A gate that has seen nothing, where a tree costs so many plain steps."""
@@ -115,7 +115,7 @@ class ModelDrafter:
             position = jnp.where(active & (number < state.left), cache.lengths + number, EMPTY)
 
             def attend(spec, query, key, value, layer):
-                return decode_layer(self.policy, position, ONE_DEVICE, None, spec, query, key, value, layer)
+                return decode_layer(self.policy, position, self.layout, None, spec, query, key, value, layer)
 
             states = [
                 LayerIn(
@@ -126,8 +126,8 @@ class ModelDrafter:
                 )
                 for i, layer in enumerate(layers)
             ]
-            hidden, states = model(jnp.maximum(token, 0)[:, None], states, attend)
-            logits = sampler.warped(model.logits(hidden[:, 0]), None)
+            hidden, states = model(jnp.maximum(token, 0)[:, None], states, attend, self.layout.lay)
+            logits = sampler.warped(self.layout.constrain(model.logits(hidden[:, 0])), None)
             keys = jax.vmap(lambda key, at: jax.random.fold_in(jax.random.fold_in(key, at), DRAFT))(
                 state.keys, cache.lengths + 1 + number
             )
@@ -154,6 +154,11 @@ class ModelDrafter:
         numbers = jnp.arange(self.depth + 1, dtype=jnp.int32)
         layers, _ = lax.scan(back, ran.layers, (numbers, log), reverse=True)
         return dataclasses.replace(ran, layers=layers)
+
+    def laid(self, layout: Layout, drafts: Drafts) -> Drafts:
+        """The drafts on the model's mesh, which the draft model divides in its own way, inside a compiled program."""
+        layers = tuple(map(self.layout.layer, drafts.layers))
+        return Drafts(layers, layout.constrain(drafts.limits), layout.constrain(drafts.live))
 
     def passed(self, drafts: Drafts, tokens: Int[Array, "B n"]) -> Drafts:
         """A token came that the draft model has not run: it is left out from now on."""
@@ -182,8 +187,8 @@ class DraftModel(Checked):
     """Drafts of a smaller model with the same vocabulary: standard speculative sampling (arXiv 2211.17192).
 
     `policy` bounds the draft model's own cache (none: full). When its drafts do not pay, it is left out for the rest
-    of the call, unless `fallback=False`. Raises `BadValue` for a policy that cannot take tokens back, and for a draft
-    model on a mesh.
+    of the call, unless `fallback=False`. For a model on a mesh it is loaded onto the same one. Raises `BadValue` for a
+    policy that cannot take tokens back.
     """
 
     params: Params
@@ -197,15 +202,13 @@ class DraftModel(Checked):
 
     def __post_init__(self):
         _checked(self.depth, self.verify, self.policy)
-        if self.params.layout.mesh is not None:
-            raise BadValue("a draft model on a mesh: it drafts on one device so far; load it without mesh=")
 
     def drafter(self, params: Params) -> ModelDrafter:
         """The compiled side, drafting for `params`. Raises `BadValue` for another vocabulary."""
         mine, theirs = self.params.config.vocab_size, params.config.vocab_size
         if mine != theirs:
             raise BadValue(f"a draft model of {mine} tokens for a model of {theirs}: expected the same vocabulary")
-        return ModelDrafter(self.depth, self.params.config, on_model(self.params, self.policy))
+        return ModelDrafter(self.depth, self.params.config, on_model(self.params, self.policy), self.params.layout)
 
     def check_room(self, params: Params, lengths: np.ndarray, room: int) -> None:
         """Raises `BadValue` where the draft model's context is too short for texts of `lengths [B]` and `room` more."""
@@ -237,7 +240,7 @@ class SelfDraft(Checked):
 
     def drafter(self, params: Params) -> ModelDrafter:
         """The compiled side, drafting for `params`."""
-        return ModelDrafter(self.depth, params.config, on_model(params, self.policy))
+        return ModelDrafter(self.depth, params.config, on_model(params, self.policy), params.layout)
 
     def check_room(self, params: Params, lengths: np.ndarray, room: int) -> None:
         """Raises `BadValue` where the context is too short for texts of `lengths [B]` and `room` more under the drafts'
@@ -262,4 +265,4 @@ def _check_room(method: "DraftModel | SelfDraft", params: Params, lengths: np.nd
 
 def _begun(start: Start, params: Params, policy: Policy) -> tuple[Drafts, Any]:
     cache = start.prefill(params, on_model(params, policy))
-    return Drafts(cache.layers, cache.limits, jnp.bool_(True)), params.weights
+    return Drafts(cache.layers, cache.limits, params.layout.put(np.bool_(True))), params.weights

@@ -16,7 +16,7 @@ from jaxkv.policies.policy import Policy
 from jaxkv.programs import held
 from jaxkv.run import DecodeState, decode_facts, decode_logits, emit, model_of
 from jaxkv.sampling import RowSampler, Sampler
-from jaxkv.sharding.layout import ONE_DEVICE
+from jaxkv.sharding.layout import ONE_DEVICE, Layout
 from jaxkv.speculative import gate as gates
 from jaxkv.speculative.attend import commit, steady, tree_layer
 from jaxkv.speculative.gate import Gate
@@ -67,6 +67,7 @@ class Drafting:
         "stop",
         "verify",
         "fallback",
+        "layout",
         "implementation",
     ),
     donate_argnames=("state", "drafting"),
@@ -86,6 +87,7 @@ def speculate(
     verify: Verify,
     fallback: bool,
     most: Int[Array, "B"],
+    layout: Layout = ONE_DEVICE,
     implementation: str | None = None,
 ) -> tuple[DecodeState, Drafting, Int[Array, "B n"], Counts]:
     """At most `rounds` passes of the model, ending early when every row has; new tokens with EMPTY in between.
@@ -98,9 +100,9 @@ def speculate(
     state, drafting, out, counts = passes(
         weights, extra, state, drafting, nothing, on=lambda counts: counts.trees + counts.steps < rounds,
         tell=lambda logits, nodes, tokens: tokens.T, drafter=drafter, config=config, policy=policy, sampler=sampler,
-        stop=stop, verify=verify, fallback=fallback, most=most, implementation=implementation,
+        stop=stop, verify=verify, fallback=fallback, most=most, layout=layout, implementation=implementation,
     )  # fmt: skip
-    return state, drafting, out.T, counts
+    return state, drafting, layout.constrain(out.T), jax.tree.map(layout.constrain, counts)
 
 
 def passes(
@@ -120,6 +122,7 @@ def passes(
     verify: Verify,
     fallback: bool,
     most: Int[Array, "B"] | None = None,
+    layout: Layout = ONE_DEVICE,
     implementation: str | None = None,
 ) -> tuple[DecodeState, Drafting, Any, Counts]:
     """The loop of `speculate` while it is to go `on`, inside a compiled program; what each pass had to `tell`.
@@ -129,9 +132,13 @@ def passes(
     """
     levels = drafter.shape.depth + 1
 
+    def laid(state, drafting):
+        gate = jax.tree.map(layout.constrain, drafting.gate)
+        return layout.state(state), Drafting(drafter.laid(layout, drafting.drafts), gate)
+
     def going(carry):
         state, _, _, counts, _ = carry
-        return on(counts) & jnp.any(state.going)
+        return on(counts) & layout.constrain(jnp.any(state.going))
 
     def body(carry):
         state, drafting, told, counts, most = carry
@@ -145,11 +152,11 @@ def passes(
         def tree(state, drafting, counts):
             return _tree_round(
                 weights, extra, state, drafting, counts, kinds, hint, drafter, config, policy, sampler, stop, verify,
-                tell, most, implementation,
+                tell, most, layout, implementation,
             )  # fmt: skip
 
         def plain(state, drafting, counts):
-            cache, logits = decode_logits(weights, state.cache, active, config, policy, ONE_DEVICE, implementation)
+            cache, logits = decode_logits(weights, state.cache, active, config, policy, layout, implementation)
             state, token = emit(sampler, stop, dataclasses.replace(state, cache=cache), logits)
             tokens = jnp.pad(token[:, None], ((0, 0), (0, levels - 1)), constant_values=EMPTY)
             drafting = Drafting(drafter.passed(drafting.drafts, tokens), gates.waited(drafting.gate, kinds, active))
@@ -167,15 +174,17 @@ def passes(
             tokens=counts.tokens + jnp.sum(tokens >= 0, dtype=jnp.int32),
         )
         told = jax.tree.map(lambda every, one: lax.dynamic_update_slice_in_dim(every, one, at, 0), told, new)
-        return state, drafting, told, counts, most
+        return *laid(state, drafting), told, counts, most
 
     zero = jnp.int32(0)
-    return lax.while_loop(going, body, (state, drafting, nothing, Counts(*[zero] * 7), most))[:4]
+    start = state, drafting, nothing, Counts(*[zero] * 7), most
+    state, drafting, told, counts, _ = lax.while_loop(going, body, start)
+    return *laid(state, drafting), told, counts
 
 
 def _tree_round(
     weights, extra, state, drafting, counts, kinds, hint, drafter, config, policy, sampler, stop, verify, tell,
-    most, implementation,
+    most, layout, implementation,
 ) -> tuple[DecodeState, Drafting, Counts, tuple[Int[Array, "B levels"], Any]]:  # fmt: skip
     """Draft, verify in one pass, and write what was accepted as if it had come token by token; the tokens, and what
     there is to tell of them."""
@@ -187,10 +196,10 @@ def _tree_round(
     spot = placed(shape, tree, jnp.where(active, cache.lengths, EMPTY))
     model = model_of(config, weights)
     states = [LayerIn(layer, cache.limits[i], decode_facts(model, policy, i)) for i, layer in enumerate(cache.layers)]
-    attend: Any = functools.partial(tree_layer, policy, spot, implementation)  # a layer's state to its branches
-    hidden, grown = model(jnp.maximum(tree.tokens, 0), states, attend)
+    attend: Any = functools.partial(tree_layer, policy, spot, layout, implementation)  # a layer's state to its branches
+    hidden, grown = model(jnp.maximum(tree.tokens, 0), states, attend, layout.lay)
     branches: Any = grown
-    logits = model.logits(hidden)
+    logits = layout.constrain(model.logits(hidden))
 
     seen = None if state.seen is None else seen_by(shape, tree, spot.paths, state.seen)
     at = cache.lengths[:, None] + 1 + shape.depths

@@ -3,11 +3,12 @@
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from jaxkv import run
 from jaxkv.policies.policy import Policy
+from jaxkv.sharding.hosts import measured_once
 from jaxkv.speculative import gate as gates
 from jaxkv.speculative.attend import check, check_model
 from jaxkv.speculative.context import AASD, PromptLookup
@@ -52,7 +53,8 @@ class Session:
         drafts, self._extra = self._method.begin(start)
         expected = gates.first_cost(start.pending.shape[0], self._drafter.shape.nodes)
         self._tally = Tally(expected)
-        self.drafting = Drafting(drafts, self._drafter.gate(expected))
+        gate = jax.tree.map(self._params.layout.put, self._drafter.gate(expected))
+        self.drafting = Drafting(drafts, gate)
 
     def chunk(
         self, weights: Any, state: run.DecodeState, steps: int, most: np.ndarray, shared: dict
@@ -63,7 +65,8 @@ class Session:
         method = self._method
         state, self.drafting, new, self._pending = speculate(
             weights, self._extra, state, self.drafting, rounds=max(2, -(-steps // ROUNDS)), drafter=self._drafter,
-            verify=parse(method.verify), fallback=method.fallback, most=jnp.asarray(most), **shared,
+            verify=parse(method.verify), fallback=method.fallback, most=self._params.layout.put(most),
+            layout=self._params.layout, **shared,
         )  # fmt: skip
         return state, new
 
@@ -75,7 +78,7 @@ class Session:
         self._chunks += 1
         if parse(self._method.verify) is not None:
             return
-        cost = jnp.float32(self._tally.cost)
+        cost = self._params.layout.put(np.float32(measured_once(self._tally.cost)))
         self.drafting = dataclasses.replace(self.drafting, gate=dataclasses.replace(self.drafting.gate, cost=cost))
 
     def summary(self) -> Speculation:

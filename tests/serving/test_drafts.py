@@ -1,6 +1,7 @@
 """Rows that draft: the tokens that each request gets alone, whatever the others' drafts bring."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import jax
@@ -174,13 +175,29 @@ def test_what_generate_refuses_an_engine_refuses_in_the_same_words(params, name)
     assert len(seen) < 20  # a few small arrays, no program of the model
 
 
-def test_drafts_of_a_model_and_meshes_are_refused(params):
+def test_drafts_of_a_model_are_refused(params):
     for method in (DraftModel(params), SelfDraft(jaxkv.policy("tova", budget=16))):
         with pytest.raises(BadValue, match="a cache of their own"):
             Engine(params, sized("h2o"), speculative=method)
-    divided = jaxkv.load(GOLDENS / "tiny" / FAMILY, mesh=jaxkv.mesh(model=2, devices=jax.devices()[:2]))
-    with pytest.raises(BadValue, match="speculative= on a mesh"):
-        Engine(divided, sized("h2o"), speculative=PromptLookup())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["dapq-longflow", "full"])
+@pytest.mark.parametrize("axes", [{"model": 2}, {"model": 2, "context": 4}], ids=str)
+def test_an_engine_drafts_on_a_mesh(params, name, axes):
+    """What one device gives, in any order of coming and going."""
+    devices = jax.devices()[: math.prod(axes.values())]
+    divided = jaxkv.load(GOLDENS / "tiny" / FAMILY, mesh=jaxkv.mesh(**axes, devices=devices))
+    prompts = [np.tile(ids(7, seed), 5)[:length] for seed, length in enumerate((9, 35, 20, 30))]
+    answers = []
+    for each in (params, divided):
+        engine = Engine(each, sized(name), rows=2, longest=64, max_new_tokens=12, speculative=WIDE)
+        asked = [engine.submit(prompt, max_new_tokens=12, stop_tokens=()) for prompt in prompts]
+        finish(engine)
+        answers.append([answer.tokens for answer in asked])
+        assert engine.speculation.trees > 0
+    plain = jaxkv.generate(params, prompts, policy=sized(name), max_new_tokens=12, stop_tokens=())
+    assert answers[0] == answers[1] == plain.tokens.tolist()
 
 
 METHODS = {

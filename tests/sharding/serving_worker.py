@@ -46,7 +46,8 @@ def main() -> None:
     speak()
     params = jaxkv.load(job["folder"], mesh=jaxkv.mesh(**job["mesh"]))
     policy = jaxkv.policy(**job["policy"])
-    engine = Engine(params, policy, rows=3, longest=64, max_new_tokens=16, steps=4)
+    drafts = jaxkv.speculative.AASD(fallback=False) if job.get("drafts") else None
+    engine = Engine(params, policy, rows=3, longest=64, max_new_tokens=16, steps=4, speculative=drafts)
     engine.store("manual", jaxkv.prefill(params, np.array(job["prefix"], np.int32), policy=policy))
     if engine.leads:
         lead(engine)

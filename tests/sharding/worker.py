@@ -41,11 +41,13 @@ def main() -> None:
         if kind == "decode" and job.get("dies") == process_id and done > 30:
             os.kill(os.getpid(), signal.SIGKILL)
 
+    drafts = jaxkv.speculative.AASD() if job.get("drafts") else None
     for name, options in job["policies"].items():
         policy = jaxkv.policy(name, **options)
         out = jaxkv.generate(
-            params, job["prompts"], policy=policy, max_new_tokens=job["tokens"], stop_tokens=(), progress=progress
-        )
+            params, job["prompts"], policy=policy, max_new_tokens=job["tokens"], stop_tokens=(), progress=progress,
+            speculative=drafts,
+        )  # fmt: skip
         if job.get("save"):
             jaxkv.save(out.cache, Path(job["save"]) / name)
         if speaks():
