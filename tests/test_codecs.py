@@ -498,6 +498,7 @@ def test_plain_keys_need_no_window():
         (lambda: Codecs(residual=4), "residual=4"),
         (lambda: jaxkv.policy("adakv-h2o", budget=64, store=BY_CHANNEL), "several tokens share"),
         (lambda: jaxkv.policy("quest", store=BY_CHANNEL), "several tokens share"),
+        (lambda: jaxkv.policy("qpruning", budget=64), "budget=64 .* residual=128 .* at least 128"),
     ],
 )
 def test_what_cannot_be_coded_is_refused(made, says):

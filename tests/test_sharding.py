@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import types
@@ -388,12 +389,10 @@ METHODS = {
     "aasd": AASD(depth=3, siblings=(1, 0, 2), low=1.0, fallback=False),
     "self": SelfDraft(jaxkv.policy("tova", budget=8), depth=2, fallback=False),
 }
+OFTEN = ("dapq-longflow", "aasd", "2,2,2")
 DRAFTED = [
-    pytest.param(name, method, axes, id=f"{name}-{method}-{axes}", marks=() if often else pytest.mark.long)
-    for name in ("full", "dapq-longflow", "streaming-llm", "h2o", "snapkv")
-    for method in METHODS
-    for axes in MESHES
-    if (often := (name, method, axes) == ("dapq-longflow", "aasd", "2,2,2")) or (name, method) != ("snapkv", "self")
+    pytest.param(*case, id="-".join(case), marks=() if case == OFTEN else pytest.mark.long)
+    for case in itertools.product(("full", "dapq-longflow", "streaming-llm", "h2o", "snapkv"), METHODS, MESHES)
 ]
 
 

@@ -216,6 +216,13 @@ class Policy(Checked):
                 "(sinks + recent + 1, and 2 where a first pass drafts); raise budget= or lower sinks=, recent= or "
                 "window="
             )
+        exact = self.store.residual + self.store.initial
+        if self.budget is not None and self.budget < exact:
+            raise BadValue(
+                f"budget={self.budget} of policy {self.name!r} beside residual={self.store.residual} and "
+                f"initial={self.store.initial} tokens in full precision, which would take more memory than what is "
+                f"held: expected at least {exact}; raise budget= or lower residual= and initial= of its store"
+            )
         if self.budget is not None and self.budget > UNLIMITED:
             raise BadValue(f"budget={self.budget}: expected at most 2**30; policy 'full' keeps everything")
         if self.bytes is not None and self.bytes < 1:
