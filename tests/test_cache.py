@@ -150,6 +150,29 @@ def test_slots_filled_around_are_ranked_without_a_sort(case, start):
     assert np.array_equal(of_slots.around(filled), of_slots.ranks(filled))
 
 
+@given(layers(), st.integers(0, 11))
+@settings(max_examples=20, deadline=None)
+def test_a_ring_stays_one_where_slots_are_added_for_devices(case, start):
+    """The new slots are behind the newest entry, and the next token goes there, or where it would have gone."""
+    positions, _ = case
+    packed = -np.sort(-np.where(positions < 0, 99, positions), axis=-1)[..., ::-1]  # oldest first, empty ones last
+    filled = np.roll(np.where(packed == 99, -1, packed), start, axis=-1)
+    newest, slots = filled.argmax(axis=-1), filled.shape[-1]
+    layer = layer_with(filled).aimed(jnp.asarray((newest + 1) % slots, jnp.int32))
+    wide = layer.divisible(2)
+    assert wide.slots == of_slots.in_pieces(slots, 2) > slots
+    assert np.array_equal(of_slots.around(wide.positions), of_slots.ranks(wide.positions))
+    held = np.asarray(wide.positions)
+    assert np.array_equal(np.asarray(wide.keys)[held >= 0], np.stack([held, -held], axis=-1)[held >= 0])
+    for b, h in np.ndindex(filled.shape[:2]):
+        before, after = (held[b, h, held[b, h] >= 0].tolist() for held in (filled, held))
+        assert after == before, "in the order in which they lay"
+        aimed = [np.asarray(x.positions)[b, h, int(x.next_slot[b, h])] for x in (layer, wide)]
+        assert aimed[0] == aimed[1]
+        if aimed[1] < 0 and before:
+            assert int(wide.next_slot[b, h]) == (held[b, h].argmax() + 1) % wide.slots
+
+
 def test_resize_only_adds_empty_slots():
     positions = np.array([[[3, -1, 1]]])
     layer = layer_with(positions).resized(5)

@@ -342,6 +342,35 @@ def test_a_full_cache_goes_on_where_devices_share_its_slots(goldens, tmp_path):
     assert np.asarray(moved.cache.held()).tolist() == np.asarray(whole.cache.held()).tolist()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("steps", [1, 4, 17])
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("lacache", {"every": 4}),
+        ("freqkv", {"every": 4}),
+        ("lacache", {"every": 6, "store": {"keys": {"kind": "int", "bits": 8}, "residual": 4}}),
+        ("streaming-llm", {"rope": "cache"}),
+    ],
+    ids=["lacache", "freqkv", "codes", "streaming-llm"],
+)
+def test_places_in_the_cache_do_not_know_how_many_slots_a_mesh_divides(goldens, tmp_path, name, options, steps):
+    """Neither behind the prompt, where the new tokens go round to the first slots, nor after cuts."""
+    folder, going = goldens / "tiny" / "llama3", {"max_new_tokens": 10, "stop_tokens": ()}
+    one = jaxkv.load(folder)
+    many = jaxkv.load(folder, mesh=jaxkv.mesh(context=4, devices=jax.devices()[:4]))
+    chosen, ids = jaxkv.policy(name, budget=40, **options), np.random.default_rng(0).integers(3, 100, (1, 60))
+    cache = jaxkv.generate(one, ids, policy=chosen, max_new_tokens=steps, stop_tokens=()).cache
+    jaxkv.save(cache, tmp_path / "cache")
+    whole = jaxkv.generate(one, cache=cache, **going)
+    moved = jaxkv.generate(many, cache=cache, **going)
+    assert moved.cache.layers[0].slots == 64 > cache.layers[0].slots
+    restored = jaxkv.generate(many, cache=jaxkv.restore(tmp_path / "cache", many), **going)
+    assert whole.tokens.tolist() == moved.tokens.tolist() == restored.tokens.tolist()
+    back = jaxkv.generate(one, cache=moved.cache, **going)
+    assert back.tokens.tolist() == jaxkv.generate(one, cache=whole.cache, **going).tokens.tolist()
+
+
 BY_TOKEN = {"keys": {"kind": "int", "bits": 4}, "values": {"kind": "int", "bits": 4}, "residual": 4}
 AS_CODES = {"keys": {"kind": "int", "bits": 8, "hadamard": True}, "values": {"kind": "fp8"}}  # read as they lie
 BY_CHANNEL = {**BY_TOKEN, "keys": {"kind": "int-by-channel", "bits": 4, "tokens": 4}, "residual": 8}

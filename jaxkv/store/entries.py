@@ -157,7 +157,8 @@ def ranks(positions: Int[Array, "B Hk S"]) -> Int[Array, "B Hk S"]:
 
 def around(positions: Int[Array, "B Hk S"]) -> Int[Array, "B Hk S"]:
     """`ranks` of slots that are a ring: in time order from the oldest entry on, past the last slot to the first, with
-    empty ones behind the newest. A cut and the tokens written since leave them so. No sort, which a step would feel."""
+    empty ones behind the newest. A cut and the tokens written since leave them so, and where slots are added for a
+    mesh (`Slots.divisible`) they stay so. No sort, which a step would feel."""
     slots = positions.shape[-1]
     oldest = jnp.argmin(jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions), axis=-1).astype(jnp.int32)
     place = (jnp.arange(slots, dtype=jnp.int32) - oldest[..., None]) % slots

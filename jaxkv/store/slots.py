@@ -18,6 +18,7 @@ from jaxkv.sharding.layout import Layout
 from jaxkv.store.beside import joined
 from jaxkv.store.codecs import PLAIN_BOTH, Codecs
 from jaxkv.store.entries import (
+    EMPTY,
     WORTH,
     Entries,
     appended,
@@ -263,8 +264,16 @@ class Slots(Store):
         return self.aimed(jnp.where(room, self.next_slot, jnp.argmax(empty, axis=-1).astype(jnp.int32)))
 
     def divisible(self, parts: int) -> "Slots":
-        """The store with slots added until `parts` devices can have equally many."""
-        return self.resized(in_pieces(self.slots, parts))
+        """The store with empty slots added until `parts` devices can have equally many: before the next slot, where a
+        ring (`around`) has its empty ones. Where `_entries_first` nothing goes round: they come behind the others."""
+        more = in_pieces(self.slots, parts) - self.slots
+        if not more or self._entries_first:
+            return self.resized(self.slots + more)
+        here, slot = jnp.arange(self.slots + more, dtype=jnp.int32), self.next_slot[..., None]
+        index = jnp.where(here < slot, here, jnp.where(here < slot + more, EMPTY, here - more))
+        filled = jnp.take_along_axis(self.positions, slot, axis=-1)[..., 0] >= 0  # it moves with its entry
+        wide = dataclasses.replace(self, entries=chosen_at(self.entries, index))
+        return wide.aimed(jnp.where(filled, self.next_slot + more, self.next_slot))
 
 
 def empty(
