@@ -16,6 +16,7 @@ from ordered import heads_of
 
 import jaxkv
 from jaxkv.errors import BadValue
+from jaxkv.evaluation.forced import follow
 from jaxkv.policies import Demote, Merge, Pages
 from jaxkv.policies.combine import Maximum
 from jaxkv.policies.evicted import Leaving
@@ -473,6 +474,24 @@ def test_reading_every_page_is_reading_everything(tiny):
         assert np.array_equal(ours.positions, others.positions)
         held = np.asarray(others.positions)[..., None] >= 0
         np.testing.assert_allclose(np.where(held, ours.values, 0), np.where(held, others.values, 0), atol=1e-4)
+
+
+TWO_BITS = {"keys": {"kind": "int", "bits": 2}, "values": {"kind": "int", "bits": 2}}
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize(
+    "store",
+    [TWO_BITS, {**TWO_BITS, "residual": 8, "initial": 2}, {**TWO_BITS, "keys": {"kind": "channels", "window": 4}}],
+    ids=["codes", "windows", "channels"],
+)
+def test_every_page_of_codes_is_read_as_everything_is(tiny, store):
+    """The token that comes by its exact key and value, and as many before it as the window holds."""
+    found = []
+    for read in ({}, {"read": Pages(count=512, page=4, dense=0)}):
+        cache = jaxkv.prefill(tiny(FAMILY), ids(40, 1), policy=jaxkv.policy("full", store=store, **read))
+        found.append(follow(tiny(FAMILY), cache, ids(12, 2)[None])[1])
+    np.testing.assert_allclose(*found, atol=1e-4)
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float
 
 from jaxkv.checks import Checked
 from jaxkv.errors import BadValue
@@ -126,7 +127,7 @@ class Pages(Read):
 
     def step(self, store, layout, token, judge, rotate, *, scale, window, softcap, implementation, with_mass):
         active, slot = token.position >= 0, store.next_slot
-        store = store.with_token(token)
+        before, store = store, store.with_token(token)
         index = store.beside[self.state].with_key(slot, token.key, active[:, None])
         bound = index.score(token.query)
         bound = jnp.max(bound, axis=2, keepdims=True) if self.together else bound
@@ -136,7 +137,7 @@ class Pages(Read):
         source = jnp.minimum(at, store.slots - 1).astype(jnp.int32).reshape(*slot.shape, -1)  # [B, Hk, choices R]
         positions = jnp.take_along_axis(store.positions, source, axis=-1)
         positions = jnp.where(at.reshape(source.shape) < store.slots, positions, EMPTY)
-        some = store.plain(taken(store.entries, source, positions))
+        some = _as_it_comes(before, token, taken(store.entries, source, positions), source == slot[..., None])
         few: Any = jax.tree.map(lambda x: x.reshape(len(at), -1, at.shape[-1], *x.shape[3:]), some)  # by who chooses
         seen = visible(token.position[:, None, None], few.positions, window)
         partial = attend_few(
@@ -154,6 +155,18 @@ class Pages(Read):
         after = dataclasses.replace(store, next_slot=following, beside={**store.beside, self.state: index})
         partial = partial.now()
         return Partial(partial.output.astype(token.query.dtype), partial.lse, mass), after
+
+
+def _as_it_comes(before: Any, token: Token, some: Any, own: Bool[Array, "B Hk R"]) -> Any:
+    """Some entries of a store, plain, as the token reads them that has come into its `own` slot: itself as it is, the
+    others as they were `before` it was written, for the windows have moved on with it."""
+    plain = before.plain(some)
+
+    def read(name: str, new: Float[Array, "B Hk D"]) -> Float[Array, "B Hk R D"]:
+        x = getattr(plain, name)
+        return x if getattr(before.codecs, name).plain else jnp.where(own[..., None], new[:, :, None], x)
+
+    return dataclasses.replace(plain, keys=read("keys", token.key), values=read("values", token.value))
 
 
 KINDS: dict[str, type[Read]] = {read.kind: read for read in (All, Pages)}
