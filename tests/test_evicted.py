@@ -21,13 +21,14 @@ from jaxkv.policies import Demote, Merge, Pages
 from jaxkv.policies.combine import Maximum
 from jaxkv.policies.evicted import Leaving
 from jaxkv.policies.score import Score, ScoreInputs
+from jaxkv.store import slots as stores
 from jaxkv.store import tier
 from jaxkv.store.by_channel import IntByChannel
 from jaxkv.store.channels import Channels
 from jaxkv.store.codecs import Codecs
 from jaxkv.store.entries import Entries
 from jaxkv.store.integers import Int
-from jaxkv.store.pages import empty
+from jaxkv.store.pages import PAGES, empty
 from jaxkv.store.threshold import Threshold
 from pallas_kernels.masking import masked_softmax
 from pallas_kernels.partial import Partial, attend_few, merge
@@ -474,6 +475,19 @@ def test_reading_every_page_is_reading_everything(tiny):
         assert np.array_equal(ours.positions, others.positions)
         held = np.asarray(others.positions)[..., None] >= 0
         np.testing.assert_allclose(np.where(held, ours.values, 0), np.where(held, others.values, 0), atol=1e-4)
+
+
+@pytest.mark.parametrize("slots", [13, 20, 30])
+def test_slots_that_are_added_have_pages(slots):
+    """A store that holds an index of pages has one of as many as its slots fill, those behind the others empty."""
+    rng, positions = np.random.default_rng(6), np.arange(10, dtype=np.int32).reshape(1, 1, 10)
+    store = stores.empty(1, 1, 10, 8, jnp.float32, beside={PAGES: empty(1, 1, 8, jnp.float32, size=4, group=1)})
+    keys = jnp.asarray(rng.standard_normal((1, 1, 10, 8)), jnp.float32)
+    store = Pages(page=4).indexed(store.changed(keys=keys, positions=jnp.asarray(positions)))
+    wide = store.resized(slots)
+    index, anew = wide.beside[PAGES], Pages(page=4).indexed(wide).beside[PAGES]
+    assert np.array_equal(index.low, anew.low) and np.array_equal(index.high, anew.high)
+    assert index.low.shape[2] == -(-slots // 4)
 
 
 TWO_BITS = {"keys": {"kind": "int", "bits": 2}, "values": {"kind": "int", "bits": 2}}

@@ -228,6 +228,27 @@ def test_pages_do_not_know_how_many_slots_a_mesh_divides(goldens):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    "name, options", [("h2o", {"count": 1000}), ("h2o", {"count": 16, "page": 7}), ("lagkv", {"count": 16})], ids=str
+)
+def test_a_cache_that_is_read_in_pages_goes_on_on_a_mesh(goldens, tmp_path, name, options):
+    """Where slots are added that no page had."""
+    folder, going = goldens / "tiny" / "llama3", {"max_new_tokens": 10, "stop_tokens": ()}
+    one = jaxkv.load(folder)
+    many = jaxkv.load(folder, mesh=jaxkv.mesh(context=4, devices=jax.devices()[:4]))
+    cuts = {"every": 8, "lag": 8} if name == "lagkv" else {}
+    chosen = jaxkv.policy(name, budget=40, read={"kind": "pages", "page": 4, "dense": 0, **options}, **cuts)
+    ids = np.random.default_rng(0).integers(3, 100, (1, 60))
+    cache = jaxkv.generate(one, ids, policy=chosen, max_new_tokens=4, stop_tokens=()).cache
+    jaxkv.save(cache, tmp_path / "cache")
+    whole = jaxkv.generate(one, cache=cache, **going)
+    for held in (cache, jaxkv.restore(tmp_path / "cache", many)):
+        moved = jaxkv.generate(many, cache=held, **going)
+        assert moved.cache.layers[0].slots == 64 > cache.layers[0].slots
+        assert moved.tokens.tolist() == whole.tokens.tolist()
+
+
+@pytest.mark.long
 def test_weights_over_fsdp(goldens):
     folder = goldens / "tiny" / "llama3"
     params = jaxkv.load(folder, mesh=jaxkv.mesh(fsdp=4, model=2))

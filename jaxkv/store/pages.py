@@ -44,6 +44,12 @@ class Pages:
         low = self.low.at[at].min(key.astype(self.low.dtype), mode="drop")
         return dataclasses.replace(self, low=low, high=self.high.at[at].max(key.astype(self.high.dtype), mode="drop"))
 
+    def covering(self, slots: int) -> "Pages":
+        """The index of so many slots, of which those that are new lie behind the others and are empty."""
+        more = ((0, 0), (0, 0), (0, -(-slots // self.size) - self.low.shape[2]), (0, 0))
+        low, high = (jnp.pad(x, more, constant_values=end) for x, end in ((self.low, jnp.inf), (self.high, -jnp.inf)))
+        return dataclasses.replace(self, low=low, high=high)
+
     def score(self, query: Float[Array, "B Hq D"]) -> Float[Array, "B Hk G P"]:
         """sum_d max(q_d low_d, q_d high_d) for each query head, which no key of the page exceeds in q . k. -inf for an
         empty page. Source: Quest (arXiv 2406.10774)."""

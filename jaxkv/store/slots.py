@@ -238,7 +238,8 @@ class Slots(Store):
         own, count = self.entries, slots - held
         keys, values = self.codec("keys").behind(own.keys, count), self.codec("values").behind(own.values, count)
         more = blank((batch, heads, count), keys, values, tuple(self.stats), own.weight is not None)
-        return dataclasses.replace(self, entries=appended(own, more))
+        pages = {PAGES: self.beside[PAGES].covering(slots)} if PAGES in self.beside else {}
+        return dataclasses.replace(self, entries=appended(own, more), beside={**self.beside, **pages})
 
     def sized(self, slots: int) -> "Slots":
         """The empty store with so many slots per KV head."""
