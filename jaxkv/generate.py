@@ -122,12 +122,17 @@ def stream(
     sizes: int = SIZES,
     progress: Progress | None = None,
 ) -> Stream:
-    """`generate` for one prompt, giving its text as it comes: `for piece in jaxkv.stream(...)`."""
+    """`generate` for one prompt, giving its text as it comes: `for piece in jaxkv.stream(...)`.
+
+    Raises `BadValue` as `generate` does, and where there is no tokenizer.
+    """
     request = checked_request(
         params, prompt, cache, policy=policy, max_new_tokens=max_new_tokens, samples=1, seed=seed,
         sampler=Sampler(temperature, top_k, top_p, min_p, repetition_penalty), stop_tokens=stop_tokens, stop=stop,
         speculative=speculative,
     )  # fmt: skip
+    if params.tokenizer is None:
+        raise BadValue("a stream gives text, but these params have no tokenizer: use jaxkv.generate, and .tokens")
     if prompt is not None:
         rows = len(rows_of(prompt, params.tokenizer, params.config.vocab_size, *_so_far(cache))[0])
     else:

@@ -16,6 +16,7 @@ from behaviour import CHUNK, STEPS
 from behaviour import generated as ran
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from letters import Letters
 from ordered import changed, heads_of, pooled
 from small import CORE, SMALL
 
@@ -265,7 +266,8 @@ def test_one_compilation_per_shape(tiny, name):
 def test_scan_equals_stepping_by_hand(tiny, name):
     params, chosen = tiny(FAMILY), policy(name)
     whole = generated(params, ids(40), chosen, 13)
-    pieces = jaxkv.stream(params, ids(40), policy=chosen, max_new_tokens=13, stop_tokens=())
+    lettered = dataclasses.replace(params, tokenizer=Letters())
+    pieces = jaxkv.stream(lettered, ids(40), policy=chosen, max_new_tokens=13, stop_tokens=())
     for _ in pieces:
         pass
     assert pieces.generation.tokens.tolist() == whole.tokens.tolist()

@@ -446,6 +446,8 @@ def test_a_prompt_may_fill_the_context(tiny):
 
 def test_streamed_pieces_make_the_text(lettered):
     whole = jaxkv.generate(lettered, "hello", max_new_tokens=21, stop_tokens=())
+    with pytest.raises(BadValue, match="2 prompts to stream: expected one"):
+        jaxkv.stream(lettered, [ids(4), ids(5)], max_new_tokens=1)
     stream = jaxkv.stream(lettered, "hello", max_new_tokens=21, stop_tokens=())
     with pytest.raises(BadValue, match="iterate"):
         _ = stream.generation
@@ -690,7 +692,7 @@ def test_repetition_penalty():
         (lambda p: jaxkv.generate(p, ids(4), policy=jaxkv.policies.catalogue()["snapkv"]), "neither budget nor ratio"),
         (lambda p: jaxkv.generate(p, ids(4), stop=""), "empty string"),
         (lambda p: jaxkv.generate(p, ids(p.config.max_position)), "context"),
-        (lambda p: jaxkv.stream(p, [ids(4), ids(5)], max_new_tokens=1), "expected one"),
+        (lambda p: jaxkv.stream(p, ids(4), max_new_tokens=1), "gives text, but .* no tokenizer: use jaxkv.generate"),
     ],
 )
 def test_bad_input_is_refused(tiny, call, words):
