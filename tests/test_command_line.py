@@ -244,6 +244,23 @@ def test_what_a_server_is_given(asked, monkeypatch, capsys, tmp_path):
     }  # fmt: skip
 
 
+def test_a_server_whose_line_nobody_reads(asked, monkeypatch):
+    """It serves on, and the line is not in the way when it ends."""
+    served = []
+
+    def run(engine, name, *, listens, **_):
+        listens("http://[::1]:5")
+        served.append(name)
+
+    monkeypatch.setattr(serving, "Engine", lambda *_, **__: None)
+    monkeypatch.setattr(serve, "serve", run)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", encoding="utf-8") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        assert cli.main(["serve", "--policy", "full", "--port", "0"]) == 0 and served == ["smollm2-135m"]
+
+
 @pytest.mark.parametrize(
     ("words", "size"),
     [

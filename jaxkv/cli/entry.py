@@ -23,6 +23,7 @@ from jaxkv.cli.info import Info
 from jaxkv.cli.policies import Policies
 from jaxkv.cli.programs import Cache, Warmup, keep_programs
 from jaxkv.cli.serve import Serve
+from jaxkv.cli.terminal import hush
 from jaxkv.errors import BadValue, JaxkvError, unknown
 
 Command = (
@@ -56,7 +57,7 @@ def main(args: list[str] | None = None) -> int:
             try:
                 stream.flush()
             except BrokenPipeError:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+                hush(stream)
         return 141
 
 

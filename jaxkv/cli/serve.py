@@ -6,6 +6,7 @@ from pathlib import Path
 
 from jaxkv.cli.options import Cut, Drafting, Load, Spread
 from jaxkv.cli.statistics import size
+from jaxkv.cli.terminal import tell
 from jaxkv.errors import BadValue
 
 SERVED_BLOCK = 256  # tokens of a prompt between two steps of the rows that run
@@ -89,7 +90,7 @@ class Serve:
         about = f"{self.load.model} under {size(chosen)}, {self.rows} rows"
         serve(
             engine, self.name or self.load.model, host=self.host, host_names=self.host_names, port=self.port,
-            token=token, grace=self.grace, listens=lambda address: print(f"{about}: {address}", flush=True),
+            token=token, grace=self.grace, listens=lambda address: tell(f"{about}: {address}"),
             limits=dataclasses.replace(limits, max_tokens=min(limits.max_tokens, self.max_new_tokens)),
         )  # fmt: skip
         return 0

@@ -1,14 +1,28 @@
 """What a command says to the person at a terminal, beside what it prints for the pipe."""
 
+import os
 import sys
 import threading
-from typing import Any
+from typing import Any, TextIO
 
 
 def note(text: str) -> None:
     """A line for the person, not for the pipe."""
     if sys.stderr.isatty():
         print(text, file=sys.stderr, flush=True)
+
+
+def tell(text: str) -> None:
+    """A line for the pipe, of a command that goes on also where whoever read it has gone."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        hush(sys.stdout)
+
+
+def hush(stream: TextIO) -> None:
+    """What the stream still holds, and all that follows, goes nowhere: its reader has gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class Meter:
