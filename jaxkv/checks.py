@@ -4,15 +4,17 @@ import contextlib
 import dataclasses
 import functools
 import math
+import traceback
 import types
 import typing
 from collections.abc import Callable, Mapping
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxkv.errors import BadValue, JaxkvError
+from jaxkv.errors import BadValue, JaxkvError, first_line
 
 MOST = 2**31 - 1  # the largest whole number that programs hold; seeds are larger
 LARGEST = float(np.finfo(np.float32).max)
@@ -147,7 +149,7 @@ def _hashes(value: Any) -> bool:
 
 class Checked:
     """A frozen dataclass whose fields are checked by their declared types before its own `__post_init__` runs. A
-    ValueError of that is a `BadValue`, which names the part."""
+    ValueError of that is a `BadValue`, which names the part; of a part of one's own so is any other error."""
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -161,13 +163,26 @@ class Checked:
                     own(self)
                 except JaxkvError:
                     raise
-                except ValueError as error:
-                    raise BadValue(f"{_called(self)}: {error}") from error
+                except Exception as error:
+                    if not isinstance(error, ValueError) and not foreign(self):
+                        raise
+                    raise BadValue(f"{_called(self)}: {_told(error)}") from error
 
             cls.__post_init__ = checked  # pyright: ignore[reportAttributeAccessIssue]
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+
+def _told(error: Exception) -> str:
+    """What a `__post_init__` has said; where it was not written for whoever chose the value, the error and its line."""
+    if isinstance(error, ValueError | AssertionError) and str(error):
+        return str(error) if isinstance(error, ValueError) else first_line(error)
+    steps = traceback.extract_tb(error.__traceback__)[1:]  # the first is in this file
+    own = [step for step in steps if step.filename == steps[0].filename]
+    line = f" (line {own[-1].lineno} of {Path(own[-1].filename).name})" if own else ""
+    said = f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
+    return f"{said}{line}; expected values that it takes: give others, or correct the part"
 
 
 def _is_number(value: Any) -> bool:

@@ -278,6 +278,34 @@ def test_what_a_part_refuses_names_it(mine, monkeypatch, tmp_path, capsys):
     assert cli.main(run[:-2]) == 2 and "own.toml: mine: least is below 0" in capsys.readouterr().err
 
 
+def asserts(self):
+    assert self.least >= 0, "least must be 0 or more"
+
+
+def bare(self):
+    if self.least < 0:
+        raise AssertionError
+
+
+def stumbles(self):
+    return {0: "none"}[self.least]
+
+
+@pytest.mark.parametrize(
+    "check, words",
+    [
+        (asserts, "^mine: least must be 0 or more$"),
+        (bare, r"^mine: AssertionError \(line \d+ of test_open.py\); expected values that it takes"),
+        (stumbles, r"^mine: KeyError: -1 \(line \d+ of test_open.py\); expected values that it takes"),
+    ],
+)
+def test_a_part_may_refuse_by_any_error(check, words):
+    own = part(__annotations__={"least": int}, least=0, __post_init__=check)
+    assert own().least == 0
+    with pytest.raises(BadValue, match=words):
+        own(-1)
+
+
 @pytest.mark.parametrize("value", [[1.0, 2.0], np.ones(2), jnp.ones(2), {"a": 1}])
 def test_a_field_that_cannot_be_hashed_is_refused(value):
     own = part(__annotations__={"weights": object}, weights=None)
