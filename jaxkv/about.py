@@ -74,7 +74,7 @@ def parted(tokenizer: Any, turns: Sequence[Mapping[str, Any]], text: str, questi
         last = {"role": "user", "content": f"{text}{MARK}{between}{question}"}
         whole = templated(tokenizer.apply_chat_template, [*turns, last], tokenize=False, add_generation_prompt=True)
     else:
-        talk = "".join(f"{turn['role']}: {turn['content']}\n" for turn in turns)
+        talk = "".join(f"{turn['role']}: {turn['content'] or ''}\n" for turn in turns)
         whole = f"{talk}{text}{MARK}{between}{question}\n"
     if whole.count(MARK) != 1:
         raise BadValue(

@@ -146,7 +146,7 @@ def _segments(params: Params, history: Prompt, ids: np.ndarray, size: int, utter
 
 def _said(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     """Who said what, a line for each message."""
-    return [f"{message['role']}: {message['content']}" for message in messages]
+    return [f"{message['role']}: {message['content'] or ''}" for message in messages]
 
 
 def _encoded(params: Params, text: str) -> np.ndarray:

@@ -8,10 +8,11 @@ from jax.core import Tracer
 
 from jaxkv.chat import check_held, next_turn
 from jaxkv.checks import fits, shown
-from jaxkv.errors import BadValue, first_line
+from jaxkv.errors import BadValue, first_line, unknown
 from jaxkv.stop_strings import FRONT
 from jaxkv.store import EMPTY
 
+ROLES = ("system", "user", "assistant", "tool", "developer", "function", "ipython")  # whose messages templates take
 Prompt = Any  # a string, strings, chat messages, conversations, token ids, or rows of token ids
 
 
@@ -152,19 +153,28 @@ def _check_text(text: str) -> None:
 
 def plain_messages(messages: Any) -> list[dict[str, Any]]:
     """The messages as chat templates take them, parts of a content `{"type": "text", "text": ...}` in a row. Raises
-    `BadValue` for one without a role or content, and for parts that are no text."""
+    `BadValue` for one without a role or content, for a role that is none of `ROLES`, and for a content that is no text;
+    an assistant's that calls tools may have none."""
     plain = []
     for number, message in enumerate(messages):
-        good = isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
+        calls = isinstance(message, Mapping) and message.get("role") == "assistant" and bool(message.get("tool_calls"))
+        good = isinstance(message, Mapping) and isinstance(message.get("role"), str) and ("content" in message or calls)
         if not good:
             raise BadValue(
                 f"message {number} is {shown(message)}: expected each as {{'role': 'user', 'content': 'text'}}"
             )
-        content = message["content"]
+        if message["role"] not in ROLES:
+            raise BadValue(f"message {number}: {unknown('role', message['role'], ROLES)}")
+        content = message.get("content")
         if isinstance(content, list | tuple):
             content = "".join(_text_of(part, number) for part in content)
         if isinstance(content, str):
             _check_text(content)
+        elif content is not None or not calls:
+            raise BadValue(
+                f"message {number} ({message['role']}) has the content {shown(content)}: expected text, or a list of "
+                "parts as {'type': 'text', 'text': '...'}"
+            )
         plain.append({**message, "content": content})
     return plain
 

@@ -59,12 +59,16 @@ def test_every_form_of_prompt(lettered):
     for batch in (["ab", "c"], [[65, 66], [67]]):
         found, single = rows_of(batch, lettered.tokenizer, 256)
         assert not single and [row.tolist() for row in found] == [[65, 66], [67]]
-    chat = [{"role": "u", "content": "hi"}]
+    chat = [{"role": "user", "content": "hi"}]
     found, single = rows_of(chat, lettered.tokenizer, 256)
-    assert single and lettered.tokenizer.decode(found[0]) == "<u>hi<a>"
+    assert single and lettered.tokenizer.decode(found[0]) == "<user>hi<a>"
     assert len(rows_of([chat, chat], lettered.tokenizer, 256)[0]) == 2
-    parts = [{"role": "u", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]
     assert rows_of(parts, lettered.tokenizer, 256)[0][0].tolist() == found[0].tolist()
+    for said in ({"content": None}, {}):  # an answer that is a call of a tool
+        call = {"role": "assistant", **said, "tool_calls": [{"function": {"name": "now", "arguments": {}}}]}
+        (ids,), _ = rows_of([*chat, call, {"role": "tool", "content": "9"}], lettered.tokenizer, 256)
+        assert lettered.tokenizer.decode(ids) == "<user>hi<assistant>None<tool>9<a>"
 
 
 class Beginning(Letters):
@@ -84,12 +88,12 @@ def test_text_that_goes_on_from_a_cache_begins_no_text(tiny):
 
 
 def test_a_conversation_goes_on_from_its_cache(lettered):
-    messages = [{"role": "u", "content": "hi"}]
+    messages = [{"role": "user", "content": "hi"}]
     out = jaxkv.generate(lettered, messages, policy=jaxkv.policy("h2o", budget=24), max_new_tokens=3, stop_tokens=())
-    said = [*messages, {"role": "assistant", "content": out.text}, {"role": "u", "content": "go on"}]
+    said = [*messages, {"role": "assistant", "content": out.text}, {"role": "user", "content": "go on"}]
     again = jaxkv.generate(lettered, said, cache=out.cache, max_new_tokens=2, stop_tokens=())
     text = lettered.tokenizer.decode(again.cache.texts()[0])
-    assert text.startswith(f"<u>hi<a>{out.text}<u>go on<a>") and text.count("hi") == 1
+    assert text.startswith(f"<user>hi<a>{out.text}<user>go on<a>") and text.count("hi") == 1
     with pytest.raises(BadValue, match="without an answer of the model, on a cache: expected the whole conversation"):
         jaxkv.generate(lettered, messages, cache=out.cache, max_new_tokens=2)
     with pytest.raises(BadValue, match="prompt 1 of the list is empty"):
@@ -98,19 +102,21 @@ def test_a_conversation_goes_on_from_its_cache(lettered):
 
 def test_a_begun_answer_goes_on_from_its_cache(lettered):
     """With the question before it, which the cache has not seen."""
-    messages, options = [{"role": "u", "content": "hi"}], {"max_new_tokens": 3, "stop_tokens": ()}
+    messages, options = [{"role": "user", "content": "hi"}], {"max_new_tokens": 3, "stop_tokens": ()}
     out = jaxkv.generate(lettered, messages, **options)
-    said = [*messages, {"role": "assistant", "content": out.text}, {"role": "u", "content": "go on"}]
+    said = [*messages, {"role": "assistant", "content": out.text}, {"role": "user", "content": "go on"}]
     said.append({"role": "assistant", "content": "I w"})
     again = jaxkv.generate(lettered, said, cache=out.cache, **options)
-    assert lettered.tokenizer.decode(again.cache.texts()[0]).startswith(f"<u>hi<a>{out.text}<u>go on<assistant>I w")
+    assert lettered.tokenizer.decode(again.cache.texts()[0]).startswith(
+        f"<user>hi<a>{out.text}<user>go on<assistant>I w"
+    )
     whole = [token for part in again.cache.texts() for token in part]
     assert jaxkv.generate(lettered, np.array(whole[: -len(again.text) + 1]), **options).text == again.text
 
 
 def test_a_cache_that_is_ahead_of_its_conversation_is_refused(lettered):
     """A question that is asked anew, or changed, and a history with a turn left out."""
-    ask, options = lambda text: {"role": "u", "content": text}, {"max_new_tokens": 3, "stop_tokens": ()}
+    ask, options = lambda text: {"role": "user", "content": text}, {"max_new_tokens": 3, "stop_tokens": ()}
     said = lambda out: {"role": "assistant", "content": out.text}  # noqa: E731
     first = [ask("Where is Wick")]
     one = jaxkv.generate(lettered, first, **options)
@@ -189,7 +195,7 @@ class Thoughtful(Letters):
     """Writes no thoughts of answers before the last question, as Qwen3's template."""
 
     def apply_chat_template(self, messages, **options):
-        last = max(n for n, message in enumerate(messages) if message["role"] == "u")
+        last = max(n for n, message in enumerate(messages) if message["role"] == "user")
         later = [
             {**each, "content": each["content"].rpartition(";")[2]}
             if n < last and each["role"] == "assistant"
@@ -200,10 +206,10 @@ class Thoughtful(Letters):
 
 
 def test_a_template_may_leave_out_what_was_thought():
-    first = [{"role": "u", "content": "hi"}, {"role": "assistant", "content": "a long thought;yes"}]
+    first = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a long thought;yes"}]
     for question in ("no", "a question that is longer than the thought"):
-        new = next_turn(Thoughtful(), [*first, {"role": "u", "content": question}], -1)
-        assert Thoughtful().decode(new) == f"<u>{question}<a>"
+        new = next_turn(Thoughtful(), [*first, {"role": "user", "content": question}], -1)
+        assert Thoughtful().decode(new) == f"<user>{question}<a>"
 
 
 class Ending(Letters):
@@ -220,24 +226,30 @@ class Ending(Letters):
 def test_a_history_ends_where_an_answer_would():
     """So that the next turn writes what ends it, and nobody said nothing in between."""
     tokenizer = Ending()
-    history = [{"role": "u", "content": "hi"}, {"role": "assistant", "content": " yes "}]
-    conversation = [*history, {"role": "u", "content": "no"}]
+    history = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": " yes "}]
+    conversation = [*history, {"role": "user", "content": "no"}]
     (first,), _ = rows_of(history, tokenizer, 128)
     (more,), _ = rows_of(conversation, tokenizer, 128, np.array([-1]))
     (whole,), _ = rows_of(conversation, tokenizer, 128)
-    assert tokenizer.decode(first) == "<u>hi<a>yes"
-    assert tokenizer.decode(np.append(first, more)) == tokenizer.decode(whole) == "<u>hi<a>yes $<u>no<a>"
+    assert tokenizer.decode(first) == "<user>hi<a>yes"
+    assert tokenizer.decode(np.append(first, more)) == tokenizer.decode(whole) == "<user>hi<a>yes $<user>no<a>"
 
 
 def test_a_message_may_have_the_words_that_stand_for_an_answer():
     words = f"is {MARK} a mark?"
-    conversation = [{"role": each, "content": text} for each, text in (("u", "hi"), ("assistant", "yes"), ("u", words))]
-    assert Ending().decode(next_turn(Ending(), conversation, -1)) == f" $<u>{words}<a>"
+    conversation = [
+        {"role": each, "content": text} for each, text in (("user", "hi"), ("assistant", "yes"), ("user", words))
+    ]
+    assert Ending().decode(next_turn(Ending(), conversation, -1)) == f" $<user>{words}<a>"
 
 
 def test_an_end_of_turn_behind_a_space_is_written_once():
-    conversation = [{"role": each, "content": each} for each in ("u", "assistant", "u")]
-    for pending, expected in ((ord("$") - 32, "<u>u<a>"), (ord("x") - 32, " $<u>u<a>"), (ord("<") - 32, " $<u>u<a>")):
+    conversation = [{"role": each, "content": each} for each in ("user", "assistant", "user")]
+    for pending, expected in (
+        (ord("$") - 32, "<user>user<a>"),
+        (ord("x") - 32, " $<user>user<a>"),
+        (ord("<") - 32, " $<user>user<a>"),
+    ):
         assert Ending().decode(next_turn(Ending(), conversation, pending)) == expected
 
 

@@ -23,7 +23,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, from_json
 
-from jaxkv.errors import BadValue
+from jaxkv.errors import BadValue, unknown
+from jaxkv.prompts import ROLES
 from jaxkv.serving.answer import STOP, Answer, Chance
 from jaxkv.serving.asked import STOPS
 from jaxkv.serving.engine import Engine
@@ -72,6 +73,13 @@ class Message(Strict):
     role: str
     content: str | Several[Part]
     name: str | None = None
+
+    @field_validator("role")
+    @classmethod
+    def _is_known(cls, role: str) -> str:
+        if role not in ROLES:
+            raise PydanticCustomError("no_role", "{said}", {"said": str(unknown("role", role, ROLES))})
+        return role
 
     @field_validator("content", mode="before")
     @classmethod

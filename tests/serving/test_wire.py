@@ -108,6 +108,11 @@ def test_null_leaves_a_field_out_wherever_it_is():
     assert refused(Chat, body(messages=[{"role": None, "content": "a"}])) == ("Field required", "messages.0.role")
 
 
+def test_a_role_that_is_none_is_refused():
+    says = "unknown role 'usr'; did you mean 'user'?", "messages.0.role"
+    assert refused(Chat, body(messages=[{"role": "usr", "content": "a"}])) == says
+
+
 ENGINE = SimpleNamespace(policy=SimpleNamespace(name="tova"), params=None)
 
 
