@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -359,17 +360,32 @@ def test_sizes_stand_in_place_of_the_runs(measured, sizes):
     assert settings.policies == ("tova", {"name": "h2o"}) and settings.weights is None
 
 
-def test_what_else_stands_in_place_of_the_runs(measured):
+def test_what_else_stands_in_place_of_the_runs(measured, tmp_path):
     words = ["--model", "some/model", "--dtype", "bfloat16", "--weights", "int4", "--policies", "full", "snapkv",
-             "--data", "folder", "--batch", "5", "--block", "512", "--share-prefill", "--out", "there",
+             "--data", str(tmp_path), "--batch", "5", "--block", "512", "--share-prefill", "--out", "there",
              "--tasks", "passkey", "some", "--limit", "3", "--longest", "500", "--lengths", "128", "256"]  # fmt: skip
     settings, out = measured(*words)
     assert (settings.model, settings.dtype, settings.weights) == ("some/model", "bfloat16", "int4")
-    assert (settings.policies, settings.data, settings.batch) == (("full", "snapkv"), "folder", 5)
+    assert (settings.policies, settings.data, settings.batch) == (("full", "snapkv"), str(tmp_path), 5)
     assert (settings.block, settings.share_prefill, out) == (512, True, "there")
     made, file = settings.tasks
     assert (made.name, made.lengths, made.limit, made.longest) == ("passkey", (128, 256), None, None)
     assert file.file.endswith("some.jsonl") and (file.limit, file.longest) == (3, 500)
+
+
+@pytest.mark.parametrize(
+    "run, task, says",
+    [
+        ("longbench", "lcc", "has no lcc.jsonl"),
+        ("gsm8k", "gsm8k", r"has no test\*.jsonl"),
+        ("longbench", "lcc", "no such folder"),
+    ],
+)
+def test_data_that_is_not_there_is_told_before_the_model_is_loaded(monkeypatch, capsys, tmp_path, run, task, says):
+    monkeypatch.setattr(jaxkv, "load", lambda *_, **__: pytest.fail("it was loaded"))
+    folder = tmp_path / "nope" if "folder" in says else tmp_path
+    assert cli.main(["eval", run, "--data", str(folder), "--tasks", task]) == 2
+    assert re.search(says, capsys.readouterr().err)
 
 
 def test_a_plan_runs_nothing(measured, monkeypatch, capsys, tmp_path):

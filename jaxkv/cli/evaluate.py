@@ -77,6 +77,7 @@ class Eval:
         of_tasks = {name: getattr(self, name) for name in ("limit", "longest", "lengths")}
         each = {name: value for name, value in of_tasks.items() if value not in (None, ())}
         settings = evaluation.changed(evaluation.load(self.run), changes, self.tasks, each, self.parts)
+        evaluation.check_data(settings)
         out = self.out or os.path.join("results", settings.name)
         try:
             params = jaxkv.load(settings.model, dtype=settings.dtype, weights=settings.weights)

@@ -8,6 +8,7 @@ from jaxkv.evaluation.fidelity import reference as reference
 from jaxkv.evaluation.forced import follow as follow
 from jaxkv.evaluation.retention import Retention as Retention
 from jaxkv.evaluation.retention import retained as retained
+from jaxkv.evaluation.runner import check_data as check_data
 from jaxkv.evaluation.runner import cost as cost
 from jaxkv.evaluation.runner import evaluate as evaluate
 from jaxkv.evaluation.scorers import SCORERS as SCORERS

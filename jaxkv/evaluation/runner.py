@@ -52,13 +52,24 @@ class Work:
     cost: str
 
 
+def check_data(settings: Settings) -> None:
+    """Raises `BadValue` for a folder of data, or a file of a task in it, that is not there, or begins with a broken
+    line. No model is needed, and nothing comes from the hub."""
+    if settings.data and not Path(settings.data).expanduser().is_dir():
+        raise BadValue(f"data={settings.data!r}: no such folder; expected one with the files of the run")
+    for each in settings.tasks:
+        if each.file:
+            datasets.read(_file(each.file, settings.data), scorer=each.scorer, limit=1)
+        elif settings.data and each.name in published.READ:
+            published.read(each.name, lambda _: 0, folder=settings.data, limit=1)
+
+
 def examples_of(settings: Settings, tokenizer: Any) -> list[Example]:
     """The examples of every [[tasks]] table, those of data with the middle cut out where they are too long.
 
-    Raises `BadValue` for a folder of data that is not there.
+    Raises `BadValue` as `check_data` does, and for any line of the data that is broken.
     """
-    if settings.data and not Path(settings.data).expanduser().is_dir():
-        raise BadValue(f"data={settings.data!r}: no such folder; expected one with the files of the run")
+    check_data(settings)
     size, out = lambda example: asking.size(tokenizer, example), []
     for each in settings.tasks:
         if each.file:
