@@ -57,8 +57,10 @@ def about(params: Params, text: str, messages: Sequence[Mapping[str, Any]] = ())
 
 def _check(text: Any, name: str) -> None:
     """Raises `BadValue` for what is no text, for none, and for letters that cannot be written or that split it."""
-    if not isinstance(text, str) or not text or MARK in text:
-        raise BadValue(f"{name}={shown(text)}: expected text, one letter at least, and not {MARK!a}")
+    if not isinstance(text, str) or not text:
+        raise BadValue(f"{name}={shown(text)}: expected text, one letter at least")
+    if MARK in text:
+        raise BadValue(f"{name}={shown(text)}: {MARK!a} is where jaxkv splits the chat; leave these letters out")
     plain_messages([{"role": "user", "content": text}])
 
 

@@ -75,9 +75,11 @@ def test_an_answer_after_the_cache_is_the_whole_prompts(talking):
 def test_it_says_what_it_needs(talking, tiny):
     with pytest.raises(BadValue, match="no tokenizer"):
         jaxkv.about(dataclasses.replace(tiny("llama3"), tokenizer=None), HARBOUR)
-    for text in ("", None, 5, f"a{MARK}b"):
-        with pytest.raises(BadValue, match=r"text=.*: expected text, one letter at least"):
+    for text in ("", None, 5):
+        with pytest.raises(BadValue, match=r"text=.*: expected text, one letter at least$"):
             jaxkv.about(talking, text)
+    with pytest.raises(BadValue, match="is where jaxkv splits the chat; leave these letters out"):
+        jaxkv.about(talking, f"a{MARK}b")
     for words, messages in (
         ("message 0 is 'hi'", ["hi"]),
         ("message 0 holds", [{"role": "user", "content": [1]}]),
