@@ -86,7 +86,8 @@ def checked_request(
     if stop_tokens is None:
         stop_tokens = params.config.stop_tokens
     else:
-        stop_tokens = sequence_of("stop_tokens", stop_tokens, int, "token ids, () for none, or None for the model's")
+        expected = "a sequence of token ids, such as (3,), () for none, or None for the model's"
+        stop_tokens = sequence_of("stop_tokens", stop_tokens, int, expected)
         wrong = [token for token in stop_tokens if not _of_model(params, token)]
         if wrong:
             raise BadValue(

@@ -49,7 +49,7 @@ def lettered(tiny):
         ({"samples": 1.5}, "samples=1.5"),
         ({"max_new_tokens": 2**31}, "max_new_tokens=2147483648"),
         ({"stop": [1]}, "stop=\\[1\\]: expected text"),
-        ({"stop_tokens": 5}, "stop_tokens=5: expected token ids"),
+        ({"stop_tokens": 5}, r"stop_tokens=5: expected a sequence of token ids, such as \(3,\), \(\) for none"),
         ({"stop_tokens": "ab"}, "stop_tokens='ab'"),
         ({"stop_tokens": [3, 10**6]}, "1000000 is none of the model's: expected token ids from 0 to"),
         ({"stop_tokens": [-1]}, "-1 is none of the model's"),
