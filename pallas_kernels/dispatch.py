@@ -24,7 +24,7 @@ class Choice(NamedTuple):
     @property
     def reasons(self) -> list[str]:
         """The refusals in words."""
-        return [f"{name} does not: {why}" for name, why in self.refused.items()]
+        return [f"{name} does not run here: {why}" for name, why in self.refused.items()]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -192,6 +192,12 @@ def test_info_takes_the_sizes_of_generate(capsys):
     assert "--ratio 0.5 without --policy: say of which policy" in capsys.readouterr().err
 
 
+def test_info_says_why_a_kernel_does_not_run(capsys):
+    assert cli.main(["info", "--kernels", "--dtype", "bfloat16", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["ragged_decode"]
+    assert said == "reference, for numba_cpu does not run here: bfloat16: float32"
+
+
 def test_what_a_warmup_is_given(asked, monkeypatch, capsys):
     given = []
 

@@ -586,7 +586,7 @@ def test_without_numba(monkeypatch, caplog):
     monkeypatch.setattr("importlib.import_module", absent)
     found = choices(heads=4, kv_heads=2, head_dim=64, slots=64, dtype="float32", platform="cpu")["ragged_decode"]
     assert found.implementation == "reference"
-    assert found.reasons == ["numba_cpu does not: No module named 'numba'; pip install 'jaxkv[cpu]'"]
+    assert found.reasons == ["numba_cpu does not run here: No module named 'numba'; pip install 'jaxkv[cpu]'"]
     queries, at = jnp.ones((1, 2, 3, 16)), jnp.arange(3, dtype=jnp.int32)[None]
     for _ in range(2):
         attend_api.prefill_attend(queries, queries, queries, at, jnp.stack([at, at], 1), scale=0.25)
@@ -605,7 +605,7 @@ def test_a_refusal_is_logged_once(monkeypatch, caplog):
     assert np.array_equal(outs[0].output, outs[1].output)
     lines = [line.getMessage() for line in caplog.records if line.name == "pallas_kernels"]
     assert len(lines) == 1 and caplog.records[0].levelname == "WARNING"
-    assert lines[0].startswith("decode_attend_score runs as reference (mosaic_tpu does not: 3 slots"), lines
+    assert lines[0].startswith("decode_attend_score runs as reference (mosaic_tpu does not run here: 3 slots"), lines
 
 
 def test_what_runs_where():
@@ -621,7 +621,7 @@ def test_what_runs_where():
         assert (found["decode_attend_score"].implementation, found["ragged_decode"].implementation) == (decode, pool)
         others = {found[name].implementation for name in ("prefill_attend", "prefill_attend_mass")}
         assert others == {"numba_cpu" if platform == "cpu" else decode}
-    assert found["ragged_decode"].reasons == ["numba_cpu does not: bfloat16: float32"]
+    assert found["ragged_decode"].reasons == ["numba_cpu does not run here: bfloat16: float32"]
 
 
 @pytest.mark.parametrize(

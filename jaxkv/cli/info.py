@@ -155,7 +155,8 @@ class Info:
             heads=config.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, slots=budget,
             dtype=self.dtype, batch=self.batch, codes=codes, rotate=turns, apart=apart,
         )  # fmt: skip
-        return {name: "; ".join((chosen.implementation, *chosen.reasons)) for name, chosen in found.items()}
+        told = {name: (chosen.implementation, "; ".join(chosen.reasons)) for name, chosen in found.items()}
+        return {name: f"{runs}, for {why}" if why else runs for name, (runs, why) in told.items()}
 
 
 def _shape_table(model: str) -> dict[str, Any] | None:

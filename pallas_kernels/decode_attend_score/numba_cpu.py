@@ -36,7 +36,9 @@ def decode_attend_score(
     """
     query, position = token.query, token.position
     if not coded(held.keys, held.values) or rotate is not None:
-        raise NotImplementedError("keys and values as they are" if rotate is None else "keys turned as they are read")
+        raise NotImplementedError(
+            "keys and values are no codes" if rotate is None else "keys are turned as they are read"
+        )
     lies = written(token, held, slot)
     batch, kv_heads, slots = lies.positions.shape
     borders = slots * jnp.arange(kv_heads + 1, dtype=jnp.int32)
