@@ -192,6 +192,19 @@ def test_info_takes_the_sizes_of_generate(capsys):
     assert "--ratio 0.5 without --policy: say of which policy" in capsys.readouterr().err
 
 
+def test_info_counts_slots_alike_with_a_policy_and_without(capsys):
+    """Rounded up to whole pieces of memory; and values stand below each other."""
+    words = ["info", "--budget", "500", "--tokens", "1001", "--policy", "h2o"]
+    assert cli.main([*words, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["cache_bytes_at_budget_500"] == facts["keys_and_values_bytes_under_h2o_at_budget_500"]
+    assert facts["full_cache_bytes_at_1001_tokens"] == 1008 * facts["cache_bytes_per_token"]
+    assert cli.main(words) == 0
+    lines = dict(zip(facts, capsys.readouterr().out.splitlines(), strict=True))
+    width = max(map(len, facts))
+    assert all(line[width] == " " != line[width + 1] for line in lines.values())
+
+
 def test_info_says_why_a_kernel_does_not_run(capsys):
     assert cli.main(["info", "--kernels", "--dtype", "bfloat16", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)["ragged_decode"]

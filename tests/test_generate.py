@@ -777,9 +777,9 @@ def test_the_command_line(monkeypatch, capsys, lettered):
     assert set(json.loads(capsys.readouterr().out)) == set(jaxkv.policies.catalogue())
     assert cli.main(["policies", "dapq-longflow"]) == 0
     assert "pseudo-queries" in capsys.readouterr().out
-    assert cli.main(["info", "llama-3-8b", "--tokens", "1000", "--budget", "100", "--json"]) == 0
+    assert cli.main(["info", "llama-3-8b", "--tokens", "1040", "--budget", "104", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["full_cache_bytes_at_1000_tokens"] == 10 * facts["cache_bytes_at_budget_100"]
+    assert facts["full_cache_bytes_at_1040_tokens"] == 10 * facts["cache_bytes_at_budget_104"]
     for size in (["--budget", "0"], ["--tokens", "-5"], ["--batch", "-2"]):
         assert cli.main(["info", "llama-3-8b", *size]) == 2
         assert f"{size[0].strip('-')}={size[1]}: expected" in capsys.readouterr().err

@@ -42,6 +42,7 @@ class Info:
 
         from jaxkv.checks import check_arguments
         from jaxkv.models import ModelConfig
+        from jaxkv.store.entries import in_pieces
         from jaxkv.weights import load
         from jaxkv.weights.load import config_of
         from jaxkv.weights.source import locate
@@ -63,8 +64,8 @@ class Info:
         bytes_per_token = [2 * s.num_kv_heads * s.head_dim * size for s in config.specs]
 
         def held(tokens: int) -> int:
-            windows = [min(tokens, s.window or tokens) for s in config.specs]
-            return self.batch * sum(b * n for b, n in zip(bytes_per_token, windows, strict=True))
+            slots = [in_pieces(min(tokens, s.window or tokens)) for s in config.specs]
+            return self.batch * sum(b * n for b, n in zip(bytes_per_token, slots, strict=True))
 
         facts = {
             "model": self.model,
@@ -87,8 +88,9 @@ class Info:
         if self.json:
             print(json.dumps(facts))
         else:
+            width = max(map(len, facts))
             for name, value in facts.items():
-                print(f"{name.replace('_', ' '):34} {f'{value:,}' if isinstance(value, int) else value}")
+                print(f"{name.replace('_', ' '):{width}} {f'{value:,}' if isinstance(value, int) else value}")
         return 0
 
     def _policy_of(self, config: Any) -> Any:
