@@ -5,6 +5,7 @@ takes is known from the forms of what the one before it gives. So all are lowere
 them meanwhile. A call that comes to a program waits for it, and finds it in JAX's own caches then.
 """
 
+import functools
 import os
 from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,13 +36,22 @@ class Ahead:
     def add(self, program: Any, *given: Any, **static: Any) -> Any:
         """Begin to compile the program for these arguments, arrays or their forms, if it is new; the forms of what it
         gives."""
-        leaves, form = jax.tree.flatten((given, static))
-        asked = (program, form, *map(_told, leaves))
-        if asked not in FORMS:
+        asked = _asked(program, given, static)
+        forms = FORMS.get(asked)  # once: another thread may forget it
+        if forms is None:
             lowered = program.lower(*given, **static)
-            FORMS[asked] = lowered.out_info
+            forms = FORMS[asked] = lowered.out_info
             self._made[program] = asked, self._pool.submit(lowered.compile)
-        return FORMS[asked]
+        return forms
+
+    def gives(self, between: Any, *given: Any, **static: Any) -> Any:
+        """The forms of what is done between two programs gives (a function that stays, or a jitted one); traced once
+        for the forms of what it takes."""
+        asked = _asked(between, given, static)
+        forms = FORMS.get(asked)
+        if forms is None:
+            forms = FORMS[asked] = jax.eval_shape(functools.partial(between, **static), *given)
+        return forms
 
     def drop(self) -> None:
         """Compile nothing that has not been begun."""
@@ -55,6 +65,12 @@ class Ahead:
         if program in self._made:
             _, made = self._made.pop(program)
             made.result()
+
+
+def _asked(function: Any, given: Any, static: Any) -> Hashable:
+    """What a function is asked for: with the forms of arrays, and all else as it is."""
+    leaves, form = jax.tree.flatten((given, static))
+    return function, form, *map(_told, leaves)
 
 
 def _told(leaf: Any) -> Hashable:

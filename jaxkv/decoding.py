@@ -220,15 +220,15 @@ def with_room(policy: Policy, config: Any, cache: KVCache, room: int) -> KVCache
 
 
 def begun(
-    cache: KVCache, request: Request, layout: Layout, seen: jax.Array | None, draws: np.ndarray
+    cache: KVCache, layout: Layout, seen: jax.Array | None, draws: np.ndarray, *, left: int, seed: int
 ) -> run.DecodeState:
-    """The state of rows that have a cache, and may each get all of their tokens."""
+    """The state of rows that have a cache, and have so many tokens `left` to get."""
     return run.DecodeState(
         cache=cache,
         done=layout.put(np.zeros(cache.batch, bool)),
-        left=layout.put(np.full(cache.batch, request.max_new_tokens, np.int32)),
+        left=layout.put(np.full(cache.batch, left, np.int32)),
         seen=seen,
-        keys=layout.put(row_keys(request.seed, draws)),
+        keys=layout.put(row_keys(seed, draws)),
     )
 
 
@@ -238,17 +238,20 @@ def decode_ahead(
     """Compile what runs behind the prompt, which leaves a cache and logits of these forms."""
     if line_of(cache.layers) is not None:
         return  # how many slots its layers read is told by the prompt (`narrowed`)
-    config, layout, samples = params.config, params.layout, request.samples
-
-    def state_of(cache: KVCache, logits: jax.Array) -> tuple[run.DecodeState, jax.Array]:
-        rows = cache.batch * samples
-        penalty = request.sampler.repetition_penalty is not None
-        seen = layout.put(np.zeros((rows, config.vocab_size), bool)) if penalty else None
-        state = begun(repeated(cache, samples), request, layout, seen, np.zeros(rows, np.int32))
-        return state, jnp.repeat(logits, samples, axis=0)
-
-    sampler, stop = request.sampler, request.stop_tokens
-    state, _ = ahead.add(run.first_token, sampler, stop, *jax.eval_shape(state_of, cache, logits), layout=layout)
+    layout, sampler, stop = params.layout, request.sampler, request.stop_tokens
+    shape = {"samples": request.samples, "penalty": sampler.repetition_penalty is not None}
+    behind = ahead.gives(_behind_prompt, cache, logits, layout=layout, **shape)
+    state, _ = ahead.add(run.first_token, sampler, stop, *behind, layout=layout)
     learned = params.learned_for(request.policy.learns, request.policy.name)
     given, named = plainly(params, request, execution, learned, state)
     ahead.add(run.decode, *given, **named)
+
+
+def _behind_prompt(
+    cache: KVCache, logits: jax.Array, *, samples: int, penalty: bool, layout: Layout
+) -> tuple[run.DecodeState, jax.Array]:
+    """What the first tokens of all samples are drawn from, as far as its forms go."""
+    rows = cache.batch * samples
+    seen = jnp.zeros((rows, logits.shape[-1]), bool) if penalty else None
+    state = begun(repeated(cache, samples), layout, seen, np.zeros(rows, np.int32), left=0, seed=0)
+    return state, jnp.repeat(logits, samples, axis=0)

@@ -215,8 +215,9 @@ def _begin(params: Params, prompt: Prompt, cache: KVCache | None, request: Reque
         assert before is not None  # checked with the request
         seen = layout.put(np.repeat(_seen(before, params.config.vocab_size), samples, axis=0))
     cache = layout.cache(repeated(cache, samples))
+    state = begun(cache, layout, seen, draws, left=request.max_new_tokens, seed=request.seed)
     decoding = Decoding(
-        params, request, execution, session, begun(cache, request, layout, seen, draws),
+        params, request, execution, session, state,
         prompt_tokens=0 if prompt is None else sum(map(len, rows)),
         single=single and samples == 1,
         before=before,
@@ -234,7 +235,7 @@ def _begin(params: Params, prompt: Prompt, cache: KVCache | None, request: Reque
 
         def through(params: Params, policy: Policy) -> KVCache:
             prefilling = Prefilling(params, policy, quiet, _draft(params, quiet), room=later)
-            return repeated(prefilling.run(known, None).cache, samples)
+            return params.layout.cache(repeated(prefilling.run(known, None).cache, samples))
 
         session.begin(Start(params, known, samples, pending, expected, request.max_new_tokens, through))
     decoding.prefill_seconds = time.perf_counter() - started

@@ -97,7 +97,7 @@ def prefill(
     static |= {"layout": layout, "top": top}
     logits, expected = None, []
     fits, learned = static["policy"].store.fits, static.get("learned", NOTHING)
-    fit = functools.partial(fitted, learned=learned, config=static["config"], policy=static["policy"], layout=layout)
+    fitting = {"config": static["config"], "policy": static["policy"], "layout": layout}
 
     def call(number: int, layers: Any) -> tuple[Any, tuple[Any, ...]]:
         """The program of a block, and the arrays that it takes."""
@@ -110,7 +110,7 @@ def prefill(
         for number in range(len(parts[:2])):
             program, given = call(number, forms)
             forms, logits, _ = ahead.add(program, *given, **static)
-        behind(jax.eval_shape(fit, forms) if fits else forms, logits)
+        behind(ahead.gives(fitted, forms, learned, **fitting) if fits else forms, logits)
     for number in range(len(parts)):
         program, given = call(number, layers)
         if ahead is not None:
@@ -122,7 +122,7 @@ def prefill(
             progress("prefill", number + 1, blocks.count + 1)
     assert logits is not None  # there is a first block
     if fits:
-        layers = fit(layers)
+        layers = fitted(layers, learned, **fitting)
     if not top:
         return layers, logits, None
     return layers, logits, cast(Any, jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), *expected))

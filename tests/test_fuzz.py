@@ -31,6 +31,7 @@ from jaxkv.generate import Stream
 from jaxkv.models import ModelConfig
 from jaxkv.policies import catalogue
 from jaxkv.policies.policy import Policy, from_dict, to_dict
+from jaxkv.prefilling import Prefilling
 from jaxkv.prompts import rows_of
 from jaxkv.weights.fill import resolve
 from jaxkv.weights.gguf_file import read_gguf
@@ -189,11 +190,11 @@ def stops_at_the_checks(monkeypatch):
         rows, _ = rows_of(prompt, params.tokenizer, params.config.vocab_size)
         return SimpleNamespace(run=lambda _: (), finish=lambda: request, tokens=rows)
 
-    def prefilled(params, rows, policy, cache, execution, **more):
-        return (policy,)
+    def prefilled(prefilling, rows, cache, pseudo):
+        return SimpleNamespace(cache=prefilling.policy)
 
     monkeypatch.setattr(sys.modules["jaxkv.generate"], "_begin", begun)
-    monkeypatch.setattr(sys.modules["jaxkv.generate"], "_prefill", prefilled)
+    monkeypatch.setattr(Prefilling, "run", prefilled)
 
 
 def call_of_generate(lettered, stops_at_the_checks, case):

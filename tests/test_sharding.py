@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engines import compilations
 from flax import nnx
 from letters import Letters
 from measured import calibrated, measured
@@ -461,6 +462,17 @@ def test_drafts_on_a_mesh_change_no_token(goldens, name, method, axes):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("method", METHODS)
+def test_chunks_of_drafts_are_one_program(goldens, method):
+    """Also where one row becomes several samples, which devices divide as they could not divide the row."""
+    params, asked = jaxkv.load(goldens / "tiny" / "smollm2", mesh=on((2, 2, 2))), {"speculative": METHODS[method]}
+    drawn = {"max_new_tokens": 60, "samples": 2, "temperature": 0.5, "stop_tokens": ()}
+    with compilations() as seen:
+        jaxkv.generate(params, prompts(1), policy=policy("h2o"), **drawn, **asked)
+    assert seen.count("jit(speculate)") == 1
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("axes", [(1, 8, 1), (2, 2, 2)], ids=str)
 def test_drawn_drafts_on_a_mesh(goldens, axes):
     """With samples, a penalty, another turn of the text, and drafts of a model that divides the mesh in another way."""
@@ -521,7 +533,11 @@ class Seen(Exception):
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name, axes", [("h2o", (1, 8, 1)), ("dapq-longflow", (1, 1, 8)), ("full", (2, 2, 2))], ids=str)
+@pytest.mark.parametrize(
+    "name, axes",
+    [("h2o", (1, 8, 1)), ("dapq-longflow", (1, 1, 8)), ("full", (2, 2, 2)), ("rotatekv", (1, 8, 1))],
+    ids=str,
+)
 def test_drafts_move_no_cache(goldens, unchecked, monkeypatch, name, axes, method):
     def told(weights, extra, state, drafting, **static):
         own = min(held_by_one(layer.keys) for layer in state.cache.layers)

@@ -54,14 +54,18 @@ class Window:
         put over it. `whole`: tokens leave the window R at a time, when it is full; otherwise one by one."""
         held = getattr(self, name)
         batch, heads, size, dim = held.shape
-        at = jnp.minimum(owner, heads - 1) * size + positions % size
-        flat = at.reshape(batch, -1)
-        there = jnp.take_along_axis(self.positions.reshape(batch, -1), flat, axis=1).reshape(positions.shape)
-        exact = jnp.take_along_axis(held.reshape(batch, -1, dim), flat[..., None], axis=1)
+        if positions.ndim == 3:  # each head's own slots: devices that divide the heads have what they need
+            at = positions % size
+            there = jnp.take_along_axis(self.positions, at, axis=2)
+            exact = jnp.take_along_axis(held, at[..., None], axis=2)
+        else:
+            flat = jnp.minimum(owner, heads - 1) * size + positions % size
+            there = jnp.take_along_axis(self.positions.reshape(batch, -1), flat, axis=1)
+            exact = jnp.take_along_axis(held.reshape(batch, -1, dim), flat[..., None], axis=1)
         seen = self.seen.reshape(batch, *(1,) * (positions.ndim - 1))
         inside = (positions >= 0) & (there == positions) & (owner < heads)
         inside &= self.stays(positions, seen, whole)
-        return jnp.where(inside[..., None], exact.reshape(x.shape), x)
+        return jnp.where(inside[..., None], exact, x)
 
     def holds(self, positions: Int[Array, "B Hk S"]) -> Bool[Array, "B Hk S"]:
         """Whether tokens of the slots at these positions lie in the window as well: it has what the slots hold of the
