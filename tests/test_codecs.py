@@ -568,7 +568,7 @@ def test_any_policy_under_any_codec(tiny, name, store, tmp_path):
 def test_merging_moves_what_the_window_holds(tiny, store):
     """A survivor that something is merged into is read as merged, though the window held it."""
     params = tiny(FAMILY)
-    options = {"budget": 16, "block": 20, "evicted": Merge()}
+    options = {"ratio": 0.64, "block": 20, "evicted": Merge()}  # a budget would be too small beside such a window
     wide = {**STORES[store], "residual": 64}
     both = [jaxkv.policy("h2o", **options, **more) for more in ({"store": wide}, {})]
     views = [jaxkv.prefill(params, ids(45, 1), policy=each).layers[0] for each in both]
